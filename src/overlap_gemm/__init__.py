@@ -1,0 +1,1 @@
+"""Tensor-parallel GEMMs whose communication happens inside the GEMM kernel."""
