@@ -1,0 +1,1 @@
+"""The emulated machine: memory, warps, schedules, barriers, the async engine and launches."""

@@ -1,0 +1,1 @@
+"""PTX text to executable Python: parser, translator and instruction handlers."""
