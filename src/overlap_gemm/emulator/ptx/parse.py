@@ -11,8 +11,23 @@ import struct
 from bisect import bisect_right
 
 from .ir import (
-    TYPE_BYTES, Args, Function, Imm, Instruction, Mem, Module, Not, Operand, Pair, Reg, Special, Sym, Variable, Vec,
+    TYPE_BYTES,
+    Args,
+    Function,
+    Imm,
+    Instruction,
+    Mem,
+    Module,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Special,
+    Sym,
+    Variable,
+    Vec,
 )
+
 
 class PtxSyntaxError(ValueError):
     """The text is not PTX that this parser knows; the message names the line."""
