@@ -1,0 +1,17 @@
+"""The `overlap-gemm` command. A command is a module of this package and a line in the list below."""
+
+import typer
+
+from . import doctor
+
+app = typer.Typer(
+    help="Tensor-parallel GEMMs that overlap with their communication.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(doctor.doctor)
+
+
+@app.callback()
+def _several_commands() -> None:
+    """Tensor-parallel GEMMs that overlap with their communication."""

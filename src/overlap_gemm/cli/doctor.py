@@ -1,0 +1,170 @@
+"""`overlap-gemm doctor`: what this machine offers, and which backends that makes usable."""
+
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import rich
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+Status = Literal["ok", "absent", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: Heading it stands under.
+        name: What was looked at.
+        value: What was found, or why it is not there.
+        status: "absent" is a fact about the machine, "broken" something to mend.
+    """
+
+    section: str
+    name: str
+    value: str
+    status: Status = "ok"
+
+
+def versions() -> Iterator[Finding]:
+    """This package, Python, and the distributions it stands on."""
+    yield Finding("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    for name in ("overlap-gemm", "torch", "nvidia-cutlass-dsl", "transformers"):
+        yield _distribution("versions", name)
+    yield Finding("versions", "torch's CUDA", torch.version.cuda or "none (a CPU build)")
+
+
+def devices() -> Iterator[Finding]:
+    """CUDA devices, who may read whose memory, and multicast."""
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    yield Finding("devices", "CPU", cpu)
+    if not torch.cuda.is_available():
+        why = "torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA device"
+        yield Finding("devices", "GPU", why, "absent")
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        memory = f"{facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} SMs"
+        yield Finding("devices", f"GPU {index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {memory}")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    blocked = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if not pairs:
+        yield Finding("devices", "peer access", "one GPU has no peer", "absent")
+    elif blocked:
+        yield Finding("devices", "peer access", f"not {', '.join(blocked)}", "absent")
+    else:
+        yield Finding("devices", "peer access", f"all {len(pairs)} pairs")
+    yield _multicast(count)
+
+
+def _multicast(count: int) -> Finding:
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    without = [i for i in range(count) if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, i)]
+    if without:
+        return Finding("devices", "NVLS multicast", f"not on GPU {', '.join(map(str, without))}", "absent")
+    return Finding("devices", "NVLS multicast", f"all {count} GPUs")
+
+
+def communication() -> Iterator[Finding]:
+    """torch.distributed's backends, MPI and NVSHMEM."""
+    for name, available in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
+        yield Finding(
+            "communication", name, "in this torch" if available else "not in this torch", _status(available)
+        )
+    yield _mpi()
+    mpirun = shutil.which("mpirun")
+    yield Finding("communication", "mpirun", mpirun or "not on PATH", _status(mpirun is not None))
+    yield _distribution("communication", "nvshmem4py-cu13")
+    yield _nvshmem_bitcode()
+
+
+def _mpi() -> Finding:
+    try:
+        import mpi4py
+    except ImportError:
+        return Finding("communication", "mpi4py", "not installed (extra `mpi`)", "absent")
+    mpi4py.rc.initialize = False  # the import alone would start MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return Finding("communication", "mpi4py", f"finds no MPI library: {error}", "broken")
+    library = MPI.Get_library_version().split(",")[0].strip()
+    return Finding("communication", "mpi4py", f"{mpi4py.__version__} on {library}")
+
+
+def _nvshmem_bitcode() -> Finding:
+    """Device puts are compiled from the bitcode of the newest architecture that is not above the GPU's."""
+    name = "NVSHMEM device code"
+    try:
+        files = importlib.metadata.files("nvidia-nvshmem-cu13") or []
+        version = importlib.metadata.version("nvidia-nvshmem-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("communication", name, "not installed (extra `nvshmem`)", "absent")
+    found = (re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", Path(file).name) for file in files)
+    archs = sorted(int(match[1]) for match in found if match)
+    if not archs:
+        return Finding("communication", name, f"{version} carries no bitcode per architecture", "broken")
+    return Finding("communication", name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")
+
+
+def _distribution(section: str, name: str) -> Finding:
+    try:
+        return Finding(section, name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(section, name, "not installed", "absent")
+
+
+def _status(present: bool) -> Status:
+    return "ok" if present else "absent"
+
+
+PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (versions, devices, communication)
+
+
+def examine() -> list[Finding]:
+    """Everything doctor knows, in the order of its report."""
+    return [finding for probe in PROBES for finding in probe()]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say what this machine offers, which backends are usable and why others are not.
+
+    Exits with 1 where something is installed but broken.
+    """
+    findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.status == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    colour = {"ok": "green", "absent": "yellow", "broken": "red"}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "what", "found"):
+        table.add_column(heading, overflow="fold")
+    section = ""
+    for finding in findings:
+        heading = finding.section if finding.section != section else ""
+        section = finding.section
+        status = f"[{colour[finding.status]}]{finding.value}[/]"
+        table.add_row(f"[bold]{heading}[/]", finding.name, status)
+    rich.print(table)

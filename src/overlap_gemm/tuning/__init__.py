@@ -1,0 +1,1 @@
+"""How long things take: the one timing protocol."""
