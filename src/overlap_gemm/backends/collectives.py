@@ -1,0 +1,89 @@
+"""What the portable backends share: products, sums in rank order, and plain collectives for any shards."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..sharding import Shards
+
+
+def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`, into `out` `[m, N]` if given."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results of `dtype` are summed over ranks."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def sum_in_rank_order(
+    partials: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`((p_0 + p_1) + ...) + bias` in float32 or wider, converted once to the partials' dtype.
+
+    Args:
+        partials: One `[m, N]` per rank, in rank order. They are not written to.
+        bias: `[N]`, added after the sum.
+        out: `[m, N]` to store into.
+    """
+    dtype = accumulation_dtype(partials[0].dtype)
+    total = partials[0].to(dtype, copy=True)
+    for partial in partials[1:]:
+        total += partial
+    if bias is not None:
+        total += bias
+    return total.to(partials[0].dtype) if out is None else out.copy_(total)
+
+
+def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
+    """Every rank's rows one below the other.
+
+    Args:
+        x: This rank's rows `[shards.size(rank), K]`, contiguous.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+
+    Returns:
+        `[shards.total, K]`; x itself in a group of one.
+    """
+    if group.size == 1:
+        return x
+    # Only the last non-empty shard can be short, so the rows of shards padded to full chunks are the rows of
+    # x followed by padding.
+    padded = x
+    if x.shape[0] != shards.chunk:
+        padded = x.new_zeros(shards.chunk, x.shape[1])
+        padded[: x.shape[0]] = x
+    gathered = x.new_empty(group.size * shards.chunk, x.shape[1])
+    if gathered.numel():
+        group.all_gather(gathered, padded)
+    return gathered[: shards.total]
+
+
+def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
+    """This rank's rows of the sum of every rank's x, plus bias.
+
+    An all-to-all and a local sum move the bytes of a reduce-scatter, (P - 1) / P of x per rank, and leave the
+    order and the precision of the sum to us; torch.distributed's reduce_scatter fixes neither.
+
+    Args:
+        x: A partial result `[shards.total, N]`, contiguous.
+        bias: `[N]` or None.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+
+    Returns:
+        `[shards.size(rank), N]`.
+    """
+    if group.size == 1:
+        return x if bias is None else sum_in_rank_order([x], bias)
+    rows = shards.size(group.rank)
+    received = x.new_empty(group.size * rows, x.shape[1])
+    dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
+    return sum_in_rank_order(received.unflatten(0, (group.size, rows)).unbind(), bias)

@@ -1,0 +1,199 @@
+"""The op cut into one GEMM per shard, overlapped with point-to-point transfers of torch.distributed.
+
+    all_gather_gemm, rank r                        gemm_reduce_scatter, rank r
+    compute  x[r]   x[r+1]  x[r+2] ...             compute  for r+1  for r+2 ...   for r (own)
+    receive     x[r+1]  x[r+2] ...                 send            to r+1  to r+2 ...
+    send        to r-1  to r-2 ...                 receive         from r-1  from r-2 ...
+
+At step i every rank sends to one peer and receives from one, so no link is used twice in a step. A step is
+one `batch_isend_irecv`: NCCL then runs its send and its receive together (apart, two ranks that both receive
+first on one stream would wait for ever), gloo runs them on its own threads. Waiting is torch.distributed's: a
+stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An empty block is sent by nobody
+and awaited by nobody, which both sides know from the shards alone.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..sharding import Shards
+from .base import Problem
+from .collectives import gemm, sum_in_rank_order
+
+_TAG_BASE = 1 << 30
+"""Above every tag a user is likely to use on the same group; a tag is a C int."""
+
+_calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
+
+
+class _Exchange:
+    """The transfers of one call, posted step by step.
+
+    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag, so that
+    two calls in flight on one group (two threads, two streams) cannot take each other's messages; as with any
+    collective, all ranks must issue the calls of one group in the same order. NCCL matches by order alone.
+    Within a call the messages of one pair are matched in the order they are posted.
+    """
+
+    def __init__(self, op: str, group: Group):
+        self._op = op
+        self._group = group
+        self._tag = _TAG_BASE + next(_calls[group.name]) % _TAG_BASE
+
+    def post(self, send: Tensor, to: int, receive: Tensor, source: int) -> "Transfer":
+        """Starts one step: a contiguous block to one rank, another from one. Empty blocks stay at home."""
+        transfers = [
+            dist.P2POp(move, block, group=self._group.process_group, tag=self._tag, group_peer=peer)
+            for move, block, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
+            if block.numel()
+        ]
+        return Transfer(
+            self._op, self._group, to, source, dist.batch_isend_irecv(transfers) if transfers else []
+        )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One posted step."""
+
+    op: str
+    group: Group
+    to: int
+    source: int
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Returns when the block has arrived and the sent one may be overwritten (on CUDA: in stream order).
+
+        Raises:
+            RuntimeError: A peer is gone or did not answer within the group's timeout.
+        """
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            group = self.group
+            raise RuntimeError(
+                f"{self.op} on rank {group.global_rank(group.rank)}: the exchange with rank "
+                f"{group.global_rank(self.source)} (sends to us) and rank {group.global_rank(self.to)} "
+                f"(receives from us) failed: {error}"
+            ) from error
+
+
+class Decomposed:
+    """P chunk GEMMs and ring-ordered transfers, on any device and group. See the module's timeline."""
+
+    name = "decomposed"
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Carries out everything."""
+        return None
+
+    def why_slower(self, problem: Problem) -> str | None:
+        """Cutting a GEMM that is over in no time costs more than it hides."""
+        if problem.world_size == 1:
+            return "one rank has nothing to transfer"
+        return None
+
+    def all_gather_gemm(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Backend.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
+        if group.size == 1:
+            return x, [gemm(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+        gathered = x.new_empty(shards.total, x.shape[1])
+        outs = [x.new_empty(shards.total, weight.shape[0]) for weight in weights]
+
+        def rows(of: Tensor, rank: int) -> Tensor:
+            return of[slice(*shards.range(rank))]
+
+        def compute(block: Tensor, rank: int) -> None:
+            for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+                gemm(block, weight, biases[i] if biases else None, out=rows(out, rank))
+
+        exchange = _Exchange("all_gather_gemm", group)
+        steps = [
+            (source, exchange.post(x, to, rows(gathered, source), source))
+            for to, source in _ring(group, towards=-1)
+        ]
+        compute(x, group.rank)
+        rows(gathered, group.rank).copy_(x)
+        for source, step in steps:
+            step.wait()
+            compute(rows(gathered, source), source)
+        return gathered, outs
+
+    def gemm_reduce_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
+        exchange = _Exchange("gemm_reduce_scatter", group)
+        return self._reduce_scatter(x, weight, bias, shards, group, exchange)
+
+    def gemm_all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        """See `Backend.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
+        exchange = _Exchange("gemm_all_reduce", group)
+        shards = Shards.even(x.shape[0], group.size)
+        out = x.new_empty(shards.total, weight.shape[0])
+        own = out[slice(*shards.range(group.rank))]
+        own.copy_(self._reduce_scatter(x, weight, bias, shards, group, exchange))
+        steps = [
+            exchange.post(own, to, out[slice(*shards.range(source))], source)
+            for to, source in _ring(group, towards=-1)
+        ]
+        for step in steps:
+            step.wait()
+        return out
+
+    def gemm_all_gather(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_all_gather`. P panels of rows: a panel travels while the next one is computed."""
+        exchange = _Exchange("gemm_all_gather", group)
+        out = x.new_empty(x.shape[0], shards.total)
+        panels = Shards.even(x.shape[0], group.size)
+        arrivals = []
+        for panel in range(group.size):
+            rows = slice(*panels.range(panel))
+            local = gemm(x[rows], weight, bias)
+            for to, source in _ring(group, towards=-1):
+                received = x.new_empty(local.shape[0], shards.size(source))
+                step = exchange.post(local, to, received, source)
+                arrivals.append((step, received, out[rows, slice(*shards.range(source))]))
+            out[rows, slice(*shards.range(group.rank))] = local
+        for step, received, place in arrivals:
+            step.wait()
+            place.copy_(received)
+        return out
+
+    def _reduce_scatter(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards,
+        group: Group,
+        exchange: _Exchange,
+    ) -> Tensor:
+        received = x.new_empty(group.size, shards.size(group.rank), weight.shape[0])
+        steps = []
+        for to, source in _ring(group, towards=1):
+            partial = gemm(x[slice(*shards.range(to))], weight)
+            steps.append(exchange.post(partial, to, received[source], source))
+        gemm(x[slice(*shards.range(group.rank))], weight, out=received[group.rank])
+        for step in steps:
+            step.wait()
+        return sum_in_rank_order(received.unbind(), bias)
+
+
+def _ring(group: Group, towards: int) -> list[tuple[int, int]]:
+    """(to, source) at steps 1 to P - 1, sending `towards` higher (1) or lower (-1) ranks."""
+    return [
+        ((group.rank + towards * step) % group.size, (group.rank - towards * step) % group.size)
+        for step in range(1, group.size)
+    ]

@@ -1,0 +1,172 @@
+"""How a process finds its peers: torchrun, mpirun, slurm's srun, or alone.
+
+import overlap_gemm
+world = overlap_gemm.init()      # the same script under any launcher
+...
+overlap_gemm.finalize()
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this job, as `init` found them.
+
+    Attributes:
+        rank: This process's number, 0 to size - 1.
+        size: Processes.
+        local_rank: This process's number on its machine; the index of its GPU.
+        device: Where this process's tensors belong.
+        launcher: Who started the processes; "torch.distributed" if its process group was there already.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    launcher: Launcher
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What a launcher tells a process about itself, and where the ranks meet."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    local_rank: int
+    store: dist.Store | None = None
+
+
+_world: World | None = None
+_owns_process_group = False
+
+
+def init(*, device: str | None = None, timeout: float | None = None) -> World:
+    """Joins this process to its peers and picks its device. Calling it again returns the same `World`.
+
+    Reads, in this order: a process group that is already initialised; torchrun's environment; Open MPI's or
+    another PMI launcher's environment (rank, size and rendezvous then come from mpi4py; gloo or NCCL carries
+    the tensors); slurm's srun. With none of them the process is a world of one and torch.distributed stays
+    untouched.
+
+    Args:
+        device: "cpu" or "cuda"; default CUDA where there is a device.
+        timeout: Seconds after which an operation that waits for a peer fails; default torch.distributed's.
+
+    Returns:
+        This process's place.
+
+    Raises:
+        RuntimeError: The launcher's environment is incomplete, or there are fewer GPUs than ranks on this
+            machine.
+    """
+    global _world, _owns_process_group
+    if _world is not None:
+        return _world
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if dist.is_initialized():
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        placement = _Placement("torch.distributed", dist.get_rank(), dist.get_world_size(), local_rank)
+    else:
+        placement = _find_placement(os.environ)
+    target = _pick_device(kind, placement.local_rank)
+    if placement.launcher != "none" and not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if target.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout) if timeout is not None else None,
+            store=placement.store,
+            rank=placement.rank if placement.store is not None else -1,
+            world_size=placement.size if placement.store is not None else -1,
+            device_id=target if target.type == "cuda" else None,
+        )
+        _owns_process_group = True
+    _world = World(placement.rank, placement.size, placement.local_rank, target, placement.launcher)
+    return _world
+
+
+def finalize() -> None:
+    """Leaves the world and destroys the process group if `init` made it. A second call does nothing."""
+    global _world, _owns_process_group
+    if _owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _world, _owns_process_group = None, False
+
+
+def _find_placement(env: Mapping[str, str]) -> _Placement:
+    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
+        rank = int(env["RANK"])
+        return _Placement("torchrun", rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)))
+    if "OMPI_COMM_WORLD_SIZE" in env or "PMI_SIZE" in env:
+        return _placement_from_mpi()
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        return _placement_from_slurm(env)
+    return _Placement("none", 0, 1, 0)
+
+
+def _placement_from_mpi() -> _Placement:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(
+            "started by mpirun, but mpi4py cannot be imported: install overlap-gemm[mpi]"
+        ) from error
+    world = MPI.COMM_WORLD
+    local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).rank
+    # Rank 0 binds a port that the system picks and tells the others: no fixed port to collide on.
+    address = port = store = None
+    if world.rank == 0:
+        machines = world.gather(socket.gethostname())
+        address = "127.0.0.1" if len(set(machines or [])) == 1 else socket.getfqdn()
+        store = dist.TCPStore(address, 0, world.size, is_master=True, wait_for_workers=False)
+        port = store.port
+    else:
+        world.gather(socket.gethostname())
+    address, port = world.bcast((address, port))
+    if store is None:
+        store = dist.TCPStore(address, port, world.size, is_master=False, wait_for_workers=False)
+    return _Placement("mpirun", world.rank, world.size, local_rank, store)
+
+
+def _placement_from_slurm(env: Mapping[str, str]) -> _Placement:
+    rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
+    # Two steps of one job, or two jobs on one machine, must not meet: the port follows from both ids.
+    ids = int(env["SLURM_JOB_ID"]) * 64 + int(env.get("SLURM_STEP_ID", 0))
+    port = int(env.get("MASTER_PORT", 20000 + ids % 40000))
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)
+    return _Placement("slurm", rank, size, int(env.get("SLURM_LOCALID", 0)), store)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of slurm's compressed list: "node[007-012,031],login" -> "node007"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"not a slurm node list: {nodelist!r}")
+    prefix, first, suffix = match.groups()
+    return prefix + (first or "") + (suffix or "")
+
+
+def _pick_device(kind: str, local_rank: int) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    if local_rank >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU of its own: this machine shows {torch.cuda.device_count()}. "
+            f"Start one process per GPU, or choose init(device='cpu')"
+        )
+    target = torch.device("cuda", local_rank)
+    torch.cuda.set_device(target)
+    return target
