@@ -1,0 +1,325 @@
+"""Exact number formats of PTX, vectorised over arrays of any shape.
+
+A value is either a bit pattern (an unsigned integer array) or a `float32` array. Conversions to narrower
+formats take `float32`, conversions from them take the bit pattern, so that a chain of instructions copies as
+little as possible. Rounding and special values follow the PTX ISA, section 9.7.9.22 (`cvt`); no function
+warns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.unsignedinteger]
+F32 = NDArray[np.float32]
+
+# NumPy scalars made once: building one costs as much as an operation on 32 lanes.
+_1, _13, _16 = np.uint32(1), np.uint32(13), np.uint32(16)
+_HALF_BF16, _HIGH, _LOW = np.uint32(0x7FFF), np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+
+CANONICAL_NAN_F32 = np.uint32(0x7FFFFFFF)
+CANONICAL_NAN_16 = np.uint16(0x7FFF)
+
+
+def as_f32(bits: Bits) -> F32:
+    """Views 32-bit patterns as `float32` without copying (a copy only where the input is not `uint32`)."""
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def as_u32(values: F32) -> NDArray[np.uint32]:
+    """Views `float32` values as their bit patterns without copying."""
+    return np.asarray(values, np.float32).view(np.uint32)
+
+
+# -- bf16 ------------------------------------------------------------------------------------------
+
+
+def bf16_to_f32(bits: Bits) -> F32:
+    """Widens bf16 patterns (in the low 16 bits of any unsigned type) to `float32`."""
+    return (np.asarray(bits).astype(np.uint32) << _16).view(np.float32)
+
+
+def f32_to_bf16(x: F32, rounding: str = "rn") -> NDArray[np.uint16]:
+    """Rounds to bf16: `rn` (nearest even) or `rz` (towards zero). NaN becomes 0x7FFF."""
+    bits = as_u32(x)
+    if rounding == "rn":
+        out = ((bits + (((bits >> _16) & _1) + _HALF_BF16)) >> _16).astype(np.uint16)
+    elif rounding == "rz":
+        out = (bits >> _16).astype(np.uint16)
+    else:
+        raise ValueError(f"{rounding=} is not a bf16 rounding; use 'rn' or 'rz'")
+    return _canonical_nan(out, x, CANONICAL_NAN_16)
+
+
+# -- f16 -------------------------------------------------------------------------------------------
+
+
+def f16_to_f32(bits: Bits) -> F32:
+    """Widens f16 patterns (in the low 16 bits of any unsigned type) to `float32`."""
+    return np.asarray(bits).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def f32_to_f16(x: F32, rounding: str = "rn", satfinite: bool = False) -> NDArray[np.uint16]:
+    """Rounds to f16: `rn` or `rz`; `satfinite` clamps to +-65504. NaN becomes 0x7FFF."""
+    if rounding not in ("rn", "rz"):
+        raise ValueError(f"{rounding=} is not an f16 rounding; use 'rn' or 'rz'")
+    x = np.asarray(x, np.float32)
+    with np.errstate(all="ignore"):
+        half = x.astype(np.float16)
+    out = half.view(np.uint16)
+    if rounding == "rz":
+        # Finite magnitudes order as their patterns do, so one step down undoes a rounding away from zero.
+        away = np.abs(half.astype(np.float32)) > np.abs(x)
+        out = out - away.astype(np.uint16)
+    if satfinite:
+        sign = out & np.uint16(0x8000)
+        out = np.where((out & np.uint16(0x7FFF)) >= np.uint16(0x7C00), sign | np.uint16(0x7BFF), out)
+    return _canonical_nan(out, x, CANONICAL_NAN_16)
+
+
+# -- packed pairs ----------------------------------------------------------------------------------
+
+
+def pack16(lo: Bits, hi: Bits) -> NDArray[np.uint32]:
+    """Packs two 16-bit patterns into one 32-bit register, `lo` in bits 15..0."""
+    return np.asarray(lo).astype(np.uint32) | (np.asarray(hi).astype(np.uint32) << _16)
+
+
+def unpack16(word: Bits) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Splits 32-bit registers into their low and high 16-bit patterns."""
+    word = np.asarray(word, np.uint32)
+    return word.astype(np.uint16), (word >> _16).astype(np.uint16)
+
+
+def f32_to_bf16x2(hi: F32, lo: F32) -> NDArray[np.uint32]:
+    """`cvt.rn.bf16x2.f32 d, hi, lo`: rounds both to bf16, `hi` in the upper half."""
+    low, high = as_u32(lo), as_u32(hi)
+    low = (low + (((low >> _16) & _1) + _HALF_BF16)) >> _16
+    high = (high + (((high >> _16) & _1) + _HALF_BF16)) & _HIGH
+    out: NDArray[np.uint32] = low | high
+    lo_nan, hi_nan = np.isnan(lo), np.isnan(hi)
+    if lo_nan.any():
+        out = np.where(lo_nan, (out & _HIGH) | _HALF_BF16, out)
+    if hi_nan.any():
+        out = np.where(hi_nan, (out & _LOW) | np.uint32(0x7FFF0000), out)
+    return out
+
+
+def bf16x2_to_f32(word: Bits) -> tuple[F32, F32]:
+    """Widens both halves of packed bf16 registers: `(low, high)`."""
+    word = np.asarray(word, np.uint32)
+    return (word << _16).view(np.float32), (word & _HIGH).view(np.float32)
+
+
+def f32_to_f16x2(hi: F32, lo: F32, rounding: str = "rn", satfinite: bool = False) -> NDArray[np.uint32]:
+    """`cvt.rn.f16x2.f32 d, hi, lo`: rounds both to f16, `hi` in the upper half."""
+    return pack16(f32_to_f16(lo, rounding, satfinite), f32_to_f16(hi, rounding, satfinite))
+
+
+def f16x2_to_f32(word: Bits) -> tuple[F32, F32]:
+    """Widens both halves of packed f16 registers: `(low, high)`."""
+    low, high = unpack16(word)
+    return f16_to_f32(low), f16_to_f32(high)
+
+
+# -- tf32 ------------------------------------------------------------------------------------------
+
+
+def f32_to_tf32(x: F32, rounding: str = "rna") -> F32:
+    """Rounds to tf32 (10 mantissa bits), held as `float32` with 13 zero bits.
+
+    Args:
+        x: values.
+        rounding: `rna` (nearest, ties away from zero), `rn` (nearest even) or `rz`; `rz` is also what a
+            tensor core does to an operand whose low bits are not zero.
+    """
+    bits = as_u32(x)
+    if rounding == "rna":
+        out = bits + np.uint32(0x1000)
+    elif rounding == "rn":
+        out = bits + (((bits >> _13) & _1) + np.uint32(0xFFF))
+    elif rounding == "rz":
+        out = bits
+    else:
+        raise ValueError(f"{rounding=} is not a tf32 rounding; use 'rna', 'rn' or 'rz'")
+    return _canonical_nan(out & np.uint32(0xFFFFE000), x, CANONICAL_NAN_F32).view(np.float32)
+
+
+# -- formats of eight bits and fewer ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SmallFloat:
+    """A float format of at most 8 bits, stored in the low bits of a byte.
+
+    Attributes:
+        name: PTX spelling.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the mantissa field.
+        bias: exponent bias.
+        special: which patterns of the top exponent are not numbers: `ieee` (inf and NaN), `nan` (only all
+            ones is NaN) or `none`.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    special: str
+
+    @property
+    def _sign_shift(self) -> int:
+        return self.exponent_bits + self.mantissa_bits
+
+    @cached_property
+    def values(self) -> F32:
+        """The value of every pattern; `values[bits]` decodes."""
+        code = np.arange(256, dtype=np.int64) & ((2 << self._sign_shift) - 1)
+        magnitude = code & ((1 << self._sign_shift) - 1)
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
+        fraction = mantissa / (1 << self.mantissa_bits)
+        value = np.where(
+            exponent == 0,
+            fraction * 2.0 ** (1 - self.bias),
+            (1 + fraction) * 2.0 ** (exponent - self.bias).astype(np.float64),
+        )
+        top = (1 << self.exponent_bits) - 1
+        if self.special == "ieee":
+            value = np.where(exponent == top, np.where(mantissa == 0, np.inf, np.nan), value)
+        elif self.special == "nan":
+            value = np.where(magnitude == (1 << self._sign_shift) - 1, np.nan, value)
+        value = np.where(code >> self._sign_shift & 1, -value, value).astype(np.float32)
+        value.setflags(write=False)
+        return value
+
+    @cached_property
+    def max_code(self) -> int:
+        """The pattern of the largest finite value."""
+        finite = self.values[: 1 << self._sign_shift]
+        return int(np.argmax(np.where(np.isfinite(finite), finite, -1)))
+
+    @property
+    def nan_code(self) -> int:
+        """The canonical NaN pattern; formats without NaN convert it to the largest finite value."""
+        return 0x7F if self.special != "none" else self.max_code
+
+    def decode(self, bits: Bits) -> F32:
+        """Widens patterns (one byte each) to `float32`, exactly."""
+        return self.values[np.asarray(bits, np.uint8)]
+
+    def encode(self, x: F32) -> NDArray[np.uint8]:
+        """`cvt.rn.satfinite`: nearest even; beyond the largest finite value, inf included, clamps to it."""
+        x = np.asarray(x, np.float32)
+        is_nan = np.isnan(x)
+        magnitude = np.minimum(np.abs(np.where(is_nan, np.float32(0), x)), self.values[self.max_code])
+        exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - self.bias)
+        exponent = np.where(magnitude == 0, 1 - self.bias, exponent)
+        steps = np.rint(np.ldexp(magnitude, self.mantissa_bits - exponent)).astype(np.int64)
+        # `steps` carries the hidden bit: adding it to the exponent field makes a round-up to the next binade
+        # right.
+        code = ((exponent + self.bias - 1) << self.mantissa_bits) + steps
+        code = np.minimum(code, self.max_code) | (np.signbit(x).astype(np.int64) << self._sign_shift)
+        return np.where(is_nan, self.nan_code, code).astype(np.uint8)
+
+
+E4M3 = SmallFloat("e4m3", 4, 3, 7, "nan")
+E5M2 = SmallFloat("e5m2", 5, 2, 15, "ieee")
+E2M3 = SmallFloat("e2m3", 2, 3, 1, "none")
+E3M2 = SmallFloat("e3m2", 3, 2, 3, "none")
+E2M1 = SmallFloat("e2m1", 2, 1, 1, "none")
+
+
+def widen(bits: Bits, kind: str) -> F32:
+    """Widens operand patterns of a tensor instruction to `float32`.
+
+    Args:
+        bits: element patterns, one per array element.
+        kind: `bf16`, `f16`, `tf32` (low 13 bits ignored), `f32`, or the name of a small format.
+    """
+    if kind == "bf16":
+        return bf16_to_f32(bits)
+    if kind == "f16":
+        return f16_to_f32(bits)
+    if kind == "tf32":
+        return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    if kind == "f32":
+        return as_f32(bits)
+    return SMALL_FLOATS[kind].decode(bits)
+
+
+SMALL_FLOATS = {f.name: f for f in (E4M3, E5M2, E2M3, E3M2, E2M1)}
+ELEMENT_BYTES = {
+    "bf16": 2,
+    "f16": 2,
+    "tf32": 4,
+    "f32": 4,
+    "e4m3": 1,
+    "e5m2": 1,
+    "e2m3": 1,
+    "e3m2": 1,
+    "e2m1": 1,
+}
+
+
+# -- saturation and integers -----------------------------------------------------------------------
+
+
+def saturate(x: F32) -> F32:
+    """`.sat` of a float result: clamps to [0, 1], NaN becomes +0."""
+    with np.errstate(invalid="ignore"):
+        return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0)).astype(np.float32)
+
+
+def relu(x: F32) -> F32:
+    """`.relu`: negative values become +0, NaN stays NaN."""
+    with np.errstate(invalid="ignore"):
+        return np.where(x <= 0, np.float32(0), x).astype(np.float32)
+
+
+_ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def float_to_int(x: NDArray[np.floating], bits: int, signed: bool, rounding: str) -> Bits:
+    """Converts to an integer of `bits` width, as its unsigned pattern; out of range clamps.
+
+    Args:
+        x: `float32` or `float64` values.
+        bits: 8, 16, 32 or 64.
+        signed: whether the destination is `.sN` rather than `.uN`.
+        rounding: `rni`, `rzi`, `rmi` or `rpi`.
+
+    Returns:
+        Patterns of dtype `uint{bits}`. NaN gives 0 between types of at most 32 bits, and the top bit alone
+        where either side has 64 (PTX ISA, `cvt`).
+    """
+    x = np.asarray(x)
+    lo, hi = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    with np.errstate(invalid="ignore"):
+        rounded = _ROUND[rounding](x.astype(np.float64))
+        nan = np.isnan(rounded)
+        # 2**63 and 2**64 are floats, 2**63-1 is not: decide saturation on the float side.
+        over, under = rounded >= float(hi), rounded <= float(lo)
+        inside = np.where(nan | over | under, 0.0, rounded)
+    wide = inside.astype(np.int64 if signed else np.uint64)
+    out = wide.astype(f"int{bits}" if signed else f"uint{bits}").view(f"uint{bits}")
+    mask = (1 << bits) - 1
+    out = np.where(over, np.array(hi & mask, out.dtype), np.where(under, np.array(lo & mask, out.dtype), out))
+    of_nan = 1 << (bits - 1) if bits == 64 or x.dtype == np.float64 else 0
+    return np.where(nan, np.array(of_nan, out.dtype), out)
+
+
+def clamp_int(x: NDArray[np.integer], bits: int, signed: bool) -> Bits:
+    """`cvt.sat` between integers: clamps to the destination, as its unsigned pattern."""
+    lo, hi = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    info = np.iinfo(x.dtype)
+    clamped = np.clip(x, max(lo, int(info.min)), min(hi, int(info.max)))
+    return clamped.astype(f"int{bits}" if signed else f"uint{bits}").view(f"uint{bits}")
+
+
+def _canonical_nan(out: Bits, x: F32, nan: np.unsignedinteger) -> Bits:
+    is_nan = np.isnan(x)
+    return np.where(is_nan, nan, out) if is_nan.any() else out

@@ -1,0 +1,100 @@
+"""Warp-level matrix fragments: mma.sync, ldmatrix, stmatrix.
+
+A fragment is `uint32 [registers, 32 lanes]`. Seen as matrices of 32-bit words (two 16-bit or four 8-bit
+elements, consecutive in k), all element sizes share one layout (PTX ISA 9.7.14.5). With g = lane // 4 and q =
+lane % 4:
+
+A  [16, words]   register i: row g + 8 * (i % 2), word q + 4 * (i // 2)
+B  [8, words]    register i: column g, word q + 4 * i
+C  [16, columns] 32-bit elements: register i: row g + 8 * (i // 2 % 2), column 8 * (i // 4) + 2 q + i % 2
+                 16-bit elements: register i: row g + 8 * (i % 2), columns 8 * (i // 2) + 2 q + {0, 1}
+
+One 8x8 matrix of 16-bit elements (ldmatrix): row g, word q; `.trans` exchanges rows and columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator import numeric
+
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+Bits = NDArray[np.unsignedinteger]
+
+
+def a_matrix(registers: U32, element_bytes: int) -> Bits:
+    """A operand `[16, k]` of patterns from `[registers, 32]`; also wgmma's A in registers, per warp."""
+    words = registers.reshape(-1, 2, 8, 4).transpose(1, 2, 0, 3).reshape(16, -1)
+    return words.view(f"u{element_bytes}")
+
+
+def b_matrix(registers: U32, element_bytes: int) -> Bits:
+    """B operand, transposed: `[8 columns, k]` of element patterns from `[registers, 32]`."""
+    words = registers.reshape(-1, 8, 4).transpose(1, 0, 2).reshape(8, -1)
+    return words.view(f"u{element_bytes}")
+
+
+def c_matrix(registers: U32, dtype: str) -> F32:
+    """Accumulator `[16, columns]` as `float32`; `dtype` `f32` (4 registers per 8 columns) or `f16` (2)."""
+    if dtype == "f32":
+        words = registers.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
+        return words.view(np.float32)
+    words = registers.reshape(-1, 2, 8, 4).transpose(1, 2, 0, 3).reshape(16, -1)
+    return words.view(np.float16).astype(np.float32)
+
+
+def c_registers(matrix: F32, dtype: str) -> U32:
+    """The inverse of `c_matrix`: rounds to `dtype` and spreads `[16, columns]` over `[registers, 32]`."""
+    if dtype == "f32":
+        tiles = matrix.astype(np.float32, copy=False).view(np.uint32).reshape(2, 8, -1, 4, 2)
+        return tiles.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
+    words = numeric.f32_to_f16(matrix).view(np.uint32)
+    return words.reshape(2, 8, -1, 4).transpose(2, 0, 1, 3).reshape(-1, 32)
+
+
+def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str) -> U32:
+    """`mma.sync.m16n8kK`: D = A * B + C for one warp; K follows from the number of A registers.
+
+    Args:
+        a: A fragment.
+        b: B fragment.
+        c: C fragment, of `d_type`.
+        a_type: element type of A, a name of `numeric.ELEMENT_BYTES`.
+        b_type: element type of B.
+        d_type: `f32` or `f16`.
+
+    Returns:
+        The D fragment.
+    """
+    left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type)
+    right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type)
+    return c_registers(left @ right.T + c_matrix(c, d_type), d_type)
+
+
+def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:
+    """Byte addresses `[num, 8]` of the rows of ldmatrix/stmatrix `.x{num}`: lanes 8i.. give matrix i."""
+    return addresses[: 8 * num].astype(np.int64).reshape(num, 8)
+
+
+def ldmatrix(rows: Bits, trans: bool) -> U32:
+    """Registers of `ldmatrix.m8n8.x{num}.b16`.
+
+    Args:
+        rows: the 16-byte rows read, any dtype, `num * 8 * 16` bytes in order of `matrix_row_addresses`.
+        trans: whether `.trans` is given.
+
+    Returns:
+        `uint32 [num, 32]`.
+    """
+    matrices = np.ascontiguousarray(rows).reshape(-1).view(np.uint16).reshape(-1, 8, 8)
+    if trans:
+        matrices = np.ascontiguousarray(matrices.transpose(0, 2, 1))
+    return matrices.view(np.uint32).reshape(-1, 32)
+
+
+def stmatrix(registers: U32, trans: bool) -> NDArray[np.uint16]:
+    """The rows `[num, 8, 8]` (16 bytes each) that `stmatrix.m8n8.x{num}.b16` writes."""
+    matrices = np.ascontiguousarray(registers).view(np.uint16).reshape(-1, 8, 8)
+    return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if trans else matrices

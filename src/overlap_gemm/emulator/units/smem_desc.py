@@ -1,0 +1,159 @@
+"""Shared-memory matrix descriptors of wgmma (sm_90) and tcgen05 (sm_100), and the tiles they describe.
+
+Both hold, in units of 16 bytes: start address [13:0], leading-dimension byte offset LBO [29:16],
+stride-dimension byte offset SBO [45:32]. sm_100 adds version 1 in [47:46], and the swizzle moves from [63:62]
+to [63:61] (PTX ISA 9.7.15.5.1 and 9.7.16.4.1). Let T be the elements in 16 bytes and S the elements in one
+swizzled row; the byte address of element (row, k) before the swizzle is `start +`:
+
+K-major, swizzled      (row // 8) * SBO + (row % 8) * row_bytes + k * size
+K-major, none          (row // 8) * SBO + (row % 8) * 16 + (k // T) * LBO + (k % T) * size
+MN-major, swizzled     (row // S) * LBO + (row % S) * size + (k // G) * SBO + (k % G) * row_bytes
+MN-major, none         (row // T) * SBO + (row % T) * size + (k // 8) * LBO + (k % 8) * 16
+
+with G = 8 rows in a pattern, 4 in the 32-byte-base one that 32-bit MN-major operands use. The swizzle is
+applied to the sum (`units.swizzle`); K advances inside a pattern by moving the start address.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator.units import swizzle
+from overlap_gemm.emulator.units.swizzle import Swizzle
+
+I64 = NDArray[np.int64]
+
+_UMMA_SWIZZLES = {
+    0: swizzle.NONE,
+    1: swizzle.SW128_BASE32,
+    2: swizzle.SW128,
+    4: swizzle.SW64,
+    6: swizzle.SW32,
+}
+_WGMMA_SWIZZLES = (swizzle.NONE, swizzle.SW128, swizzle.SW64, swizzle.SW32)
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+@dataclass(frozen=True)
+class SmemDescriptor:
+    """A decoded matrix descriptor; all fields in bytes.
+
+    Attributes:
+        start: address within the CTA's shared window.
+        leading: leading-dimension byte offset (LBO).
+        stride: stride-dimension byte offset (SBO).
+        swizzle: swizzle mode.
+    """
+
+    start: int
+    leading: int
+    stride: int
+    swizzle: Swizzle
+
+    def addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
+        """Byte address within the CTA's shared window of every element, `int64 [rows, k]`."""
+        plan, base = self._plan(rows, k, element_bytes, mn_major)
+        chunks = plan[:, :, None] + np.arange(0, 16, element_bytes, dtype=np.int64) + base
+        if mn_major:  # [k, rows / T, T]
+            return chunks.reshape(k, rows).T
+        return chunks.reshape(rows, k)
+
+    def chunk_addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
+        """Byte addresses of the 16-byte chunks the tile occupies, flat: what an operation reads."""
+        plan, base = self._plan(rows, k, element_bytes, mn_major)
+        return plan.reshape(-1) + base
+
+    def gather(
+        self, smem: NDArray[np.uint8], rows: int, k: int, element_bytes: int, mn_major: bool
+    ) -> NDArray[np.unsignedinteger]:
+        """Reads the tile's element patterns.
+
+        Args:
+            smem: the CTA's shared memory from address 0 on, a multiple of 16 bytes long.
+            rows: M or N extent of the tile.
+            k: K extent; `k * element_bytes` must be a multiple of 16 for K-major tiles.
+            element_bytes: 1, 2 or 4.
+            mn_major: whether rows rather than k are contiguous.
+
+        Returns:
+            An unsigned array `[rows, k]` (for MN-major tiles the transpose of a contiguous one).
+
+        Raises:
+            IndexError: the tile reaches beyond `smem`.
+        """
+        plan, base = self._plan(rows, k, element_bytes, mn_major)
+        chunks = smem.view(np.complex128)[(plan + base) >> 4]
+        tile = chunks.view(_UNSIGNED[element_bytes])
+        return tile.T if mn_major else tile
+
+    def _plan(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> tuple[I64, int]:
+        phase = self.start % self.swizzle.repeat
+        plan = _tile_plan(self.leading, self.stride, self.swizzle, phase, rows, k, element_bytes, mn_major)
+        return plan, self.start - phase
+
+
+@lru_cache(maxsize=512)
+def _tile_plan(
+    leading: int, stride: int, mode: Swizzle, phase: int, rows: int, k: int, size: int, mn_major: bool
+) -> I64:
+    """Chunk addresses from the swizzle repeat's start: `[rows, k / T]`, or `[k, rows / T]` for MN-major."""
+    per_chunk = 16 // size
+    contiguous, other = (rows, k) if mn_major else (k, rows)
+    if contiguous % per_chunk:
+        raise ValueError(
+            f"{contiguous} contiguous elements of {size} bytes are no whole number of 16-byte chunks"
+        )
+    c = np.arange(contiguous // per_chunk, dtype=np.int64)[None, :]
+    o = np.arange(other, dtype=np.int64)[:, None]
+    in_row = mode.row_bytes // 16
+    group = 4 if mode.base == 5 else 8
+    if mode.bits == 0:
+        across, along = (leading, stride) if mn_major else (stride, leading)
+        linear = o // 8 * across + o % 8 * 16 + c * along
+    elif mn_major:
+        linear = c // in_row * leading + c % in_row * 16 + o // group * stride + o % group * mode.row_bytes
+    else:
+        linear = o // 8 * stride + o % 8 * mode.row_bytes + c * 16
+    return mode.apply(linear + phase)
+
+
+@lru_cache(maxsize=4096)
+def decode_umma(descriptor: int) -> SmemDescriptor:
+    """Decodes a tcgen05 (sm_100) shared-memory descriptor.
+
+    Raises:
+        ValueError: a field has a value that is reserved or not modelled.
+    """
+    version, layout = descriptor >> 46 & 3, descriptor >> 61
+    if version != 1:
+        raise ValueError(f"tcgen05 shared-memory descriptor {descriptor:#018x} has version {version}, not 1")
+    if layout not in _UMMA_SWIZZLES:
+        raise ValueError(f"tcgen05 shared-memory descriptor {descriptor:#018x} has reserved layout {layout}")
+    if descriptor >> 52 & 1:
+        raise ValueError(
+            f"tcgen05 shared-memory descriptor {descriptor:#018x}: absolute LBO mode is not modelled"
+        )
+    return _decode(descriptor, _UMMA_SWIZZLES[layout])
+
+
+@lru_cache(maxsize=4096)
+def decode_wgmma(descriptor: int) -> SmemDescriptor:
+    """Decodes a wgmma (sm_90) shared-memory descriptor.
+
+    Raises:
+        ValueError: a field has a value that is not modelled.
+    """
+    return _decode(descriptor, _WGMMA_SWIZZLES[descriptor >> 62])
+
+
+def _decode(descriptor: int, mode: Swizzle) -> SmemDescriptor:
+    if descriptor >> 49 & 7:
+        raise ValueError(
+            f"shared-memory descriptor {descriptor:#018x} has a base offset, which is not modelled"
+        )
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    return SmemDescriptor(start, leading, stride, mode)

@@ -1,0 +1,241 @@
+"""tcgen05.mma: its instruction descriptor, where its operands live, and the product itself.
+
+Tensor memory (TMEM) of a CTA is `uint32 [128, 512]`; an address is `lane << 16 | column`. D takes one 32-bit
+column per element, also where D is f16 (then in the low half). Where row m of D lies (PTX ISA 9.7.16.10.5):
+
+cta_group  M    CTA r holds
+1          128  row m in lane m
+1          64   row m in lane 32 * (m // 16) + m % 16, plus the lane of the D address (0 or 16)
+2          256  rows 128 r + lane, all N columns
+2          128  rows 64 r + lane % 64; lanes 0..63 columns 0..N/2-1, lanes 64..127 columns N/2..N-1
+
+A comes from the shared memory (rows split over the CTAs as D's are) or the TMEM of each CTA, B from shared
+memory: with two CTAs each holds N/2 of its rows at the same descriptor offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
+
+TMEM_LANES, TMEM_COLUMNS = 128, 512
+
+Tmem = NDArray[np.uint32]
+Smem = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+_Any = TypeVar("_Any", bound=np.generic)
+
+_OPERAND_TYPES = {
+    "f16": {0: "f16", 1: "bf16"},
+    "tf32": {2: "tf32"},
+    "f8f6f4": {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"},
+}
+_K_BYTES = 32  # one instruction covers 32 bytes of K, dense, whatever the type
+
+
+@dataclass(frozen=True)
+class InstructionDescriptor:
+    """A decoded 32-bit instruction descriptor (PTX ISA 9.7.16.4.2, table for kinds f16, tf32 and f8f6f4).
+
+    Attributes:
+        m: rows of D over all CTAs of the group.
+        n: columns of D.
+        a_type: element type of A, a name `numeric.widen` knows.
+        b_type: element type of B.
+        d_type: `f32` or `f16`.
+        a_mn_major: whether A's rows are contiguous in shared memory (the "transpose" bit).
+        b_mn_major: the same for B.
+        negate_a: whether A is negated.
+        negate_b: whether B is negated.
+    """
+
+    m: int
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str
+    a_mn_major: bool
+    b_mn_major: bool
+    negate_a: bool = False
+    negate_b: bool = False
+
+    @property
+    def k(self) -> int:
+        """K extent of one instruction."""
+        return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
+
+
+@lru_cache(maxsize=256)
+def decode_instruction(descriptor: int, kind: str, cta_group: int) -> InstructionDescriptor:
+    """Decodes an instruction descriptor and checks the shape it asks for.
+
+    Args:
+        descriptor: the 32-bit register operand.
+        kind: `f16`, `tf32` or `f8f6f4`.
+        cta_group: 1 or 2.
+
+    Raises:
+        ValueError: a reserved value, an illegal shape, or a kind that is not modelled.
+    """
+    where = f"tcgen05.mma kind::{kind} cta_group::{cta_group}, instruction descriptor {descriptor:#010x}"
+    if kind not in _OPERAND_TYPES:
+        raise ValueError(f"{where}: this kind is not modelled ({', '.join(_OPERAND_TYPES)} are)")
+    if descriptor & 0b111:
+        raise ValueError(f"{where}: sparsity is not modelled")
+    types, d_code = _OPERAND_TYPES[kind], descriptor >> 4 & 3
+    a_code, b_code = descriptor >> 7 & 7, descriptor >> 10 & 7
+    if a_code not in types or b_code not in types or d_code > 1 or (kind == "tf32" and d_code == 0):
+        raise ValueError(f"{where}: reserved types D={d_code} A={a_code} B={b_code}")
+    if {a_code, b_code} & {3, 4, 5}:
+        raise ValueError(f"{where}: operands of 6 and 4 bits are not modelled")
+    m, n = (descriptor >> 24 & 0x1F) << 4, (descriptor >> 17 & 0x3F) << 3
+    step = {(1, 64): 8, (1, 128): 16, (2, 128): 32, (2, 256): 32}.get((cta_group, m))
+    if step is None or n % step or not step <= n <= 256:
+        raise ValueError(
+            f"{where}: no shape M={m} N={n}" + (f"; N is a multiple of {step} up to 256" if step else "")
+        )
+    bits = [bool(descriptor >> i & 1) for i in (13, 14, 15, 16)]
+    return InstructionDescriptor(
+        m=m,
+        n=n,
+        a_type=types[a_code],
+        b_type=types[b_code],
+        d_type="f32" if d_code else "f16",
+        negate_a=bits[0],
+        negate_b=bits[1],
+        a_mn_major=bits[2],
+        b_mn_major=bits[3],
+    )
+
+
+@dataclass(frozen=True)
+class Mma:
+    """One decoded `tcgen05.mma`; executing it is `run`.
+
+    Attributes:
+        shape: the instruction descriptor.
+        d: TMEM address of D, the same in every CTA of the group.
+        a: shared-memory descriptor of A, or its TMEM address.
+        b: shared-memory descriptor of B.
+        accumulate: whether D is an input (`enable-input-d`).
+        scale_d: the exponent s of `scale-input-d`: D enters as D * 2**-s.
+        disabled_lanes: `bool [128]` per CTA in order, lanes of D to leave alone, or `None`.
+    """
+
+    shape: InstructionDescriptor
+    d: int
+    a: SmemDescriptor | int
+    b: SmemDescriptor
+    accumulate: bool
+    scale_d: int = 0
+    disabled_lanes: NDArray[np.bool_] | None = None
+
+    def run(self, smem: Sequence[Smem], tmem: Sequence[Tmem]) -> None:
+        """Multiplies and accumulates into D.
+
+        Args:
+            smem: shared memory of the CTAs of the group (one or two), in rank order.
+            tmem: their tensor memories; changed in place.
+
+        Raises:
+            IndexError: an operand reaches beyond shared memory.
+            ValueError: D or A reaches beyond tensor memory, or a combination that is not modelled.
+        """
+        shape, ctas = self.shape, len(smem)
+        rows = shape.m // ctas
+        lane, column = self.d >> 16, self.d & 0xFFFF
+        if (
+            lane % 16
+            or lane > (16 if (ctas, rows) == (1, 64) else 0)
+            or column + _columns(shape, ctas) > TMEM_COLUMNS
+        ):
+            raise ValueError(
+                f"tcgen05.mma: D of M={shape.m} N={shape.n} at tensor memory {self.d:#x} does not fit"
+            )
+        b = (
+            np.concatenate([self._operand_b(s, shape.n // ctas) for s in smem])
+            if ctas > 1
+            else self._operand_b(smem[0], shape.n)
+        )
+        for cta in range(ctas):
+            product = self._operand_a(smem[cta], tmem[cta], rows, ctas) @ b.T
+            lanes = np.ones((TMEM_LANES, 1), np.bool_)
+            if self.disabled_lanes is not None:
+                lanes[:, 0] = ~self.disabled_lanes[cta]
+            for cells, live, part in zip(
+                _split_lanes(tmem[cta], lane, rows, ctas),
+                _split_lanes(lanes, lane, rows, ctas),
+                np.split(product, TMEM_LANES // rows if ctas > 1 else 1, axis=1),
+                strict=True,
+            ):
+                d = cells[..., column : column + part.shape[1]]
+                new = self._accumulate(d, part.reshape(d.shape))
+                d[...] = new if self.disabled_lanes is None else np.where(live, new, d)
+
+    def smem_reads(self, ctas: int) -> I64:
+        """Byte addresses of the 16-byte chunks read from each CTA's shared memory, flat."""
+        shape = self.shape
+        size_b = numeric.ELEMENT_BYTES[shape.b_type]
+        reads = [self.b.chunk_addresses(shape.n // ctas, shape.k, size_b, shape.b_mn_major)]
+        if isinstance(self.a, SmemDescriptor):
+            size_a = numeric.ELEMENT_BYTES[shape.a_type]
+            reads.append(self.a.chunk_addresses(shape.m // ctas, shape.k, size_a, shape.a_mn_major))
+        return np.concatenate(reads)
+
+    def _operand_b(self, smem: Smem, rows: int) -> F32:
+        shape = self.shape
+        size = numeric.ELEMENT_BYTES[shape.b_type]
+        b = numeric.widen(self.b.gather(smem, rows, shape.k, size, shape.b_mn_major), shape.b_type)
+        return -b if shape.negate_b else b
+
+    def _operand_a(self, smem: Smem, tmem: Tmem, rows: int, ctas: int) -> F32:
+        shape = self.shape
+        size = numeric.ELEMENT_BYTES[shape.a_type]
+        if isinstance(self.a, SmemDescriptor):
+            bits = self.a.gather(smem, rows, shape.k, size, shape.a_mn_major)
+        else:
+            words = _K_BYTES // 4
+            lane, column = self.a >> 16, self.a & 0xFFFF
+            if (ctas, rows) == (2, 64):
+                raise ValueError(
+                    "tcgen05.mma with A in tensor memory, cta_group::2 and M=128 is not modelled"
+                )
+            if lane > (16 if rows == 64 else 0) or column + words > TMEM_COLUMNS:
+                raise ValueError(f"tcgen05.mma: A at tensor memory {self.a:#x} does not fit")
+            (cells,) = _split_lanes(tmem, lane, rows, ctas)
+            bits = (
+                np.ascontiguousarray(cells[..., column : column + words])
+                .reshape(rows, words)
+                .view(f"u{size}")
+            )
+        a = numeric.widen(bits, shape.a_type)
+        return -a if shape.negate_a else a
+
+    def _accumulate(self, d: Tmem, product: F32) -> NDArray[np.unsignedinteger]:
+        half = self.shape.d_type == "f16"
+        if self.accumulate:
+            old = numeric.f16_to_f32(d) if half else d.view(np.float32)
+            product = product + (np.ldexp(old, -self.scale_d) if self.scale_d else old)
+        return numeric.f32_to_f16(product) if half else numeric.as_u32(product)
+
+
+def _columns(shape: InstructionDescriptor, ctas: int) -> int:
+    return shape.n // 2 if (ctas, shape.m) == (2, 128) else shape.n
+
+
+def _split_lanes(cells: NDArray[_Any], lane: int, rows: int, ctas: int) -> list[NDArray[_Any]]:
+    """Views of the lanes that hold D's rows, in row order: one view per block of columns."""
+    if rows == TMEM_LANES:
+        return [cells]
+    if ctas == 2:
+        return [cells[:64], cells[64:]]
+    return [cells.reshape(4, 32, -1)[:, lane : lane + 16]]

@@ -1,0 +1,378 @@
+"""Tensor maps and the addresses that a tiled TMA operation touches.
+
+The host encodes a tensor map as the 128 bytes the hardware reads (CuTe DSL writes them without the driver),
+so this module holds the codec for that layout, and an encoder with `cuTensorMapEncodeTiled`'s arguments.
+The layout is not published: fields marked "inferred" were not seen set in code that ran.
+
+word 0       global address
+word 1       [3:0]=2 tiled  [6:4] rank-1  [10:7] type  [12:11] interleave (inferred)  [14:13] swizzle
+             [15] out-of-bounds fill NaN (inferred)  [16] f32 is read as tf32  [18:17] L2 promotion
+             [21] extent of at least 128 KiB (ignored)  [63:32] stride 1 >> 4
+word 2       stride 2 >> 4, stride 3 >> 4
+word 3       stride 4 >> 4, then bits 39..36 of strides 1.. from [35:32] up
+word 4..6    extent - 1 of dimensions 0..4, 32 bits each
+word 6       [46:32] element stride - 1, 3 bits each (inferred)  [63:56] box 0 - 1
+word 7       box 1..4 - 1, 8 bits each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator.units import swizzle
+from overlap_gemm.emulator.units.swizzle import Swizzle
+
+I64 = NDArray[np.int64]
+
+# Hardware type code -> (name, bytes). Signed and 8-bit float types are moved as unsigned ones of their size,
+# except where a reduction must know the type. 0, 2, 6, 7 and 10 were seen; the rest is inferred from their
+# order.
+TYPES = {
+    0: ("u8", 1),
+    1: ("u16", 2),
+    2: ("u32", 4),
+    3: ("s32", 4),
+    4: ("u64", 8),
+    5: ("s64", 8),
+    6: ("f16", 2),
+    7: ("f32", 4),
+    8: ("f32.ftz", 4),
+    9: ("f64", 8),
+    10: ("bf16", 2),
+}
+_CODES = {name: code for code, (name, _) in TYPES.items()}
+# CUtensorMapDataType of the driver API, in its order; the last two set bit 16.
+API_TYPES = (
+    "u8",
+    "u16",
+    "u32",
+    "s32",
+    "u64",
+    "s64",
+    "f16",
+    "f32",
+    "f64",
+    "bf16",
+    "f32.ftz",
+    "tf32",
+    "tf32.ftz",
+)
+_SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128)
+_FLOAT_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32.ftz": 0x7FFFFFFF, "f64": (1 << 63) - 1}
+_PLANS = 512  # cached plans: one per geometry, position relative to the edge and phase of the shared address
+
+CHUNK_DTYPE = {16: np.complex128, 8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+"""NumPy type that copies a chunk of so many bytes fastest, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one tiled operation touches, in chunks of `chunk` bytes (a power of two up to 16).
+
+    Attributes:
+        global_addresses: `int64 [n]`, byte address in global memory of each chunk; aligned to `chunk`.
+            Meaningless where not valid.
+        smem_offsets: `int64 [n]`, byte address of each chunk within the CTA's shared window; aligned to
+            `chunk`.
+        valid: `bool [n]`, whether the chunk lies inside the tensor, or `None` where all do.
+        chunk: bytes per chunk.
+        box_bytes: bytes of the whole box: what a load adds to the mbarrier's transaction count, valid or not.
+    """
+
+    global_addresses: I64
+    smem_offsets: I64
+    valid: NDArray[np.bool_] | None
+    chunk: int
+    box_bytes: int
+
+    def clipped(self) -> tuple[I64, I64]:
+        """`(global_addresses, smem_offsets)` of the valid chunks only: what a store or reduction touches."""
+        if self.valid is None:
+            return self.global_addresses, self.smem_offsets
+        return self.global_addresses[self.valid], self.smem_offsets[self.valid]
+
+
+class _Geometry(NamedTuple):
+    """What the shape of a plan depends on; maps of one geometry share plans wherever their tensor lies."""
+
+    element_bytes: int
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+    strides: tuple[int, ...]
+    swizzle: Swizzle
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A decoded tiled tensor map; dimension 0 is the contiguous one.
+
+    Attributes:
+        address: global byte address of element (0, ..).
+        type: element type, a name of `TYPES`.
+        dims: extent per dimension, in elements.
+        strides: byte strides of dimensions 1.., `len(dims) - 1` of them.
+        box: box extent per dimension, in elements of the tensor.
+        element_strides: traversal stride per dimension; the first is ignored, as in the driver API.
+        swizzle: swizzle mode of the shared-memory side.
+        tf32: whether f32 elements are rounded to tf32 on a load.
+        fill_nan: whether out-of-bounds elements of a float type read as NaN instead of zero.
+        l2_promotion: the driver's enumerator; no effect on data.
+        interleave: the driver's enumerator; only 0 (none) can be planned.
+    """
+
+    address: int
+    type: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    swizzle: Swizzle = swizzle.NONE
+    tf32: bool = False
+    fill_nan: bool = False
+    l2_promotion: int = 0
+    interleave: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions, 1 to 5."""
+        return len(self.dims)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element."""
+        return TYPES[_CODES[self.type]][1]
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes that one operation moves, out-of-bounds elements included."""
+        return self.element_bytes * int(np.prod(self._box_counts))
+
+    @property
+    def _box_counts(self) -> tuple[int, ...]:
+        return tuple(-(-extent // step) for extent, step in zip(self.box, self._steps, strict=True))
+
+    @property
+    def _steps(self) -> tuple[int, ...]:
+        return (1, *self.element_strides[1:])
+
+    @cached_property
+    def _geometry(self) -> _Geometry:
+        if self.interleave:
+            raise ValueError(f"interleave mode {self.interleave} of a tensor map is not modelled")
+        return _Geometry(self.element_bytes, self._box_counts, self._steps, self.strides, self.swizzle)
+
+    # -- codec -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def decode(raw: bytes | NDArray[np.uint8]) -> TensorMap:
+        """Decodes the 128 bytes of a hardware tensor map.
+
+        Raises:
+            ValueError: the bytes are no tiled tensor map that this emulator can execute.
+        """
+        return _decode(bytes(raw))
+
+    def encode(self) -> bytes:
+        """The 128 bytes the hardware reads; the inverse of `decode`."""
+        w = [0] * 16
+        w[0] = self.address
+        strides = [*self.strides] + [0] * (4 - len(self.strides))
+        w[1] = 2 | (self.rank - 1) << 4 | _CODES[self.type] << 7 | self.interleave << 11
+        w[1] |= _SWIZZLES.index(self.swizzle) << 13 | self.fill_nan << 15 | self.tf32 << 16
+        w[1] |= self.l2_promotion << 17
+        extent = max(d * s for d, s in zip(self.dims, (self.element_bytes, *self.strides), strict=True))
+        w[1] |= (extent >= 1 << 17) << 21
+        units = [s >> 4 for s in strides]
+        low = [u & 0xFFFFFFFF for u in units]
+        w[1] |= low[0] << 32
+        w[2] = low[1] | low[2] << 32
+        w[3] = low[3] | sum((u >> 32) << (32 + 4 * i) for i, u in enumerate(units))
+        dims = [d - 1 for d in self.dims] + [0] * (5 - self.rank)
+        w[4], w[5], w[6] = dims[0] | dims[1] << 32, dims[2] | dims[3] << 32, dims[4]
+        for i, step in enumerate(self.element_strides):
+            w[6] |= (step - 1) << (32 + 3 * i)
+        w[6] |= (self.box[0] - 1) << 56
+        for i, extent in enumerate(self.box[1:]):
+            w[7] |= (extent - 1) << (8 * i)
+        return np.array(w, np.uint64).tobytes()
+
+    # -- addresses ---------------------------------------------------------------------------------
+
+    def plan(self, coordinates: Sequence[int], smem_address: int) -> Plan:
+        """Plans the box at `coordinates` (innermost first, may be negative) to or from `smem_address`.
+
+        Args:
+            coordinates: `rank` element coordinates of the box's first element.
+            smem_address: byte address within the CTA's shared window; the swizzle sees it whole.
+
+        Raises:
+            ValueError: wrong number of coordinates, or a misaligned shared address (128 bytes; PTX ISA
+                5.5.3).
+        """
+        if len(coordinates) != self.rank:
+            raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}")
+        if smem_address % 128:
+            raise ValueError(f"TMA shared-memory address {smem_address:#x} is not a multiple of 128 bytes")
+        first = coordinates[0] * self.element_bytes
+        # The plan depends on the position only through the innermost alignment, and, at an edge, on the
+        # overlap.
+        overlap = tuple(
+            (min(max(-c, 0), box), max(min(dim - c, box), 0)) if c < 0 or c + box > dim else None
+            for c, dim, box in zip(coordinates, self.dims, self.box, strict=True)
+        )
+        phase = smem_address % max(self.swizzle.repeat, 128)
+        relative, offsets, valid, chunk = _box_plan(self._geometry, first % 16, overlap, phase)
+        origin = self.address + first
+        for c, stride in zip(coordinates[1:], self.strides, strict=True):
+            origin += c * stride
+        return Plan(relative + origin, offsets + (smem_address - phase), valid, chunk, self.box_bytes)
+
+    def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
+        """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
+        value = _FLOAT_NAN.get(self.type, 0) if self.fill_nan else 0
+        element = value.to_bytes(self.element_bytes, "little")
+        return np.frombuffer(element * (chunk // self.element_bytes), CHUNK_DTYPE[chunk]).reshape(())
+
+
+@lru_cache(maxsize=256)
+def _decode(raw: bytes) -> TensorMap:
+    if len(raw) != 128:
+        raise ValueError(f"a tensor map has 128 bytes, got {len(raw)}")
+    w = [int(x) for x in np.frombuffer(raw, np.uint64)]
+    if w[1] & 0xF != 2:
+        raise ValueError(f"not a tiled tensor map: word 1 is {w[1]:#018x} (im2col is not modelled)")
+    rank, code = (w[1] >> 4 & 7) + 1, w[1] >> 7 & 0xF
+    if rank > 5 or code not in TYPES:
+        raise ValueError(f"tensor map with rank {rank} and type code {code}: word 1 is {w[1]:#018x}")
+    units = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
+    strides = [(u | (w[3] >> (32 + 4 * i) & 0xF) << 32) << 4 for i, u in enumerate(units)]
+    dims = [w[4] & 0xFFFFFFFF, w[4] >> 32, w[5] & 0xFFFFFFFF, w[5] >> 32, w[6] & 0xFFFFFFFF]
+    box = [w[6] >> 56, *(w[7] >> (8 * i) & 0xFF for i in range(4))]
+    steps = [w[6] >> (32 + 3 * i) & 7 for i in range(5)]
+    return TensorMap(
+        address=w[0],
+        type=TYPES[code][0],
+        dims=tuple(d + 1 for d in dims[:rank]),
+        strides=tuple(strides[: rank - 1]),
+        box=tuple(b + 1 for b in box[:rank]),
+        element_strides=tuple(s + 1 for s in steps[:rank]),
+        swizzle=_SWIZZLES[w[1] >> 13 & 3],
+        tf32=bool(w[1] >> 16 & 1),
+        fill_nan=bool(w[1] >> 15 & 1),
+        l2_promotion=w[1] >> 17 & 3,
+        interleave=w[1] >> 11 & 3,
+    )
+
+
+@lru_cache(maxsize=_PLANS)
+def _box_plan(
+    geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
+) -> tuple[I64, I64, NDArray[np.bool_] | None, int]:
+    """Relative global addresses, shared offsets from the repeat's start, valid mask, chunk bytes."""
+    size, counts, steps, strides, mode = geometry
+    row = counts[0] * size
+    edges = [] if overlap[0] is None else [e * size for e in overlap[0]]
+    chunk = next(c for c in (16, 8, 4, 2, 1) if all(x % c == 0 for x in (row, alignment, *edges)))
+    # Innermost dimension in chunks, outer ones in traversal steps; dimension 0 is fastest in shared memory.
+    axes = [np.arange(0, row, chunk, dtype=np.int64)]
+    axes += [np.arange(n, dtype=np.int64) * s for n, s in zip(counts[1:], steps[1:], strict=True)]
+    grid = np.meshgrid(*axes[::-1], indexing="ij")[::-1]
+    relative = grid[0].copy()
+    for axis, stride in zip(grid[1:], strides, strict=True):
+        relative += axis * stride
+    # A swizzled row is as wide as the pattern even where the box is narrower (CUDA programming guide,
+    # "Swizzle pattern": shared memory must "accommodate the full swizzle width").
+    pitch = max(row, mode.row_bytes) if mode.bits else row
+    rows = np.arange(relative.size // axes[0].size, dtype=np.int64) * pitch
+    linear = (rows[:, None] + axes[0][None, :]).reshape(-1) + phase
+    valid = None
+    if any(o is not None for o in overlap):
+        valid = np.ones(relative.shape, np.bool_)
+        for position, o, unit in zip(grid, overlap, (size, 1, 1, 1, 1)[: len(counts)], strict=True):
+            if o is not None:
+                valid &= (position >= o[0] * unit) & (position < o[1] * unit)
+    return relative.reshape(-1), mode.apply(linear), None if valid is None else valid.reshape(-1), chunk
+
+
+def encode_tiled(
+    data_type: int,
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    element_strides: Sequence[int],
+    interleave: int = 0,
+    swizzle_mode: int = 0,
+    l2_promotion: int = 0,
+    oob_fill: int = 0,
+) -> TensorMap:
+    """`cuTensorMapEncodeTiled`: checks the driver's conditions and builds the map.
+
+    Args:
+        data_type: `CUtensorMapDataType` (its bf16 is 9, the hardware's 10).
+        address: global address, 16-byte aligned.
+        dims: extents, 1 to 2**32 each.
+        strides: byte strides of dimensions 1.., multiples of 16 below 2**40.
+        box: box extents, 1 to 256 each; the inner one a multiple of 16 bytes.
+        element_strides: traversal strides, 1 to 8.
+        interleave: `CUtensorMapInterleave`; only none (0) is modelled.
+        swizzle_mode: `CUtensorMapSwizzle`, 0 to 3.
+        l2_promotion: `CUtensorMapL2promotion`.
+        oob_fill: `CUtensorMapFloatOOBfill`: 0 zero, 1 NaN (float types only).
+
+    Raises:
+        ValueError: where the driver returns `CUDA_ERROR_INVALID_VALUE`, with the rule.
+    """
+    if not 0 <= data_type < len(API_TYPES):
+        raise ValueError(
+            f"{data_type=} is no CUtensorMapDataType this emulator knows (0..{len(API_TYPES) - 1})"
+        )
+    api = API_TYPES[data_type]
+    name = {"tf32": "f32", "tf32.ftz": "f32.ftz"}.get(api, api)
+    size = TYPES[_CODES[name]][1]
+    rank = len(dims)
+    if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
+        raise ValueError(
+            f"rank {rank} (1..5) needs {rank - 1} strides, {rank} box extents, {rank} element strides, got "
+            f"{len(strides)}, {len(box)} and {len(element_strides)}"
+        )
+    if address % 16:
+        raise ValueError(f"{address=:#x} must be a multiple of 16")
+    for what, values, low, high in (("dims", dims, 1, 1 << 32), ("box", box, 1, 256)):
+        if any(not low <= v <= high for v in values):
+            raise ValueError(f"{what}={tuple(values)}: each must be in {low}..{high}")
+    if any(not 1 <= v <= 8 for v in element_strides):
+        raise ValueError(f"element_strides={tuple(element_strides)}: each must be in 1..8")
+    if any(s % 16 or not 0 <= s < 1 << 40 for s in strides):
+        raise ValueError(f"strides={tuple(strides)}: each must be a multiple of 16 below 2**40")
+    if interleave:
+        raise ValueError(f"{interleave=}: only CU_TENSOR_MAP_INTERLEAVE_NONE (0) is modelled")
+    if not 0 <= swizzle_mode < len(_SWIZZLES):
+        raise ValueError(f"{swizzle_mode=}: none, 32B, 64B and 128B (0..3) are modelled")
+    if box[0] * size % 16:
+        raise ValueError(f"inner box of {box[0]} x {size} bytes must be a multiple of 16 bytes")
+    mode = _SWIZZLES[swizzle_mode]
+    if mode.bits and box[0] * size > mode.row_bytes:
+        raise ValueError(
+            f"inner box of {box[0] * size} bytes exceeds the {mode.row_bytes} of swizzle {mode.name}"
+        )
+    if oob_fill and name not in _FLOAT_NAN:
+        raise ValueError(f"oob_fill NaN needs a float type, not {api}")
+    return TensorMap(
+        address=address,
+        type=name,
+        dims=tuple(dims),
+        strides=tuple(strides),
+        box=tuple(box),
+        element_strides=tuple(element_strides),
+        swizzle=mode,
+        tf32=api.startswith("tf32"),
+        fill_nan=bool(oob_fill),
+        l2_promotion=l2_promotion,
+    )

@@ -1,0 +1,102 @@
+"""wgmma.mma_async: m64nNkK on a warpgroup, D (and perhaps A) in registers.
+
+Warp w of the warpgroup owns rows 16 w .. 16 w + 15 of A and D, with the fragment layouts of `units.mma` (PTX
+ISA 9.7.15.5.1), so that each warp can be executed by itself. K is 32 bytes: 16 elements for f16 and bf16, 8
+for tf32, 32 for e4m3 and e5m2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.units import mma
+from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
+
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+
+WARP_ROWS = 16
+_K_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """The static part of a wgmma instruction.
+
+    Attributes:
+        n: columns of D, a multiple of 8 up to 256.
+        a_type: element type of A: `f16`, `bf16`, `tf32`, `e4m3` or `e5m2`.
+        b_type: element type of B.
+        d_type: `f32` or `f16`.
+        a_mn_major: `imm-trans-a`: rows of A are contiguous in shared memory.
+        b_mn_major: `imm-trans-b`.
+        negate_a: whether `imm-scale-a` is -1.
+        negate_b: whether `imm-scale-b` is -1.
+    """
+
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str = "f32"
+    a_mn_major: bool = False
+    b_mn_major: bool = False
+    negate_a: bool = False
+    negate_b: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n % 8 or not 8 <= self.n <= 256:
+            raise ValueError(f"wgmma with n={self.n}: must be a multiple of 8 up to 256")
+        if (self.a_mn_major or self.b_mn_major) and numeric.ELEMENT_BYTES[self.a_type] != 2:
+            raise ValueError(f"wgmma transposes 16-bit operands only, not {self.a_type}")
+
+    @property
+    def k(self) -> int:
+        """K extent of one instruction."""
+        return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
+
+    @property
+    def d_registers(self) -> int:
+        """Registers of D per lane."""
+        return self.n // 2 if self.d_type == "f32" else self.n // 4
+
+    def operand_b(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
+        """B as `float32 [n, k]`; the same for all warps of the warpgroup."""
+        size = numeric.ELEMENT_BYTES[self.b_type]
+        b = numeric.widen(descriptor.gather(smem, self.n, self.k, size, self.b_mn_major), self.b_type)
+        return -b if self.negate_b else b
+
+    def operand_a(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
+        """A as `float32 [64, k]`; warp w uses rows 16 w and up."""
+        size = numeric.ELEMENT_BYTES[self.a_type]
+        a = numeric.widen(descriptor.gather(smem, 4 * WARP_ROWS, self.k, size, self.a_mn_major), self.a_type)
+        return -a if self.negate_a else a
+
+    def operand_a_registers(self, registers: U32) -> F32:
+        """One warp's A as `float32 [16, k]` from its four registers `[4, 32]`."""
+        a = numeric.widen(mma.a_matrix(registers, numeric.ELEMENT_BYTES[self.a_type]), self.a_type)
+        return -a if self.negate_a else a
+
+    def multiply(self, a: F32, b: F32, d: U32 | None) -> U32:
+        """One warp's D registers `[d_registers, 32]`.
+
+        Args:
+            a: the warp's rows of A, `[16, k]`.
+            b: B, `[n, k]`.
+            d: D's registers before, or `None` where `scale-d` is 0.
+        """
+        product = a @ b.T
+        if d is not None:
+            product += mma.c_matrix(d, self.d_type)
+        return mma.c_registers(product, self.d_type)
+
+    def smem_reads(self, a: SmemDescriptor | None, b: SmemDescriptor) -> NDArray[np.int64]:
+        """Byte addresses of the 16-byte chunks read, flat; `a` is `None` for A in registers."""
+        reads = [b.chunk_addresses(self.n, self.k, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major)]
+        if a is not None:
+            size = numeric.ELEMENT_BYTES[self.a_type]
+            reads.append(a.chunk_addresses(4 * WARP_ROWS, self.k, size, self.a_mn_major))
+        return np.concatenate(reads)

@@ -1,0 +1,150 @@
+"""Number formats against exact rational arithmetic and against torch."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from overlap_gemm.emulator import numeric
+
+PATTERNS = hnp.arrays(np.uint32, hnp.array_shapes(min_dims=0, max_dims=3, max_side=8))
+SPECIALS = np.array(
+    [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF, 0xFF7FFFFF, 1]
+    + [
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x3F800000,
+        0x477FE000,
+        0x477FF000,
+        0x477FEFFF,
+        0x33000000,
+        0x33000001,
+    ],
+    np.uint32,
+)
+
+
+def all_tops(low_bits):
+    """Every float whose low mantissa bits are one of the rounding-critical ones."""
+    top = np.arange(1 << (32 - low_bits), dtype=np.uint32)[::7] << np.uint32(low_bits)
+    half = 1 << (low_bits - 1)
+    return np.concatenate(
+        [(top | np.uint32(low)).view(np.float32) for low in (0, 1, half - 1, half, half + 1)]
+    )
+
+
+def test_bf16_nearest_equals_torch_everywhere():
+    x = all_tops(16)
+    want = torch.from_numpy(x.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+    want = np.where(np.isnan(x), np.uint16(0x7FFF), want)  # torch keeps another NaN payload
+    np.testing.assert_array_equal(numeric.f32_to_bf16(x), want)
+
+
+@given(PATTERNS, PATTERNS)
+def test_packed_bf16_is_two_single_conversions(hi, lo):
+    hi, lo = np.broadcast_to(hi.reshape(-1)[:1], (32,)).copy(), np.resize(lo, 32) if lo.size else np.zeros(32)
+    hi, lo = numeric.as_f32(np.resize(hi, 32)), numeric.as_f32(lo.astype(np.uint32))
+    word = numeric.f32_to_bf16x2(hi, lo)
+    np.testing.assert_array_equal(word, numeric.pack16(numeric.f32_to_bf16(lo), numeric.f32_to_bf16(hi)))
+    for got, bits in zip(numeric.bf16x2_to_f32(word), numeric.unpack16(word), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+def towards_zero(x, candidates):
+    """The largest-magnitude candidate not beyond x, by exact comparison."""
+    fits = [c for c in candidates if abs(Fraction(float(c))) <= abs(Fraction(float(x)))]
+    return math.copysign(max(abs(float(c)) for c in fits), x)
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+@settings(max_examples=60)
+def test_truncating_conversions_are_exact(x):
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+    got = numeric.f16_to_f32(numeric.f32_to_f16(np.float32([x]), "rz"))[0]
+    assert (float(got), math.copysign(1, got)) == (towards_zero(x, halves), math.copysign(1, x))
+    bits = int(np.float32(x).view(np.uint32))
+    assert int(numeric.f32_to_bf16(np.float32([x]), "rz")[0]) == bits >> 16
+    assert int(numeric.f32_to_tf32(np.float32([x]), "rz").view(np.uint32)[0]) == bits & ~0x1FFF
+
+
+@given(st.floats(width=32, allow_nan=False, min_value=-(2.0**126), max_value=2.0**126))
+def test_tf32_nearest_by_exact_distance(x):
+    exact = Fraction(x)
+    for rounding in ("rna", "rn"):
+        got = numeric.f32_to_tf32(np.float32([x]), rounding)[0]
+        low = np.uint32(np.float32(abs(x)).view(np.uint32) & np.uint32(0xFFFFE000))
+        below, above = (Fraction(float(numeric.as_f32(low + np.uint32(d)))) for d in (0, 0x2000))
+        down, up = abs(exact) - below, above - abs(exact)
+        tie_up = rounding == "rna" or (int(low) >> 13) & 1
+        want = above if up < down or (up == down and tie_up) else below
+        assert abs(Fraction(float(got))) == want and (x == 0 or got == 0 or (got < 0) == (x < 0))
+
+
+@pytest.mark.parametrize(
+    "fmt, dtype", [(numeric.E4M3, torch.float8_e4m3fn), (numeric.E5M2, torch.float8_e5m2)]
+)
+def test_small_floats_equal_torch(fmt, dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(fmt.decode(codes.numpy()), codes.view(dtype).float().numpy())
+    x = np.concatenate([all_tops(20), all_tops(21), all_tops(16)[::5], SPECIALS.view(np.float32)])
+    limit = float(torch.finfo(dtype).max)
+    want = torch.from_numpy(x.clip(-limit, limit)).to(dtype).view(torch.uint8).numpy()
+    got = fmt.encode(x)
+    np.testing.assert_array_equal(got[~np.isnan(x)], want[~np.isnan(x)])
+    assert (got[np.isnan(x)] == 0x7F).all()
+
+
+@pytest.mark.parametrize("fmt, largest, tiny", [(numeric.E2M3, 7.5, 0.125), (numeric.E3M2, 28.0, 0.0625)])
+def test_six_bit_formats_round_trip(fmt, largest, tiny):
+    codes = np.arange(64, dtype=np.uint8)
+    np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes)
+    assert (fmt.values[:64].max(), fmt.values[1]) == (largest, tiny)
+
+
+def test_half_specials_and_saturation():
+    x = SPECIALS.view(np.float32)
+    got = numeric.f32_to_f16(x)
+    want = torch.from_numpy(x).to(torch.float16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(got, np.where(np.isnan(x), np.uint16(0x7FFF), want))
+    saturated = numeric.f16_to_f32(numeric.f32_to_f16(x, satfinite=True))
+    assert np.nanmax(np.abs(saturated)) == 65504
+    np.testing.assert_array_equal(
+        numeric.saturate(np.float32([-1, 0.5, 2, np.nan, -np.inf])), [0, 0.5, 1, 0, 0]
+    )
+    np.testing.assert_array_equal(numeric.relu(np.float32([-1, 0.5, np.nan])), np.float32([0, 0.5, np.nan]))
+
+
+@given(
+    st.floats(width=32) | st.sampled_from([2.0**31, -(2.0**31), 2.0**63, 2.0**64, -0.5, 0.5, 1.5, 2.5]),
+    st.sampled_from([8, 16, 32, 64]),
+    st.booleans(),
+    st.sampled_from(["rni", "rzi", "rmi", "rpi"]),
+)
+def test_float_to_int(x, bits, signed, rounding):
+    got = int(numeric.float_to_int(np.float32([x]), bits, signed, rounding)[0])
+    lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    if math.isnan(x):
+        want = 2 ** (bits - 1) if bits == 64 else 0
+    elif math.isinf(x):
+        want = hi if x > 0 else lo
+    else:
+        step = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[rounding]
+        want = min(max(step(Fraction(float(np.float32(x)))), lo), hi)
+    assert got == want % 2**bits
+
+
+@given(
+    hnp.arrays(st.sampled_from([np.int32, np.uint32, np.int64, np.uint64]), 5),
+    st.sampled_from([8, 16, 32]),
+    st.booleans(),
+)
+def test_integer_saturation(x, bits, signed):
+    lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    want = [min(max(int(v), lo), hi) % 2**bits for v in x]
+    assert numeric.clamp_int(x, bits, signed).tolist() == want
