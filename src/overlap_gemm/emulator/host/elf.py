@@ -1,0 +1,87 @@
+"""A shared object made of names alone: every symbol is the absolute address of something in this process.
+
+The DSL's JIT looks runtime functions up by name in shared libraries. A symbol of section ``SHN_ABS`` is
+taken by the dynamic linker as an address, not as an offset into the file (glibc >= 2.28), so a library that
+answers with our callbacks needs no machine code, and therefore no compiler.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+_ELF_HEADER = 64
+_PROGRAM_HEADER = 56
+_SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
+_SHN_ABS = 0xFFF1
+_GLOBAL_FUNCTION = (1 << 4) | 2
+_ET_DYN = 3
+_PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
+_DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _DT_SYMENT, _DT_SONAME = 4, 5, 6, 10, 11, 14
+_READ_WRITE = 6
+
+
+def absolute_symbols(symbols: Mapping[str, int], soname: str) -> bytes:
+    """The image of an ELF64 little-endian shared object that defines ``symbols`` at absolute addresses.
+
+    Args:
+        symbols: address in this process by symbol name.
+        soname: the library's own name.
+
+    Raises:
+        OSError: The running interpreter is not a 64-bit little-endian ELF program.
+    """
+    names = b"\0"
+    entries = [bytes(_SYMBOL.size)]  # symbol 0 is the undefined symbol
+    for name, address in symbols.items():
+        entries.append(_SYMBOL.pack(len(names), _GLOBAL_FUNCTION, 0, _SHN_ABS, address, 0))
+        names += name.encode() + b"\0"
+    soname_offset = len(names)
+    names += soname.encode() + b"\0"
+
+    count = len(entries)
+    chain = [0, *range(2, count), 0]  # one bucket: 1 -> 2 -> ... -> end
+    hash_table = struct.pack(f"<III{count}I", 1, count, 1, *chain)
+
+    headers = 3
+    symbol_offset = _ELF_HEADER + headers * _PROGRAM_HEADER
+    hash_offset = symbol_offset + count * _SYMBOL.size
+    name_offset = hash_offset + len(hash_table)
+    dynamic_offset = -(-(name_offset + len(names)) // 8) * 8
+    dynamic = b"".join(
+        struct.pack("<QQ", tag, value)
+        for tag, value in (
+            (_DT_HASH, hash_offset),
+            (_DT_STRTAB, name_offset),
+            (_DT_SYMTAB, symbol_offset),
+            (_DT_STRSZ, len(names)),
+            (_DT_SYMENT, _SYMBOL.size),
+            (_DT_SONAME, soname_offset),
+            (0, 0),
+        )
+    )
+    size = dynamic_offset + len(dynamic)
+
+    def program_header(kind: int, offset: int, length: int, align: int) -> bytes:
+        return struct.pack("<IIQQQQQQ", kind, _READ_WRITE, offset, offset, offset, length, length, align)
+
+    image = _elf_header(headers)
+    image += program_header(_PT_LOAD, 0, size, 0x1000)
+    image += program_header(_PT_DYNAMIC, dynamic_offset, len(dynamic), 8)
+    image += program_header(_PT_GNU_STACK, 0, 0, 16)  # its absence would ask for an executable stack
+    image += b"".join(entries) + hash_table + names
+    return image.ljust(dynamic_offset, b"\0") + dynamic
+
+
+def _elf_header(program_headers: int) -> bytes:
+    with Path("/proc/self/exe").open("rb") as executable:
+        own = executable.read(20)
+    if own[:6] != b"\x7fELF\x02\x01":
+        raise OSError("the emulator needs a 64-bit little-endian Linux Python")
+    machine = struct.unpack_from("<H", own, 18)[0]
+    identity = b"\x7fELF\x02\x01\x01" + bytes(9)
+    return identity + struct.pack(
+        "<HHIQQQIHHHHHH",
+        _ET_DYN, machine, 1, 0, _ELF_HEADER, 0, 0, _ELF_HEADER, _PROGRAM_HEADER, program_headers, 64, 0, 0,
+    )  # fmt: skip

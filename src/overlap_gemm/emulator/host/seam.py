@@ -1,0 +1,274 @@
+"""Where a compiled CuTe DSL function meets the emulator: what changes in the DSL while one is open.
+
+A function compiled while the seam is open is bound, for good, to the callbacks of `runtime_api`, because
+the DSL's JIT resolves the CUDA runtime functions that its host code calls from the libraries it is told of,
+and is told of a library of ours (`elf`). Nothing else of the DSL's host path is changed: argument packing,
+shape checks, tensor-map encoding and the launch configuration are the DSL's own. The changes, all undone by
+`close`:
+
+- the runtime library's path, in the environment (``CUTE_DSL_LIBS``) and in the settings the DSL read from it;
+- the target architecture, likewise (``CUTE_DSL_ARCH``), and that any architecture may be run here;
+- `Compiler.compile` keeps the PTX (`capture`);
+- the number of devices is one;
+- a call ends by telling the emulator, which is told of each tensor argument as it is packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from ..errors import EmulatorError
+from .capture import keep_ptx
+from .elf import absolute_symbols
+from .nvshmem import linked_for
+from .runtime_api import DeviceProperties, KernelCall, RuntimeApi
+from .tvm_ffi import on_device
+
+TESTED_DSL = "4.8.1"
+"""Version of nvidia-cutlass-dsl this seam was tested with."""
+
+LIBRARY_NAME = "libcute_dsl_runtime.so"  # the DSL finds its runtime by the end of the file name
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a class, module or object for the length of a block."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for the length of a block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+class Seam:
+    """The connection of this process, open or closed; functions bound to it work whenever it is open."""
+
+    def __init__(self) -> None:
+        self.api = RuntimeApi()
+        self._path: Path | None = None
+        self._opened: contextlib.ExitStack | None = None
+
+    def open(
+        self,
+        device: DeviceProperties,
+        launch: Callable[[KernelCall], None],
+        pack: Callable[[Any], None],
+        called: Callable[[], None],
+    ) -> None:
+        """Connects the DSL.
+
+        Args:
+            device: What the device says of itself; its arch becomes the default target of compiles.
+            launch: Receives each kernel call of the host code.
+            pack: Receives each tensor argument (the DSL's runtime tensor or a torch tensor) of a call,
+                before it.
+            called: Called when a compiled function has returned.
+
+        Raises:
+            EmulatorError: An emulator is open already.
+        """
+        if self._opened is not None:
+            raise EmulatorError("an emulator is open already; this process runs one at a time")
+        self._opened = contextlib.ExitStack()
+        try:
+            for change in self._changes(device, pack, called):
+                self._opened.enter_context(change)
+        except BaseException:
+            self.close()
+            raise
+        self.api.launch, self.api.device = launch, device
+
+    def close(self) -> None:
+        """Undoes `open`."""
+        if self._opened is not None:
+            self._opened.close()
+        self._opened, self.api.launch, self.api.device = None, None, None
+
+    def library(self) -> Path:
+        """The shared object to give to the DSL's JIT, made once per process."""
+        if self._path is None:
+            symbols = {**_real_helpers(), **self.api.symbols()}
+            self._folder = tempfile.TemporaryDirectory(prefix="overlap_gemm_seam_")
+            path = Path(self._folder.name) / LIBRARY_NAME
+            path.write_bytes(absolute_symbols(symbols, LIBRARY_NAME))
+            loaded = ctypes.CDLL(str(path))
+            for name, address in symbols.items():
+                if ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value != address:
+                    raise EmulatorError(
+                        "this system's dynamic linker moves absolute symbols; glibc 2.28 or newer is needed"
+                    )
+            self._path = path
+        return self._path
+
+    def _changes(
+        self, device: DeviceProperties, pack: Callable[[Any], None], called: Callable[[], None]
+    ) -> Iterator[contextlib.AbstractContextManager[None]]:
+        library = str(self.library())
+        yield environment("CUTE_DSL_LIBS", library)
+        yield environment("CUTE_DSL_ARCH", device.arch)
+        from cutlass.base_dsl.compiler import Compiler
+        from cutlass.base_dsl.dsl import BaseDSL
+        from cutlass.base_dsl.jit_executor import JitExecutor
+        from cutlass.cute.runtime import _Tensor
+        from cutlass.cutlass_dsl import CuTeDSL
+        from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
+
+        settings = CuTeDSL._get_dsl().envar
+        yield replaced(settings, "shared_libs", library)
+        yield replaced(settings, "_arch", device.arch)
+        for dsl in (BaseDSL, CutlassBaseDSL):
+            yield replaced(dsl, "_runtime_can_run_compiled", lambda *_: True)
+        yield replaced(CudaDialectJitCompiledFunction, "num_devices", 1)
+        yield replaced(BaseDSL, "generate_mlir", self._ending(_linking_nvshmem(BaseDSL.generate_mlir)))
+        yield replaced(Compiler, "compile", keep_ptx(self._checked(Compiler.compile)))
+        load = CudaDialectJitCompiledFunction._load_cuda_library
+        yield replaced(CudaDialectJitCompiledFunction, "_load_cuda_library", self._ending(load))
+        yield replaced(
+            JitExecutor, "run_compiled_program", self._ending(JitExecutor.run_compiled_program, called)
+        )
+
+        pack_pointers = _Tensor.__c_pointers__
+
+        @wraps(pack_pointers)
+        def c_pointers(tensor: Any) -> Any:
+            pack(tensor)
+            return pack_pointers(tensor)
+
+        yield replaced(_Tensor, "__c_pointers__", c_pointers)
+        if importlib.util.find_spec("tvm_ffi") is not None:
+            yield from self._tvm_ffi_changes(pack, called)
+
+    def _tvm_ffi_changes(
+        self, pack: Callable[[Any], None], called: Callable[[], None]
+    ) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """TVM-FFI functions pack in C++, so their tensors are taken from the Python arguments."""
+        from cutlass.cutlass_dsl import tvm_ffi_provider as provider
+
+        for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
+            call = self._ending(kind.__call__, called)
+
+            def present(argument: Any) -> Any:
+                if not hasattr(argument, "__dlpack__"):
+                    return argument
+                pack(argument)
+                return on_device(argument)
+
+            def noting(function: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+                named = {name: present(argument) for name, argument in kwargs.items()}
+                return _call(function, *map(present, args), **named)
+
+            yield replaced(kind, "__call__", noting)
+
+    def _ending(
+        self, run: Callable[..., Any], called: Callable[[], None] = lambda: None
+    ) -> Callable[..., Any]:
+        """`run`, which raises what a callback below it could not, and then calls `called`."""
+
+        @wraps(run)
+        def run_and_tell(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = run(*args, **kwargs)
+            except Exception:
+                self.api.reraise()  # the cause, where the DSL saw an error code only
+                raise
+            self.api.reraise()
+            called()
+            return result
+
+        return run_and_tell
+
+    def _checked(self, compile_module: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(compile_module)
+        def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+            compiled = compile_module(*args, **kwargs)
+            missing = missing_symbols(compiled, set(self.api.symbols()) | set(_real_helpers()))
+            if missing:
+                self.api.fail(
+                    f"the kernel's host code calls {', '.join(sorted(missing))}, which the emulator lacks "
+                    f"(tested with nvidia-cutlass-dsl {TESTED_DSL}, installed: {dsl_version()})"
+                )
+            return compiled
+
+        return compile_and_check
+
+
+def _linking_nvshmem(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(trace)
+    def trace_and_link(dsl: Any, *args: Any, **kwargs: Any) -> Any:
+        with linked_for(dsl.compile_options.gpu_arch or dsl.envar.arch):
+            return trace(dsl, *args, **kwargs)
+
+    return trace_and_link
+
+
+def dsl_version() -> str:
+    """Version of the installed CuTe DSL."""
+    return importlib.metadata.version("nvidia-cutlass-dsl")
+
+
+def missing_symbols(module: Any, served: set[str]) -> set[str]:
+    """CUDA runtime functions that a compiled host module calls and `served` lacks."""
+    called: set[str] = set()
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "llvm.call" and "callee" in operation.attributes:
+            called.add(operation.attributes["callee"].value)
+        return ir.WalkResult.ADVANCE
+
+    from cutlass._mlir import ir
+
+    module.operation.walk(visit)
+    return {name for name in called if name.startswith(("_cu", "cuda_dialect_")) and name not in served}
+
+
+def _real_helpers() -> dict[str, int]:
+    """Addresses of the DSL's own runtime helpers that touch no device (error texts of TVM-FFI functions)."""
+    from cutlass.base_dsl import env_manager
+
+    found = env_manager._get_libs_cand(env_manager.__file__)
+    if not found:
+        return {}
+    library = ctypes.CDLL(found.split(os.pathsep)[0])
+    names = (
+        "CuteDSLRT_TVMFFISetRaisedCudaError",
+        "CuteDSLRT_TVMFFISetRaisedCudaLaunchError",
+        "cuda_dialect_print_on_error",
+        "cuda_dialect_assert_success",
+        "cuda_dialect_get_error_name",
+    )
+    return {
+        n: ctypes.cast(getattr(library, n), ctypes.c_void_p).value or 0 for n in names if hasattr(library, n)
+    }
+
+
+SEAM = Seam()
+"""The connection of this process."""
