@@ -80,11 +80,11 @@ share_cores() { # share_cores RANKS
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 }
 
-# One rank per GPU; without at least two of them, two ranks.
+# One rank per GPU; without any, two ranks.
 default_ranks() {
     local gpus
     gpus="$(has_gpu && nvidia-smi -L | grep -c '^GPU' || true)"
-    echo "$((${gpus:-0} > 2 ? gpus : 2))"
+    echo "$((${gpus:-0} > 0 ? gpus : 2))"
 }
 
 # shellcheck disable=SC2034 # the caller reads RANKS and COMMAND

@@ -9,4 +9,6 @@ parse_ranks "$@"
 share_cores "$RANKS"
 # Containers run as root, which Open MPI refuses unless told twice.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+# mpirun gives the ranks a pseudo-terminal even where its own output is a file or a pipe.
+[ -t 1 ] || export TTY_COMPATIBLE=0
 exec mpirun --map-by :OVERSUBSCRIBE --bind-to none -n "$RANKS" "${COMMAND[@]}"

@@ -7,4 +7,4 @@ set -euo pipefail
 source "$(dirname "$0")/env.sh"
 parse_ranks "$@"
 share_cores "$RANKS"
-exec torchrun --standalone --nproc-per-node "$RANKS" --no-python "${COMMAND[@]}"
+exec torchrun --standalone --nproc-per-node "$RANKS" --no-python -- "${COMMAND[@]}"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overlap_gemm.backends.select import UNBUILT
 from overlap_gemm.cli import app, doctor
 
 
@@ -35,6 +36,14 @@ def test_no_gpu_is_absent_with_a_reason_not_broken(run):
     assert found["GPU"]["status"] == "absent"
     assert "torch" in found["GPU"]["value"]
     assert "peer access" not in found
+
+
+def test_every_backend_of_the_library_is_listed(run):
+    found = findings(run("--json"))
+    assert found["sequential"]["value"].startswith("usable on")
+    assert found["decomposed"]["value"].startswith("usable on")
+    for name, reason in UNBUILT.items():
+        assert (found[name]["status"], found[name]["value"]) == ("absent", reason)
 
 
 def test_the_table_names_every_finding(run):

@@ -2,13 +2,14 @@
 
 import typer
 
-from . import doctor
+from . import bench, doctor
 
 app = typer.Typer(
     help="Tensor-parallel GEMMs that overlap with their communication.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.command()(bench.bench)
 app.command()(doctor.doctor)
 
 

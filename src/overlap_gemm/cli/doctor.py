@@ -17,6 +17,9 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
+from ..backends.base import Problem
+from ..backends.select import BACKENDS, UNBUILT
+
 Status = Literal["ok", "absent", "broken"]
 
 
@@ -121,6 +124,17 @@ def _nvshmem_bitcode() -> Finding:
     return Finding("communication", name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")
 
 
+def backends() -> Iterator[Finding]:
+    """What two ranks on this machine could use, in the order in which `backend="auto"` tries it."""
+    for name, reason in UNBUILT.items():
+        yield Finding("backends", name, reason, "absent")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    problem = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, device, world_size=2)
+    for backend in BACKENDS:
+        why_not = backend.why_not(problem)
+        yield Finding("backends", backend.name, why_not or f"usable on {device}", _status(why_not is None))
+
+
 def _distribution(section: str, name: str) -> Finding:
     try:
         return Finding(section, name, importlib.metadata.version(name))
@@ -132,7 +146,7 @@ def _status(present: bool) -> Status:
     return "ok" if present else "absent"
 
 
-PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (versions, devices, communication)
+PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (versions, devices, communication, backends)
 
 
 def examine() -> list[Finding]:

@@ -1,0 +1,60 @@
+"""The commands under the launchers that users start them with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overlap_gemm.backends.base import OPS
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(launcher: str, ranks: int, *command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", f"launch/{launcher}.sh", "-n", str(ranks), *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OVERLAP_GEMM_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_bench(launcher, tmp_path):
+    data, picture = tmp_path / "out.json", tmp_path / "out.png"
+    shape = ["--m", "31", "--n", "16", "--k", "16", "--rounds", "2"]
+    files = ["--json", data, "--plot", picture]
+    done = launch(launcher, 2, "python", "-m", "overlap_gemm.cli", "bench", *shape, *files)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(data.read_text())
+    assert (report["machine"]["ranks"], report["machine"]["launcher"]) == (2, launcher)
+    assert {r["op"]: r["backend"] for r in report["results"]} == dict.fromkeys(OPS, "decomposed")
+    assert picture.stat().st_size > 1000
+    assert done.stdout.count("T_overlap") == 1, "one rank prints"
+
+
+TIMES = """
+import time, torch.distributed as dist
+import overlap_gemm
+from overlap_gemm.tuning.timing import measure
+world = overlap_gemm.init()
+naps = {"even": 0.01, "skewed": 0.03 if world.rank == 1 else 0.001}
+calls = {name: lambda nap=nap: time.sleep(nap) for name, nap in naps.items()}
+got = measure(calls, rounds=3, burst_seconds=0.01)
+print("same", dist.get_rank(), [f"{s:.9f}" for s in got.seconds["skewed"]])
+assert 0.03 <= got.median("skewed") < 0.1 and 0.01 <= got.median("even") < 0.03, got
+overlap_gemm.finalize()
+"""
+
+
+def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it():
+    done = launch("torchrun", 2, "python", "-c", TIMES)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("same"))
+    assert len(lines) == 2
+    assert lines[0].split(maxsplit=2)[2] == lines[1].split(maxsplit=2)[2]
