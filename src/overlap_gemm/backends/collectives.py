@@ -7,14 +7,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
+from ..runtime.spans import span
 from ..sharding import Shards
 
 
 def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`, into `out` `[m, N]` if given."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+    with span("compute", "GEMM"):
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,12 +35,13 @@ def sum_in_rank_order(
         out: `[m, N]` to store into.
     """
     dtype = accumulation_dtype(partials[0].dtype)
-    total = partials[0].to(dtype, copy=True)
-    for partial in partials[1:]:
-        total += partial
-    if bias is not None:
-        total += bias
-    return total.to(partials[0].dtype) if out is None else out.copy_(total)
+    with span("compute", "sum"):
+        total = partials[0].to(dtype, copy=True)
+        for partial in partials[1:]:
+            total += partial
+        if bias is not None:
+            total += bias
+        return total.to(partials[0].dtype) if out is None else out.copy_(total)
 
 
 def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
@@ -62,7 +65,8 @@ def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
         padded[: x.shape[0]] = x
     gathered = x.new_empty(group.size * shards.chunk, x.shape[1])
     if gathered.numel():
-        group.all_gather(gathered, padded)
+        with span("transfer", "all-gather"):
+            group.all_gather(gathered, padded)
     return gathered[: shards.total]
 
 
@@ -85,5 +89,6 @@ def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: G
         return x if bias is None else sum_in_rank_order([x], bias)
     rows = shards.size(group.rank)
     received = x.new_empty(group.size * rows, x.shape[1])
-    dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
+    with span("transfer", "all-to-all"):
+        dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
     return sum_in_rank_order(received.unflatten(0, (group.size, rows)).unbind(), bias)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
+from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
 from .base import Problem
 from .collectives import gemm, sum_in_rank_order
@@ -52,9 +53,8 @@ class _Exchange:
             for move, block, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
             if block.numel()
         ]
-        return Transfer(
-            self._op, self._group, to, source, dist.batch_isend_irecv(transfers) if transfers else []
-        )
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+        return Transfer(self._op, self._group, to, source, watch(f"to {to}, from {source}", works))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Transfer:
     group: Group
     to: int
     source: int
-    works: list[dist.Work]
+    works: Sequence[Waitable]
 
     def wait(self) -> None:
         """Returns when the block has arrived and the sent one may be overwritten (on CUDA: in stream order).

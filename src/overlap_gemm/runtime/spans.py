@@ -1,0 +1,141 @@
+"""Who computes and who transfers when, recorded on request: the seam behind the timelines.
+
+Backends put `span` around work and hand transfers in flight to `watch`. Neither does anything, beyond a look
+at one variable, unless a `record` is open.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Kind = Literal["compute", "transfer"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that went on for a while.
+
+    Attributes:
+        kind: Whether it kept the processor or the wire busy.
+        label: What it was.
+        begin: Seconds since the recording began on this rank. A transfer begins when it is posted.
+        end: Likewise. A transfer ends when its bytes have arrived, however late somebody waits for it.
+    """
+
+    kind: Kind
+    label: str
+    begin: float
+    end: float
+
+
+class Waitable(Protocol):
+    """What `torch.distributed.Work` and its stand-in while recording have in common."""
+
+    def wait(self) -> object:
+        """Returns when the work is done; raises RuntimeError if it failed."""
+
+
+@contextmanager
+def record(device: torch.device | str = "cpu") -> Iterator[list[Span]]:
+    """Records the spans of this process while the context is open, and lists them when it has closed.
+
+    On CUDA the marks are events: of the current stream for computing, of a side stream that waits for each
+    transfer. Elsewhere the clock is the wall's, and each transfer in flight gets a thread that waits for it.
+
+    Raises:
+        RuntimeError: A recording is open already.
+    """
+    global _recorder
+    if _recorder is not None:
+        raise RuntimeError("a recording is open already in this process")
+    spans: list[Span] = []
+    _recorder = _Recorder(torch.device(device))
+    try:
+        yield spans
+        spans.extend(_recorder.close())
+    finally:
+        _recorder.watchers.shutdown(wait=False)
+        _recorder = None
+
+
+@contextmanager
+def span(kind: Kind, label: str) -> Iterator[None]:
+    """Notes what goes on inside as one span, if a recording is open."""
+    recorder = _recorder
+    if recorder is None:
+        yield
+        return
+    begin = recorder.mark()
+    yield
+    recorder.note(kind, label, begin, recorder.mark())
+
+
+def watch(label: str, works: Sequence[Waitable]) -> Sequence[Waitable]:
+    """Notes the transfer that consists of `works`, just posted, if a recording is open.
+
+    Returns:
+        What to wait for in place of `works`.
+    """
+    return works if _recorder is None or not works else _recorder.watch(label, works)
+
+
+class _Recorder:
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.side = torch.cuda.Stream(device) if self.on_cuda else None
+        self.watchers = ThreadPoolExecutor(max_workers=256, thread_name_prefix="overlap_gemm-spans")
+        self.notes: list[tuple[Kind, str, Any, Any]] = []
+        self.origin = self.mark()
+
+    def mark(self) -> Any:
+        """Now: an event of the current stream, or seconds."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def note(self, kind: Kind, label: str, begin: Any, end: Any) -> None:
+        self.notes.append((kind, label, begin, end))
+
+    def watch(self, label: str, works: Sequence[Waitable]) -> Sequence[Waitable]:
+        begin = self.mark()
+
+        def arrive() -> None:
+            for work in works:
+                work.wait()
+            self.note("transfer", label, begin, self.mark())
+
+        if self.on_cuda:  # waiting is a stream's business there, and may be repeated
+            with torch.cuda.stream(self.side):
+                arrive()
+            return works
+        return [_Watched(self.watchers.submit(arrive))]
+
+    def close(self) -> list[Span]:
+        self.watchers.shutdown()
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        spans = [Span(kind, label, self._seconds(a), self._seconds(b)) for kind, label, a, b in self.notes]
+        return sorted(spans, key=lambda found: found.begin)
+
+    def _seconds(self, mark: Any) -> float:
+        return self.origin.elapsed_time(mark) / 1e3 if self.on_cuda else mark - self.origin
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A transfer whose wait, which gloo allows only once, is with a watcher's thread."""
+
+    arrival: "Future[None]"
+
+    def wait(self) -> None:
+        self.arrival.result()
+
+
+_recorder: _Recorder | None = None
