@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from .backends.select import Choice, check_name, choose
 from .runtime import agree
 from .runtime.group import GroupLike, group_name, group_rank, group_size, resolve
 from .sharding import Shards
+
+Length: TypeAlias = int | Literal["equal"] | None
+"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
@@ -26,7 +29,7 @@ def all_gather_gemm(
     bias: Tensor | Sequence[Tensor] | None = None,
     return_gathered: bool = False,
     backend: str = "auto",
-    rows: int | None = None,
+    rows: Length = None,
     dim: int = 0,
     save_gathered: bool = False,
 ) -> Any:
@@ -43,9 +46,9 @@ def all_gather_gemm(
         bias: `[N_local]`, or one per weight if `weight` is a list.
         return_gathered: Return the gathered x as well.
         backend: "auto" or a backend's name; see `explain`.
-        rows: M, the sum of the ranks' `M_local`. If None, the ranks exchange their lengths first (one small
-            host-side all-gather a call); under torch.compile and CUDA graph capture, where that cannot be,
-            equal shards are taken for granted.
+        rows: M, the sum of the ranks' `M_local`; or "equal" if every rank has as many rows as this one; or
+            None: the ranks exchange their lengths first, one small all-gather between the hosts. Under
+            torch.compile and CUDA graph capture, where that cannot be, None means "equal".
         dim: The sharded dimension of `x_shard`, 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs
             a copy unless b = 1).
         save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
@@ -161,7 +164,7 @@ def gemm_all_gather(
     group: GroupLike = None,
     bias: Tensor | None = None,
     backend: str = "auto",
-    columns: int | None = None,
+    columns: Length = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -195,8 +198,8 @@ def explain(
     *,
     group: GroupLike = None,
     backend: str = "auto",
-    rows: int | None = None,
-    columns: int | None = None,
+    rows: Length = None,
+    columns: Length = None,
     dim: int = 0,
     **_: Any,
 ) -> Choice:
@@ -237,7 +240,7 @@ def explain(
         features = _total(name, "columns", columns, weights[0].shape[0], x, ranks)
     else:
         features = weights[0].shape[0]
-    problem = Problem(name, batch, features, x.dtype, x.device.type, group_size(ranks))  # type: ignore[arg-type]
+    problem = Problem(name, batch, features, x.dtype, x.device.type, group_size(ranks))
     return choose(problem, backend)
 
 
@@ -310,8 +313,10 @@ def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _total(op: str, what: str, given: int | None, length: int, x: Tensor, group: str) -> int:
+def _total(op: str, what: str, given: Length, length: int, x: Tensor, group: str) -> int:
     """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say."""
+    if given == "equal":
+        return length * group_size(group)
     if given is not None:
         own = Shards.even(given, group_size(group)).size(group_rank(group))
         if own != length:

@@ -97,6 +97,36 @@ all_gather_rows.register_autograd(_backward_all_gather_rows, setup_context=_save
 reduce_scatter_rows.register_autograd(_backward_reduce_scatter_rows, setup_context=_save_reduce_scatter_rows)
 
 
+# --- slice_columns: for a row-parallel layer whose input is replicated ---
+
+
+@torch.library.custom_op("overlap_gemm::slice_columns", mutates_args=())
+def slice_columns(x: Tensor, group: str) -> Tensor:
+    """X `[M, K]`, the same on every rank -> this rank's columns. The gradient is gathered to all of x."""
+    ranks = resolve(group)
+    start, stop = Shards.even(x.shape[1], ranks.size).range(ranks.rank)
+    return x[:, start:stop].clone(memory_format=torch.contiguous_format)
+
+
+@slice_columns.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    ranks = resolve(group)
+    return x.new_empty(x.shape[0], Shards.even(x.shape[1], ranks.size).size(ranks.rank))
+
+
+def _save_slice_columns(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.group = inputs
+    ctx.columns = x.shape[1]
+
+
+def _backward_slice_columns(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    chunk = Shards.even(ctx.columns, resolve(ctx.group).size).chunk
+    return torch.ops.overlap_gemm.all_gather_rows(grad.t(), ctx.columns, chunk, ctx.group).t(), None
+
+
+slice_columns.register_autograd(_backward_slice_columns, setup_context=_save_slice_columns)
+
+
 # --- all_gather_gemm ---
 
 

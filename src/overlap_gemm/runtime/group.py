@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # The name since torch 2.13, where the older one warns.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
+GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
 
 LOCAL = ""
 """Name of the group of one that needs no torch.distributed."""
@@ -53,7 +53,7 @@ def group_name(group: GroupLike) -> str:
     """The name by which `resolve` finds `group` again.
 
     Args:
-        group: A process group, a 1-D device mesh, or None for the world (which is one rank if
+        group: A process group, its name, a 1-D device mesh, or None for the world (which is one rank if
             torch.distributed is not initialised).
 
     Raises:
@@ -62,6 +62,8 @@ def group_name(group: GroupLike) -> str:
     """
     if group is None:
         return dist.distributed_c10d._get_default_group().group_name if dist.is_initialized() else LOCAL
+    if isinstance(group, str):
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

@@ -1,0 +1,379 @@
+"""Tensor-parallel layers with Megatron's names, each equal to the unsharded `nn.Linear` it is cut from."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+from .runtime.group import GroupLike, group_name, group_rank, group_size
+from .sharding import Shards
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class ColumnParallelLinear(nn.Module):
+    """`nn.Linear` whose output features are divided over the ranks.
+
+    Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
+
+    Input: `[..., input_size]`, replicated; with `sequence_parallel` this rank's rows of it.
+    Output: `[..., output_size of this rank]`; with `gather_output` `[..., output_size]`.
+    With `skip_bias_add` the output is a pair: the product without bias, and the bias.
+
+    Args:
+        input_size: K.
+        output_size: N over all ranks; rank r holds the rows of the weight that `torch.chunk` gives it.
+        bias: Have a bias, divided like the output.
+        gather_output: Gather the output features; not together with `sequence_parallel`.
+        init_method: Called with the whole weight `[N, K]` to fill it, the bias then being zero; default
+            `nn.Linear`'s initialisation of both.
+        skip_bias_add: Leave the bias to the caller.
+        sequence_parallel: The input is sharded along `sequence_dim`.
+        sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
+        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        rows: As for `overlap_gemm.all_gather_gemm`.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        init_method: InitMethod | None = None,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        tp_group: GroupLike = None,
+        rows: Length = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if gather_output and sequence_parallel:
+            raise ValueError("gather_output=True and sequence_parallel=True cannot go together")
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.sequence_parallel, self.sequence_dim, self.rows = sequence_parallel, sequence_dim, rows
+        self.backend, self.tp_group = backend, group_name(tp_group)
+        self.shard_dims = {"weight": 0, "bias": 0}
+        self.register_load_state_dict_pre_hook(_shard_incoming)
+        _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any
+    ) -> "ColumnParallelLinear":
+        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
+        return _adopt(_empty_like(cls, linear, tp_group, options), linear)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Multiplies; see the class for shapes."""
+        bias = None if self.skip_bias_add else self.bias
+        if self.sequence_parallel:
+            out = all_gather_gemm(
+                x,
+                self.weight,
+                bias=bias,
+                group=self.tp_group,
+                dim=self.sequence_dim,
+                rows=self.rows,
+                backend=self.backend,
+            )
+        elif self.gather_output:
+            out = gemm_all_gather(
+                x,
+                self.weight,
+                bias=bias,
+                group=self.tp_group,
+                columns=self.output_size,
+                backend=self.backend,
+            )
+        else:
+            out = column_parallel_gemm(x, self.weight, bias, self.tp_group, self.backend)
+        return (out, self.bias) if self.skip_bias_add else out
+
+    def extra_repr(self) -> str:
+        """For print(module)."""
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """`nn.Linear` whose input features are divided over the ranks; the ranks' partial results are summed.
+
+    Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
+
+    Input: `[..., input_size of this rank]`, or all of it on every rank if not `input_is_parallel`.
+    Output: `[..., output_size]`, replicated; with `sequence_parallel` this rank's rows of it.
+    With `skip_bias_add` the output is a pair: the sum without bias, and the bias.
+
+    Args:
+        input_size: K over all ranks; rank r holds the columns of the weight that `torch.chunk` gives it.
+        output_size: N.
+        bias: Have a bias, the same on every rank, added once after the sum.
+        input_is_parallel: The input is sharded along its features already.
+        init_method: As for `ColumnParallelLinear`.
+        skip_bias_add: Leave the bias to the caller.
+        sequence_parallel: Shard the output along `sequence_dim`.
+        sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
+        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        init_method: InitMethod | None = None,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        tp_group: GroupLike = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.backend, self.tp_group = backend, group_name(tp_group)
+        self.shard_dims = {"weight": 1}
+        self.register_load_state_dict_pre_hook(_shard_incoming)
+        _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any
+    ) -> "RowParallelLinear":
+        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
+        return _adopt(_empty_like(cls, linear, tp_group, options), linear)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Multiplies and sums; see the class for shapes."""
+        if not self.input_is_parallel:
+            x = torch.ops.overlap_gemm.slice_columns(x.flatten(0, -2), self.tp_group).unflatten(
+                0, x.shape[:-1]
+            )
+        bias = None if self.skip_bias_add else self.bias
+        if self.sequence_parallel:
+            out = gemm_reduce_scatter(
+                x,
+                self.weight,
+                bias=bias,
+                group=self.tp_group,
+                dim=self.sequence_dim,
+                backend=self.backend,
+            )
+        else:
+            out = gemm_all_reduce(x, self.weight, bias=bias, group=self.tp_group, backend=self.backend)
+        return (out, self.bias) if self.skip_bias_add else out
+
+    def extra_repr(self) -> str:
+        """For print(module)."""
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
+        )
+
+
+class ParallelMLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`. Gate and up share one gather of x.
+
+    Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it.
+    The parameters are called as in Llama: gate_proj, up_proj, down_proj.
+
+    Args:
+        hidden_size: Width of input and output.
+        ffn_hidden_size: Width between, divided over the ranks.
+        bias: Have biases.
+        init_method: As for `ColumnParallelLinear`.
+        sequence_parallel: Input and output are sharded along `sequence_dim`.
+        sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
+        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        rows: As for `overlap_gemm.all_gather_gemm`.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        bias: bool = False,
+        init_method: InitMethod | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        tp_group: GroupLike = None,
+        rows: Length = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        common: dict[str, Any] = {
+            "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend, "device": device,
+            "dtype": dtype,
+        }  # fmt: skip
+        self.gate_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
+        self.up_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
+        self.down_proj = RowParallelLinear(ffn_hidden_size, hidden_size, **common)
+
+    @classmethod
+    def from_linears(
+        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, tp_group: GroupLike = None, **options: Any
+    ) -> "ParallelMLP":
+        """This rank's shard of three `nn.Linear`, which must be the same on every rank."""
+        mlp = cls(
+            gate.in_features,
+            gate.out_features,
+            bias=gate.bias is not None,
+            tp_group=tp_group,
+            device="meta",
+            dtype=gate.weight.dtype,
+            **options,
+        )
+        for own, whole in ((mlp.gate_proj, gate), (mlp.up_proj, up), (mlp.down_proj, down)):
+            _adopt(own, whole)
+        return mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies; see the class for shapes."""
+        first, second = self.gate_proj, self.up_proj
+        if first.sequence_parallel:
+            gate, up = all_gather_gemm(
+                x,
+                [first.weight, second.weight],
+                bias=None if first.bias is None else [first.bias, second.bias],
+                group=first.tp_group,
+                dim=first.sequence_dim,
+                rows=first.rows,
+                backend=first.backend,
+            )
+        else:
+            gate, up = first(x), second(x)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+def column_parallel_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, backend: str = "auto"
+) -> Tensor:
+    """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
+
+    Args:
+        x: `[..., K]`, the same on every rank.
+        weight: This rank's `[N_local, K]`.
+        bias: `[N_local]` or None.
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        backend: For the gemm_all_reduce of backward.
+
+    Returns:
+        `[..., N_local]`.
+    """
+    out = torch.ops.overlap_gemm.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict that the unsharded model would have. Collective over the layers' groups.
+
+    Args:
+        module: Any module with tensor-parallel layers of this file somewhere in it.
+
+    Returns:
+        `module.state_dict()` with each sharded parameter gathered; the same on every rank. The layers take
+        such a state dict in `load_state_dict` as they take their own.
+    """
+    state = dict(module.state_dict())
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            for name, dim in layer.shard_dims.items():
+                key = f"{prefix}.{name}" if prefix else name
+                if key in state:
+                    total = (layer.output_size, layer.input_size)[dim]
+                    state[key] = _gather(state[key], dim, total, layer.tp_group)
+    return state
+
+
+def _gather(shard: Tensor, dim: int, total: int, group: str) -> Tensor:
+    rows = shard.movedim(dim, 0).reshape(shard.shape[dim], -1)
+    chunk = Shards.even(total, group_size(group)).chunk
+    gathered = torch.ops.overlap_gemm.all_gather_rows(rows, total, chunk, group)
+    rest = [size for axis, size in enumerate(shard.shape) if axis != dim]
+    return gathered.view(total, *rest).movedim(0, dim).contiguous()
+
+
+def _full_linear(
+    input_size: int,
+    output_size: int,
+    bias: bool,
+    init_method: InitMethod | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Linear:
+    """The unsharded layer; drawing all of it on every rank is what makes the shards one consistent layer."""
+    linear = nn.Linear(input_size, output_size, bias=bias, device=device, dtype=dtype)
+    if init_method is not None:
+        with torch.no_grad():
+            init_method(linear.weight)
+            if bias:
+                linear.bias.zero_()
+    return linear
+
+
+def _empty_like(cls: Any, linear: nn.Linear, tp_group: GroupLike, options: Mapping[str, Any]) -> Any:
+    return cls(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        tp_group=tp_group,
+        device="meta",
+        dtype=linear.weight.dtype,
+        **options,
+    )
+
+
+def _adopt(layer: Any, linear: nn.Linear) -> Any:
+    """Gives `layer` its shards of the unsharded parameters."""
+    for name in ("weight", "bias"):
+        whole = getattr(linear, name)
+        parameter = None
+        if whole is not None:
+            shard = _shard(whole.detach(), layer.shard_dims.get(name), layer.tp_group)
+            parameter = nn.Parameter(shard, requires_grad=whole.requires_grad)
+        layer.register_parameter(name, parameter)
+    return layer
+
+
+def _shard(whole: Tensor, dim: int | None, group: str) -> Tensor:
+    if dim is None:
+        return whole.clone()
+    start, stop = Shards.even(whole.shape[dim], group_size(group)).range(group_rank(group))
+    return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def _shard_incoming(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: cuts parameters of the unsharded layer; leaves shards as they are."""
+    for name, dim in layer.shard_dims.items():
+        value = state.get(prefix + name)
+        total = (layer.output_size, layer.input_size)[dim]
+        if value is not None and value.ndim > dim and value.shape[dim] == total:
+            state[prefix + name] = _shard(value, dim, layer.tp_group)

@@ -1,0 +1,251 @@
+"""`ParallelStyle` classes for `torch.distributed.tensor.parallel.parallelize_module`.
+
+A Llama block with sequence parallelism, its hidden states `[b, s / P, h]` between the blocks:
+
+    parallelize_module(block, mesh, {
+        "input_layernorm": SequenceParallel(use_local_output=True),
+        "self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj"),
+        "self_attn.[qkv]_proj": OverlapColwiseParallel(),
+        "self_attn.o_proj": OverlapRowwiseParallel(output_layouts=Shard(1)),
+        ...
+    })
+
+Parameters become DTensors as with torch's own styles, so optimizers, gradient clipping and distributed
+checkpoints work on them unchanged.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+from .nn import column_parallel_gemm
+
+
+class OverlapColwiseParallel(ParallelStyle):
+    """Shards an `nn.Linear` by output features and gathers its input while multiplying.
+
+    | input_layouts | output_layouts | op |
+    |---|---|---|
+    | `Replicate()` | `Shard(-1)` | local product; backward all-reduces |
+    | `Shard(d)`, d a row dimension | `Shard(-1)` | `all_gather_gemm(dim=d)` |
+    | `Replicate()` | `Replicate()` | `gemm_all_gather` |
+
+    Args:
+        input_layouts: How the input (a local tensor or a DTensor) lies; default `Replicate()`.
+        output_layouts: How the output shall lie; default `Shard(-1)`.
+        use_local_output: Return a local tensor, not a DTensor.
+        rows: As for `overlap_gemm.all_gather_gemm`.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        rows: Length = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        self.input_layout = input_layouts or Replicate()
+        self.output_layout = output_layouts or Shard(-1)
+        self.use_local_output, self.rows, self.backend = use_local_output, rows, backend
+        pair = (self.input_layout, self.output_layout)
+        gathers_both = isinstance(self.input_layout, Shard) and isinstance(self.output_layout, Replicate)
+        if gathers_both or not all(isinstance(layout, (Shard, Replicate)) for layout in pair):
+            raise ValueError(
+                f"OverlapColwiseParallel takes (Replicate, Shard(-1)), (Shard(d), Shard(-1)) or "
+                f"(Replicate, Replicate) as (input_layouts, output_layouts), got {pair}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
+        module.forward = _ColwiseForward(module, device_mesh, self)
+        return module
+
+
+class OverlapRowwiseParallel(ParallelStyle):
+    """Shards an `nn.Linear` by input features and sums the partial results while multiplying.
+
+    | output_layouts | op |
+    |---|---|
+    | `Replicate()` | `gemm_all_reduce` |
+    | `Shard(d)`, d a row dimension | `gemm_reduce_scatter(dim=d)` |
+
+    Args:
+        input_layouts: How the input lies; `Shard(-1)`, the only layout it takes.
+        output_layouts: How the output shall lie; default `Replicate()`.
+        use_local_output: Return a local tensor, not a DTensor.
+        backend: As for `overlap_gemm.gemm_reduce_scatter`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        self.input_layout = input_layouts or Shard(-1)
+        self.output_layout = output_layouts or Replicate()
+        self.use_local_output, self.backend = use_local_output, backend
+        if self.input_layout != Shard(-1) or not isinstance(self.output_layout, (Shard, Replicate)):
+            raise ValueError(
+                f"OverlapRowwiseParallel takes input_layouts Shard(-1), output_layouts Replicate or Shard, "
+                f"got {self.input_layout} and {self.output_layout}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
+        module.forward = _RowwiseForward(module, device_mesh, self)
+        return module
+
+
+class OverlapSharedGather(ParallelStyle):
+    """One gather for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
+
+    The module's input is sharded along a row dimension; the named children, each styled
+    `OverlapColwiseParallel()`, multiply it in one `all_gather_gemm`. The module itself then sees a stand-in
+    of the gathered input's shape that holds no values (reading it gives NaN), which is all that code needs
+    which only hands its input to those children and asks for its shape, like Hugging Face's attention and
+    MLP.
+
+    Args:
+        *children: Names of the linears, as `get_submodule` takes them.
+        input_layouts: How the module's input lies, `Shard(d)`; default `Shard(1)`, the sequence of `[b, s,
+            h]`.
+        argument: Name of the input, for callers that pass it by keyword.
+        rows: As for `overlap_gemm.all_gather_gemm`.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+    """
+
+    def __init__(
+        self,
+        *children: str,
+        input_layouts: Placement | None = None,
+        argument: str = "hidden_states",
+        rows: Length = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        layout = input_layouts or Shard(1)
+        if not isinstance(layout, Shard):
+            raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
+        self.layout, self.children, self.argument = layout, children, argument
+        self.rows, self.backend = rows, backend
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linears = [module.get_submodule(name) for name in self.children]
+
+        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            x = args[0] if args else kwargs[self.argument]
+            stand_in = self._multiply(x, linears, device_mesh)
+            if args:
+                return (stand_in, *args[1:]), kwargs
+            return args, {**kwargs, self.argument: stand_in}
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+    def _multiply(self, x: Tensor, linears: list[nn.Module], mesh: DeviceMesh) -> Tensor:
+        for name, linear in zip(self.children, linears, strict=True):
+            if not isinstance(linear.forward, _ColwiseForward):
+                raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
+        x, rows = _local(x, mesh, self.layout, self.rows)
+        biases = [linear.bias.to_local() for linear in linears if linear.bias is not None]
+        outs = all_gather_gemm(
+            x,
+            [linear.weight.to_local() for linear in linears],
+            bias=biases or None,
+            group=mesh,
+            dim=self.layout.dim,
+            rows=rows,
+            backend=self.backend,
+        )
+        stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
+        for linear, out in zip(linears, outs, strict=True):
+            linear.forward.product = (stand_in, out)
+        return stand_in
+
+
+class _ColwiseForward:
+    """The forward of a linear styled `OverlapColwiseParallel`."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel):
+        self.module, self.mesh, self.style = module, mesh, style
+        self.product: tuple[Tensor, Tensor] | None = None
+        """(stand-in, result) that an `OverlapSharedGather` left for the coming call."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        style, module = self.style, self.module
+        if self.product is not None and self.product[0] is x:
+            (_, out), self.product = self.product, None
+            return _output(out, self.mesh, style.output_layout, style.use_local_output)
+        x, rows = _local(x, self.mesh, style.input_layout, style.rows)
+        weight = module.weight.to_local()
+        bias = None if module.bias is None else module.bias.to_local()
+        if isinstance(style.input_layout, Shard):
+            out = all_gather_gemm(
+                x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
+                backend=style.backend,
+            )  # fmt: skip
+        elif isinstance(style.output_layout, Replicate):
+            columns = module.weight.shape[0]
+            out = gemm_all_gather(
+                x, weight, bias=bias, group=self.mesh, columns=columns, backend=style.backend
+            )
+        else:
+            out = column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
+        return _output(out, self.mesh, style.output_layout, style.use_local_output)
+
+
+class _RowwiseForward:
+    """The forward of a linear styled `OverlapRowwiseParallel`."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapRowwiseParallel):
+        self.module, self.mesh, self.style = module, mesh, style
+
+    def __call__(self, x: Tensor) -> Tensor:
+        style, module = self.style, self.module
+        x, _ = _local(x, self.mesh, style.input_layout, None)
+        weight = module.weight.to_local()
+        bias = None if module.bias is None else module.bias.to_local()
+        if isinstance(style.output_layout, Shard):
+            out = gemm_reduce_scatter(
+                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, backend=style.backend
+            )
+        else:
+            out = gemm_all_reduce(x, weight, bias=bias, group=self.mesh, backend=style.backend)
+        return _output(out, self.mesh, style.output_layout, style.use_local_output)
+
+
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None
+) -> None:
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Length) -> tuple[Tensor, Length]:
+    """This rank's part of x, and what is known of the whole length: all, if x is a DTensor."""
+    if not isinstance(x, DTensor):
+        return x, rows
+    if x.placements != (layout,):
+        x = x.redistribute(mesh, (layout,))
+    return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else rows
+
+
+def _output(out: Tensor, mesh: DeviceMesh, layout: Placement, use_local_output: bool) -> Tensor:
+    return out if use_local_output else DTensor.from_local(out, mesh, (layout,), run_check=False)

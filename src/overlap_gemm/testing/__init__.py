@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: cases, references, tolerances and a set of ranks to run them on."""

@@ -1,0 +1,95 @@
+"""Problems to try the ops on, the same ones everywhere: sizes, dtypes, and the operands for them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Op
+from ..sharding import Shards
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one set of global sizes.
+
+    Attributes:
+        op: The op's public name.
+        m: Rows over all ranks.
+        n: Output features over all ranks.
+        k: Input features over all ranks.
+        dtype: Of operands and result.
+        bias: Whether there is one.
+        seed: Of the operands.
+    """
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Short enough for a pytest id."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op}-{self.m}x{self.n}x{self.k}-{dtype}{'' if self.bias else '-nobias'}"
+
+    def with_seed(self, seed: int) -> "Case":
+        """The same sizes with other data."""
+        return replace(self, seed=seed)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The whole, unsharded operands of a case: x `[M, K]`, weight `[N, K]`, bias `[N]` or None, grad `[M, N]`.
+
+    `grad` is the gradient of the whole output, for backward.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    grad: Tensor
+
+
+def operands(case: Case) -> Operands:
+    """The operands of a case: normal, scaled so that results are of order one; the same on every rank."""
+    generator = torch.Generator().manual_seed(case.seed * 1000003 + case.m * 31 + case.n * 17 + case.k)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return Operands(
+        x=normal(case.m, case.k).to(case.dtype),
+        weight=(normal(case.n, case.k) / max(case.k, 1) ** 0.5).to(case.dtype),
+        bias=normal(case.n).to(case.dtype) if case.bias else None,
+        grad=normal(case.m, case.n).to(case.dtype),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of each operand and result an op's rank holds, as dimensions of the whole; None is all of it."""
+
+    x: int | None
+    weight: int | None
+    bias: int | None
+    out: int | None
+
+    def part(self, whole: Tensor | None, dim: int | None, rank: int, size: int) -> Tensor | None:
+        """The rank's own copy of its part."""
+        if whole is None or dim is None:
+            return None if whole is None else whole.clone()
+        start, stop = Shards.even(whole.shape[dim], size).range(rank)
+        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+LAYOUTS: dict[Op, Layout] = {
+    "all_gather_gemm": Layout(x=0, weight=0, bias=0, out=1),
+    "gemm_reduce_scatter": Layout(x=1, weight=1, bias=None, out=0),
+    "gemm_all_reduce": Layout(x=1, weight=1, bias=None, out=None),
+    "gemm_all_gather": Layout(x=None, weight=0, bias=0, out=None),
+}
+"""The table of design: what is sharded along which dimension."""

@@ -1,0 +1,167 @@
+"""Ranks for tests: a set of processes that stays up and runs one function after another on all of them.
+
+    with Ranks(4) as ranks:
+        ranks.run(body, case)     # body(rank, size, case) on every rank; raises if it raised on any
+
+Starting a process that imports torch costs seconds, a call on a set that is up costs a millisecond, so that
+every case of a test can be a test of its own.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; the message holds each failing rank's traceback."""
+
+
+class Ranks:
+    """A world of `size` CPU processes joined by gloo.
+
+    Args:
+        size: Processes.
+        timeout: Seconds that a rank waits for a peer in torch.distributed.
+        limit: Seconds that a function may take before the processes are ended.
+        threads: Intra-op threads of torch in each process.
+    """
+
+    def __init__(self, size: int, *, timeout: float = 30, limit: float = 120, threads: int = 1):
+        self.size = size
+        self._limit = limit
+        self._grace = 10.0
+        self._folder = tempfile.TemporaryDirectory(prefix="overlap-gemm-ranks-")
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(self._folder.name) / "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, store, timeout, threads), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function(rank, size, *args)` on every rank.
+
+        Args:
+            function: A function at the top level of its file.
+            *args: Anything that can be pickled.
+
+        Returns:
+            The results, in rank order.
+
+        Raises:
+            RankError: The function raised on a rank, or did not end within the limit. The processes are ended
+                then: their peers may be stuck in the middle of anything.
+        """
+        message = (inspect.getfile(function), function.__qualname__, args)
+        for pipe in self._pipes:
+            pipe.send(message)
+        answers = self._collect()
+        failures = [
+            f"rank {rank} of {self.size}:\n{value}" for rank, (good, value) in enumerate(answers) if not good
+        ]
+        if failures:
+            self.close()
+            raise RankError("\n".join(failures))
+        return [value for _, value in answers]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes are up."""
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _collect(self) -> list[tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self._limit
+        while len(answers) < self.size:
+            open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                answers.update((rank, (False, "did not end in time")) for rank in open_pipes.values())
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    answers[open_pipes[pipe]] = pipe.recv()
+                except EOFError:
+                    answers[open_pipes[pipe]] = (False, "the process is gone")
+                if not answers[open_pipes[pipe]][0]:
+                    deadline = min(deadline, time.monotonic() + self._grace)
+        return [answers[rank] for rank in range(self.size)]
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, threads: int) -> None:
+    """A rank's loop: receives functions, answers with results."""
+    torch.set_num_threads(threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    modules: dict[str, ModuleType] = {}
+    while (message := pipe.recv()) is not None:
+        path, name, args = message
+        try:
+            function: Any = modules.setdefault(path, _load(path)) if path not in modules else modules[path]
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = (True, function(rank, size, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+def _load(path: str) -> ModuleType:
+    """The module in a file, which need not be importable by name: pytest's test files are not."""
+    name = f"_ranks_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

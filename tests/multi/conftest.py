@@ -1,0 +1,20 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from overlap_gemm.testing.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(P)`: a set of P processes that the tests of a session share."""
+    pools: dict[int, Ranks] = {}
+
+    def pool(size: int) -> Ranks:
+        if size not in pools or not pools[size].alive:
+            pools[size] = Ranks(size)
+        return pools[size]
+
+    yield pool
+    for pool_of_size in pools.values():
+        pool_of_size.close()

@@ -1,0 +1,175 @@
+"""The layers equal the nn.Linear they are cut from: from a seed, from_linear, state dicts, gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, full_state_dict
+from overlap_gemm.sharding import Shards
+
+DOUBLE = {"dtype": torch.float64}
+SIZES = (10, 14)  # input, output: divisible by 2, not by 3 or 4
+
+
+def mine(whole: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    start, stop = Shards.even(whole.shape[dim], size).range(rank)
+    return whole.narrow(dim, start, stop - start)
+
+
+def check_layer(rank, size, kind, backend, bias, sequence_dim, options, built_from):
+    torch.manual_seed(7)
+    linear = nn.Linear(*SIZES, bias=bias, **DOUBLE)
+    sequence_parallel = sequence_dim is not None
+    options = {
+        **options, "bias": bias, "backend": backend, "sequence_parallel": sequence_parallel,
+        "sequence_dim": sequence_dim or 0,
+    }  # fmt: skip
+    if built_from == "seed":
+        torch.manual_seed(7)
+        layer = kind(*SIZES, **options, **DOUBLE)
+    else:
+        options.pop("bias")
+        layer = kind.from_linear(linear, **options)
+
+    x = torch.randn(7, 5, SIZES[0], **DOUBLE).requires_grad_()
+    column = kind is ColumnParallelLinear
+    if column:
+        out_dim = None if options.get("gather_output") else 2
+        in_dim = sequence_dim
+    else:
+        out_dim = sequence_dim
+        in_dim = 2 if options.get("input_is_parallel", True) else None
+    own = (x.detach() if in_dim is None else mine(x.detach(), in_dim, rank, size)).clone().requires_grad_()
+    expected, got = linear(x), layer(own)
+    if options.get("skip_bias_add"):
+        got, left = got
+        wanted = linear.bias if not column or left is None else mine(linear.bias, 0, rank, size)
+        torch.testing.assert_close(left, wanted)
+        expected = x @ linear.weight.t()
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(got, expected if out_dim is None else mine(expected, out_dim, rank, size))
+    expected.backward(grad)
+    got.backward(grad if out_dim is None else mine(grad, out_dim, rank, size))
+    torch.testing.assert_close(own.grad, x.grad if in_dim is None else mine(x.grad, in_dim, rank, size))
+    weight_dim = 0 if column else 1
+    torch.testing.assert_close(layer.weight.grad, mine(linear.weight.grad, weight_dim, rank, size))
+    if bias and not options.get("skip_bias_add"):
+        wanted = mine(linear.bias.grad, 0, rank, size) if column else linear.bias.grad
+        torch.testing.assert_close(layer.bias.grad, wanted)
+
+
+VARIANTS = {
+    "column": (ColumnParallelLinear, {}, (None, 0, 1)),
+    "column-gather": (ColumnParallelLinear, {"gather_output": True}, (None,)),
+    "column-skip": (ColumnParallelLinear, {"skip_bias_add": True}, (0,)),
+    "row": (RowParallelLinear, {}, (None, 0, 1)),
+    "row-whole-input": (RowParallelLinear, {"input_is_parallel": False}, (None, 0)),
+    "row-skip": (RowParallelLinear, {"skip_bias_add": True}, (0,)),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+@pytest.mark.parametrize("built_from", ["seed", "linear"])
+@pytest.mark.parametrize(
+    ("variant", "sequence_dim"),
+    [(name, dim) for name, (_, _, dims) in VARIANTS.items() for dim in dims],
+)
+def test_layer_equals_its_linear(ranks, variant, sequence_dim, built_from, bias, world):
+    kind, options, _ = VARIANTS[variant]
+    ranks(world).run(check_layer, kind, "decomposed", bias, sequence_dim, options, built_from)
+
+
+def check_mlp(rank, size, sequence_parallel, bias, backend):
+    torch.manual_seed(3)
+    gate, up, down = (nn.Linear(a, b, bias=bias, **DOUBLE) for a, b in ((6, 11), (6, 11), (11, 6)))
+    torch.manual_seed(3)
+    options = {"sequence_parallel": sequence_parallel, "backend": backend}
+    seeded = ParallelMLP(6, 11, bias=bias, **options, **DOUBLE)
+    cut = ParallelMLP.from_linears(gate, up, down, **options)
+    x = torch.randn(9, 2, 6, **DOUBLE).requires_grad_()
+    expected = down(nn.functional.silu(gate(x)) * up(x))
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    def own(whole):
+        return mine(whole, 0, rank, size) if sequence_parallel else whole
+
+    for mlp in (seeded, cut):
+        part = own(x.detach()).clone().requires_grad_()
+        out = mlp(part)
+        torch.testing.assert_close(out, own(expected))
+        out.backward(own(grad))
+        torch.testing.assert_close(part.grad, own(x.grad))
+        for layer, linear, dim in ((mlp.gate_proj, gate, 0), (mlp.up_proj, up, 0), (mlp.down_proj, down, 1)):
+            torch.testing.assert_close(layer.weight.grad, mine(linear.weight.grad, dim, rank, size))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
+def test_mlp(ranks, sequence_parallel, bias, backend, world):
+    ranks(world).run(check_mlp, sequence_parallel, bias, backend)
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 11), nn.LayerNorm(11), nn.Linear(11, 5)
+
+
+class Sharded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = ColumnParallelLinear(6, 11), nn.LayerNorm(11)
+        self.second = RowParallelLinear(11, 5)
+
+
+def check_state_dicts(rank, size):
+    torch.manual_seed(1)
+    whole = Whole()
+    torch.manual_seed(100 + rank)  # other weights on every rank, so that nothing agrees unless it was loaded
+    sharded = Sharded()
+    sharded.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(sharded.first.weight, mine(whole.first.weight, 0, rank, size))
+    torch.testing.assert_close(sharded.first.bias, mine(whole.first.bias, 0, rank, size))
+    torch.testing.assert_close(sharded.second.weight, mine(whole.second.weight, 1, rank, size))
+    torch.testing.assert_close(sharded.second.bias, whole.second.bias)
+
+    back = Whole()
+    back.load_state_dict(full_state_dict(sharded))
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), whole.parameters(), strict=True))
+
+    again = Sharded()
+    again.load_state_dict(sharded.state_dict())
+    twin = copy.deepcopy(sharded)
+    twin.load_state_dict(whole.state_dict())
+    for other in (again, twin):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), sharded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_state_dicts_round_trip(ranks, world):
+    ranks(world).run(check_state_dicts)
+
+
+def check_init_method(rank, size):
+    def init(weight):
+        nn.init.normal_(weight, std=0.02)
+
+    torch.manual_seed(5)
+    linear = nn.Linear(6, 8)
+    init(linear.weight)
+    torch.manual_seed(5)
+    layer = ColumnParallelLinear(6, 8, init_method=init)
+    assert torch.equal(layer.weight, mine(linear.weight, 0, rank, size))
+    assert torch.equal(layer.bias, torch.zeros(layer.bias.shape))
+    with pytest.raises(ValueError, match="cannot go together"):
+        ColumnParallelLinear(6, 8, gather_output=True, sequence_parallel=True)
+
+
+def test_init_method_sees_the_whole_weight(ranks):
+    ranks(2).run(check_init_method)

@@ -1,0 +1,87 @@
+"""The ParallelStyle classes on a Hugging Face Llama: same logits, same gradients as the unsharded model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+
+from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+
+
+def llama_plan(sequence_parallel: bool, backend: str) -> dict[str, object]:
+    colwise = OverlapColwiseParallel(backend=backend)
+    if not sequence_parallel:
+        return {
+            "model.layers.*.self_attn.[qkv]_proj": colwise,
+            "model.layers.*.self_attn.o_proj": OverlapRowwiseParallel(backend=backend),
+            "model.layers.*.mlp.gate_proj": colwise,
+            "model.layers.*.mlp.up_proj": colwise,
+            "model.layers.*.mlp.down_proj": OverlapRowwiseParallel(backend=backend),
+            "lm_head": OverlapColwiseParallel(output_layouts=Replicate(), backend=backend),
+        }
+    rowwise = OverlapRowwiseParallel(output_layouts=Shard(1), backend=backend)
+    return {
+        "model.layers.0": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True),
+        "model.layers.*.input_layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj", backend=backend),
+        "model.layers.*.self_attn.[qkv]_proj": colwise,
+        "model.layers.*.self_attn.o_proj": rowwise,
+        "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        "model.layers.*.mlp": OverlapSharedGather("gate_proj", "up_proj", backend=backend),
+        "model.layers.*.mlp.gate_proj": colwise,
+        "model.layers.*.mlp.up_proj": colwise,
+        "model.layers.*.mlp.down_proj": rowwise,
+        "model.norm": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True),
+        "lm_head": OverlapColwiseParallel(output_layouts=Replicate(), backend=backend),
+    }  # fmt: skip
+
+
+def llama_matches(rank: int, size: int, sequence_parallel: bool, batch: int, bias: bool, backend:
+str
+str)
+
+
+ - ->
+  
+   
+     
+      
+       
+        None: from transformers import LlamaConfig, LlamaForCausalLM
+
+   
+    torch.manual_seed(0) config =
+        LlamaConfig( vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=12,
+        num_key_value_heads=12 // 2, max_position_embeddings=64, attention_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
+    whole = LlamaForCausalLM(config).double()
+    for name, parameter in whole.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    sharded = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(sharded, mesh, llama_plan(sequence_parallel, backend))
+    tokens = torch.randint(96, (batch, 12))
+    expected, got = whole(tokens).logits, sharded(tokens).logits
+    torch.testing.assert_close(got, expected)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    got.backward(grad)
+    parameters = dict(sharded.named_parameters())
+    for name, parameter in whole.named_parameters():
+        found = parameters[name].grad
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_llama(ranks, world, sequence_parallel, batch, bias, backend):
+    ranks(world).run(llama_matches, sequence_parallel, batch, bias, backend)
