@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
@@ -25,7 +25,7 @@ def llama_plan(sequence_parallel: bool, backend: str) -> dict[str, object]:
         }
     rowwise = OverlapRowwiseParallel(output_layouts=Shard(1), backend=backend)
     return {
-        "model.layers.0": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True),
+        "model.layers.0": relayout(Replicate(), Shard(1)),
         "model.layers.*.input_layernorm": SequenceParallel(use_local_output=True),
         "model.layers.*.self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj", backend=backend),
         "model.layers.*.self_attn.[qkv]_proj": colwise,
@@ -35,28 +35,23 @@ def llama_plan(sequence_parallel: bool, backend: str) -> dict[str, object]:
         "model.layers.*.mlp.gate_proj": colwise,
         "model.layers.*.mlp.up_proj": colwise,
         "model.layers.*.mlp.down_proj": rowwise,
-        "model.norm": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True),
+        "model.norm": relayout(Shard(1), Replicate()),
         "lm_head": OverlapColwiseParallel(output_layouts=Replicate(), backend=backend),
-    }  # fmt: skip
+    }
 
 
-def llama_matches(rank: int, size: int, sequence_parallel: bool, batch: int, bias: bool, backend:
-str
-str)
+def relayout(found: Placement, desired: Placement) -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=(found,), desired_input_layouts=(desired,), use_local_output=True)
 
 
- - ->
-  
-   
-     
-      
-       
-        None: from transformers import LlamaConfig, LlamaForCausalLM
+def llama_matches(rank, size, sequence_parallel, batch, bias, backend):
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-   
-    torch.manual_seed(0) config =
-        LlamaConfig( vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=12,
-        num_key_value_heads=12 // 2, max_position_embeddings=64, attention_bias=bias, mlp_bias=bias,
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=12, num_key_value_heads=6, max_position_embeddings=64,
+        attention_bias=bias, mlp_bias=bias,
     )  # fmt: skip
     whole = LlamaForCausalLM(config).double()
     for name, parameter in whole.named_parameters():

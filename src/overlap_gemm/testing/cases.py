@@ -43,9 +43,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Operands:
-    """The whole, unsharded operands of a case: x `[M, K]`, weight `[N, K]`, bias `[N]` or None, grad `[M, N]`.
+    """The whole, unsharded operands of a case.
 
-    `grad` is the gradient of the whole output, for backward.
+    x is `[M, K]`, weight `[N, K]`, bias `[N]` or None, grad `[M, N]`; `grad` is the gradient of the whole
+    output, for backward.
     """
 
     x: Tensor
@@ -71,7 +72,7 @@ def operands(case: Case) -> Operands:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of each operand and result an op's rank holds, as dimensions of the whole; None is all of it."""
+    """Along which dimension each operand and the result are sharded; None: every rank has all of it."""
 
     x: int | None
     weight: int | None

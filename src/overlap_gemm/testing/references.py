@@ -19,7 +19,7 @@ class Result:
 
 
 def reference(given: Operands, dtype: torch.dtype = torch.float64) -> Result:
-    """`x @ weight.T + bias` and its gradients on one process, computed in `dtype` from the operands' values."""
+    """`x @ weight.T + bias` and its gradients on one process, computed in `dtype`."""
     x = given.x.to(dtype).requires_grad_()
     weight = given.weight.to(dtype).requires_grad_()
     bias = None if given.bias is None else given.bias.to(dtype).requires_grad_()

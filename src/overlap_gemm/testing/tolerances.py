@@ -31,9 +31,7 @@ def assert_as_good_as(
         return
     error = (result.double() - exact).abs().max().item()
     allowed = tolerance(baseline, exact, roundings)
-    assert error <= allowed, (
-        f"{what}: largest error {error:.3g}, allowed {allowed:.3g} (twice the one-process error in {result.dtype})"
-    )
+    assert error <= allowed, f"{what}: largest error {error:.3g}, allowed {allowed:.3g} ({result.dtype})"
 
 
 def tolerance(baseline: Tensor, exact: Tensor, roundings: int = 0) -> float:
