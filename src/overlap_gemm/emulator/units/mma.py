@@ -70,7 +70,8 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str) -> U
     """
     left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type)
     right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type)
-    return c_registers(left @ right.T + c_matrix(c, d_type), d_type)
+    with np.errstate(all="ignore"):
+        return c_registers(left @ right.T + c_matrix(c, d_type), d_type)
 
 
 def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:

@@ -153,33 +153,29 @@ class Mma:
         shape, ctas = self.shape, len(smem)
         rows = shape.m // ctas
         lane, column = self.d >> 16, self.d & 0xFFFF
-        if (
-            lane % 16
-            or lane > (16 if (ctas, rows) == (1, 64) else 0)
-            or column + _columns(shape, ctas) > TMEM_COLUMNS
-        ):
+        lanes = (0, 16) if (ctas, rows) == (1, 64) else (0,)
+        blocks = 2 if (ctas, rows) == (2, 64) else 1
+        columns = shape.n // blocks
+        if lane not in lanes or column + columns > TMEM_COLUMNS:
             raise ValueError(
                 f"tcgen05.mma: D of M={shape.m} N={shape.n} at tensor memory {self.d:#x} does not fit"
             )
-        b = (
-            np.concatenate([self._operand_b(s, shape.n // ctas) for s in smem])
-            if ctas > 1
-            else self._operand_b(smem[0], shape.n)
-        )
+        halves = [self._operand_b(s, shape.n // ctas) for s in smem]
+        b = halves[0] if ctas == 1 else np.concatenate(halves)
         for cta in range(ctas):
-            product = self._operand_a(smem[cta], tmem[cta], rows, ctas) @ b.T
-            lanes = np.ones((TMEM_LANES, 1), np.bool_)
-            if self.disabled_lanes is not None:
-                lanes[:, 0] = ~self.disabled_lanes[cta]
-            for cells, live, part in zip(
-                _split_lanes(tmem[cta], lane, rows, ctas),
-                _split_lanes(lanes, lane, rows, ctas),
-                np.split(product, TMEM_LANES // rows if ctas > 1 else 1, axis=1),
-                strict=True,
-            ):
-                d = cells[..., column : column + part.shape[1]]
-                new = self._accumulate(d, part.reshape(d.shape))
-                d[...] = new if self.disabled_lanes is None else np.where(live, new, d)
+            a = self._operand_a(smem[cta], tmem[cta], rows, ctas)
+            with np.errstate(all="ignore"):
+                product = a @ b.T
+                for block, cells in enumerate(_split_lanes(tmem[cta], lane, rows, ctas)):
+                    d = cells[..., column : column + columns]
+                    part = product[:, block * columns : (block + 1) * columns].reshape(d.shape)
+                    if self.disabled_lanes is None:
+                        self._accumulate(d, part)
+                    else:
+                        off = _split_lanes(self.disabled_lanes[cta][:, None], lane, rows, ctas)[block]
+                        new = d.copy()
+                        self._accumulate(new, part)
+                        np.copyto(d, new, where=~off)
 
     def smem_reads(self, ctas: int) -> I64:
         """Byte addresses of the 16-byte chunks read from each CTA's shared memory, flat."""
@@ -212,24 +208,23 @@ class Mma:
             if lane > (16 if rows == 64 else 0) or column + words > TMEM_COLUMNS:
                 raise ValueError(f"tcgen05.mma: A at tensor memory {self.a:#x} does not fit")
             (cells,) = _split_lanes(tmem, lane, rows, ctas)
-            bits = (
-                np.ascontiguousarray(cells[..., column : column + words])
-                .reshape(rows, words)
-                .view(f"u{size}")
-            )
+            cells = np.ascontiguousarray(cells[..., column : column + words])
+            bits = cells.reshape(rows, words).view(f"u{size}")
         a = numeric.widen(bits, shape.a_type)
         return -a if shape.negate_a else a
 
-    def _accumulate(self, d: Tmem, product: F32) -> NDArray[np.unsignedinteger]:
-        half = self.shape.d_type == "f16"
-        if self.accumulate:
-            old = numeric.f16_to_f32(d) if half else d.view(np.float32)
-            product = product + (np.ldexp(old, -self.scale_d) if self.scale_d else old)
-        return numeric.f32_to_f16(product) if half else numeric.as_u32(product)
-
-
-def _columns(shape: InstructionDescriptor, ctas: int) -> int:
-    return shape.n // 2 if (ctas, shape.m) == (2, 128) else shape.n
+    def _accumulate(self, d: Tmem, product: F32) -> None:
+        if self.shape.d_type == "f16":
+            old = numeric.f16_to_f32(d) if self.accumulate else np.float32(0)
+            d[...] = numeric.f32_to_f16(product + np.ldexp(old, -self.scale_d))
+            return
+        values = d.view(np.float32)
+        if not self.accumulate:
+            values[...] = product
+        elif self.scale_d:
+            values[...] = product + np.ldexp(values, -self.scale_d)
+        else:
+            values += product
 
 
 def _split_lanes(cells: NDArray[_Any], lane: int, rows: int, ctas: int) -> list[NDArray[_Any]]:

@@ -88,9 +88,10 @@ class Wgmma:
             b: B, `[n, k]`.
             d: D's registers before, or `None` where `scale-d` is 0.
         """
-        product = a @ b.T
-        if d is not None:
-            product += mma.c_matrix(d, self.d_type)
+        with np.errstate(all="ignore"):
+            product = a @ b.T
+            if d is not None:
+                product += mma.c_matrix(d, self.d_type)
         return mma.c_registers(product, self.d_type)
 
     def smem_reads(self, a: SmemDescriptor | None, b: SmemDescriptor) -> NDArray[np.int64]:
