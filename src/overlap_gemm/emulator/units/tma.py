@@ -2,17 +2,18 @@
 
 The host encodes a tensor map as the 128 bytes the hardware reads (CuTe DSL writes them without the driver),
 so this module holds the codec for that layout, and an encoder with `cuTensorMapEncodeTiled`'s arguments.
-The layout is not published: fields marked "inferred" were not seen set in code that ran.
+The layout is not published: fields marked "inferred" were not seen set in a map that CuTe DSL wrote.
 
 word 0       global address
 word 1       [3:0]=2 tiled  [6:4] rank-1  [10:7] type  [12:11] interleave (inferred)  [14:13] swizzle
              [15] out-of-bounds fill NaN (inferred)  [16] f32 is read as tf32  [18:17] L2 promotion
-             [21] extent of at least 128 KiB (ignored)  [63:32] stride 1 >> 4
+             [20:19] unit the swizzle keeps together: 0 is 16 bytes, 1 is 32  [21] extent of at least 128 KiB
+             (ignored)  [63:32] stride 1 >> 4
 word 2       stride 2 >> 4, stride 3 >> 4
 word 3       stride 4 >> 4, then bits 39..36 of strides 1.. from [35:32] up
 word 4..6    extent - 1 of dimensions 0..4, 32 bits each
 word 6       [46:32] element stride - 1, 3 bits each (inferred)  [63:56] box 0 - 1
-word 7       box 1..4 - 1, 8 bits each
+word 7       box 1..4 - 1, 8 bits each; words 8..15 are not read
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ API_TYPES = (
     "tf32",
     "tf32.ftz",
 )
-_SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128)
+# CUtensorMapSwizzle, in its order; the hardware splits the last one into mode 3 and a unit of 32 bytes.
+_SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128, swizzle.SW128_BASE32)
 _FLOAT_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32.ftz": 0x7FFFFFFF, "f64": (1 << 63) - 1}
 _PLANS = 512  # cached plans: one per geometry, position relative to the edge and phase of the shared address
 
@@ -176,7 +178,9 @@ class TensorMap:
         Raises:
             ValueError: the bytes are no tiled tensor map that this emulator can execute.
         """
-        return _decode(bytes(raw))
+        if len(raw) != 128:
+            raise ValueError(f"a tensor map has 128 bytes, got {len(raw)}")
+        return _decode(bytes(raw[:64]))
 
     def encode(self) -> bytes:
         """The 128 bytes the hardware reads; the inverse of `decode`."""
@@ -184,8 +188,9 @@ class TensorMap:
         w[0] = self.address
         strides = [*self.strides] + [0] * (4 - len(self.strides))
         w[1] = 2 | (self.rank - 1) << 4 | _CODES[self.type] << 7 | self.interleave << 11
-        w[1] |= _SWIZZLES.index(self.swizzle) << 13 | self.fill_nan << 15 | self.tf32 << 16
-        w[1] |= self.l2_promotion << 17
+        mode = _SWIZZLES.index(self.swizzle)
+        mode, unit = (3, 1) if mode == 4 else (mode, 0)
+        w[1] |= mode << 13 | self.fill_nan << 15 | self.tf32 << 16 | self.l2_promotion << 17 | unit << 19
         extent = max(d * s for d, s in zip(self.dims, (self.element_bytes, *self.strides), strict=True))
         w[1] |= (extent >= 1 << 17) << 21
         units = [s >> 4 for s in strides]
@@ -242,12 +247,15 @@ class TensorMap:
 
 @lru_cache(maxsize=256)
 def _decode(raw: bytes) -> TensorMap:
-    if len(raw) != 128:
-        raise ValueError(f"a tensor map has 128 bytes, got {len(raw)}")
     w = [int(x) for x in np.frombuffer(raw, np.uint64)]
     if w[1] & 0xF != 2:
         raise ValueError(f"not a tiled tensor map: word 1 is {w[1]:#018x} (im2col is not modelled)")
     rank, code = (w[1] >> 4 & 7) + 1, w[1] >> 7 & 0xF
+    mode, unit = w[1] >> 13 & 3, w[1] >> 19 & 3
+    if unit > 1 or (unit == 1 and mode != 3):
+        raise ValueError(
+            f"tensor map with swizzle {mode} in units {unit} is not modelled: word 1 is {w[1]:#018x}"
+        )
     if rank > 5 or code not in TYPES:
         raise ValueError(f"tensor map with rank {rank} and type code {code}: word 1 is {w[1]:#018x}")
     units = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
@@ -262,7 +270,7 @@ def _decode(raw: bytes) -> TensorMap:
         strides=tuple(strides[: rank - 1]),
         box=tuple(b + 1 for b in box[:rank]),
         element_strides=tuple(s + 1 for s in steps[:rank]),
-        swizzle=_SWIZZLES[w[1] >> 13 & 3],
+        swizzle=_SWIZZLES[4 if unit else mode],
         tf32=bool(w[1] >> 16 & 1),
         fill_nan=bool(w[1] >> 15 & 1),
         l2_promotion=w[1] >> 17 & 3,
@@ -322,7 +330,7 @@ def encode_tiled(
         box: box extents, 1 to 256 each; the inner one a multiple of 16 bytes.
         element_strides: traversal strides, 1 to 8.
         interleave: `CUtensorMapInterleave`; only none (0) is modelled.
-        swizzle_mode: `CUtensorMapSwizzle`, 0 to 3.
+        swizzle_mode: `CUtensorMapSwizzle`, 0 to 4.
         l2_promotion: `CUtensorMapL2promotion`.
         oob_fill: `CUtensorMapFloatOOBfill`: 0 zero, 1 NaN (float types only).
 
@@ -354,7 +362,9 @@ def encode_tiled(
     if interleave:
         raise ValueError(f"{interleave=}: only CU_TENSOR_MAP_INTERLEAVE_NONE (0) is modelled")
     if not 0 <= swizzle_mode < len(_SWIZZLES):
-        raise ValueError(f"{swizzle_mode=}: none, 32B, 64B and 128B (0..3) are modelled")
+        raise ValueError(
+            f"{swizzle_mode=}: none, 32B, 64B, 128B and 128B in 32-byte units (0..4) are modelled"
+        )
     if box[0] * size % 16:
         raise ValueError(f"inner box of {box[0]} x {size} bytes must be a multiple of 16 bytes")
     mode = _SWIZZLES[swizzle_mode]
