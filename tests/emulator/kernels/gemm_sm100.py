@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute, memory, pipeline, utils
+from cutlass import Int32, cute, memory, pipeline, tensor_utils, utils
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 EPILOGUE_WARPS, MMA_WARP, LOAD_WARP = 4, 4, 5
@@ -91,7 +91,7 @@ class GemmSm100:
         )
 
     def _c_layout_enum(self) -> Any:
-        return utils.LayoutEnum.ROW_MAJOR if self.c_major == "n" else utils.LayoutEnum.COL_MAJOR
+        return tensor_utils.LayoutEnum.ROW_MAJOR if self.c_major == "n" else tensor_utils.LayoutEnum.COL_MAJOR
 
     def _epilogue_tile(self) -> Any:
         cta = (self.tile[0] // self.pair, self.tile[1])
@@ -145,7 +145,7 @@ class GemmSm100:
         a_layout, b_layout = self._ab_layouts(mma)
         c_layout = self._c_layout()
 
-        smem = utils.SmemAllocator()
+        smem = memory.SmemAllocator()
         words = smem.allocate_array(cutlass.Int64, 2 * self.stages + 2 * ACC_STAGES + 2)
         sA = smem.allocate_tensor(self.a_type, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(self.b_type, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
