@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,36 @@ def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it():
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("same"))
     assert len(lines) == 2
     assert lines[0].split(maxsplit=2)[2] == lines[1].split(maxsplit=2)[2]
+
+
+TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --rows 9 --rounds 1")
+
+
+def test_demo(tmp_path):
+    done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *TINY, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo-timeline.png").read_bytes().startswith(b"\x89PNG")
+    last = done.stdout[done.stdout.index("PASS") :]
+    assert "2 CPU ranks" in last
+    assert "equals the unsharded model" in " ".join(last.split())
+
+
+SABOTAGE = """
+import sys
+import torch
+from overlap_gemm.backends import collectives, decomposed
+from overlap_gemm.cli import app
+honest = collectives.sum_in_rank_order
+def forgetful(partials, bias=None, out=None):
+    return honest([partials[0], partials[1] * (1 - 1e-4)], bias, out)
+collectives.sum_in_rank_order = decomposed.sum_in_rank_order = forgetful
+app(sys.argv[1:])
+"""
+
+
+def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(tmp_path):
+    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, "--out", tmp_path)
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "DIFFERS FROM the unsharded model" in said, done.stderr
+    assert said.count("TOO FAR") == 2

@@ -2,13 +2,14 @@
 
 import typer
 
-from . import bench, doctor
+from . import bench, demo, doctor
 
 app = typer.Typer(
     help="Tensor-parallel GEMMs that overlap with their communication.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 
