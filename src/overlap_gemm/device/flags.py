@@ -1,0 +1,82 @@
+"""Flags between ranks: release, and a bounded wait that acquires.
+
+A flag is a monotonic 32-bit epoch, compared modularly, never reset. Release and acquire are at system scope:
+threads of two GPUs are not inside one ``.gpu`` scope, so a ``.gpu`` pair would not synchronise (PTX ISA,
+memory consistency model, "morally strong operations").
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from overlap_gemm.device.failure import FailureSite
+from overlap_gemm.device.memory import global_pointer
+
+
+class WaitBound(NamedTuple):
+    """What bounds every wait on a peer, and where an expired one is written.
+
+    Attributes:
+        timeout_ns: ``Int64``; 0 waits for ever.
+        record: ``Int64`` address of a zeroed failure record (pinned host memory), see :mod:`device.failure`.
+        claim: ``Int64`` address of a zeroed ``uint32`` in device memory: the first lane to expire writes the
+            record.
+    """
+
+    timeout_ns: Any
+    record: Any
+    claim: Any
+
+
+@cute.jit
+def release_flag(address: Int64, value: Uint32) -> None:
+    """``st.release.sys``: who acquires ``value`` at ``address`` sees all that this thread has observed.
+
+    After bulk stores, call it only behind a full ``wait_group`` (never ``.read``) of the same thread.
+    """
+    cute.arch.store(global_pointer(Uint32, address, 4), value, sem="release", scope="sys")
+
+
+@cute.jit
+def wait_flag(address: Int64, target: Uint32, bound: WaitBound, site: FailureSite) -> None:
+    """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
+
+    Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
+    cache.
+
+    Args:
+        address: ``Int64`` address of the flag in this rank's own memory.
+        target: epoch to wait for.
+        bound: time limit and failure record.
+        site: who waits for whom, for the record.
+    """
+    flag = global_pointer(Uint32, address, 4)
+    seen = cute.arch.load(flag, Uint32, sem="relaxed", scope="sys")
+    if Int32(seen - target) < 0:
+        start = cute.arch.globaltimer()
+        while Int32(seen - target) < 0:
+            seen = cute.arch.load(flag, Uint32, sem="relaxed", scope="sys")
+            if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
+                _expire(bound, site, target, seen)
+                start = cute.arch.globaltimer()
+    cute.arch.load(flag, Uint32, sem="acquire", scope="sys")
+
+
+@cute.jit
+def _expire(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) -> None:
+    """Writes the record and traps, if this lane is the first of the launch; else returns to the wait."""
+    claim = global_pointer(Uint32, bound.claim, 4)
+    if cute.arch.atomic_cas(claim, cmp=Uint32(0), val=Uint32(1), sem="relaxed", scope="gpu") == 0:
+        words = (site.rank, site.op, site.role, site.tile, site.source, site.index, expected, seen)
+        for i in cutlass.range_constexpr(len(words)):
+            cute.arch.store(global_pointer(Uint32, bound.record + 4 * (i + 1), 4), Uint32(words[i]))
+        cute.arch.store(global_pointer(Uint32, bound.record, 4), Uint32(1), sem="release", scope="sys")
+        trap()
+
+
+def trap() -> None:
+    """Aborts the launch (PTX ``trap``): the host sees a launch failure at the next synchronisation."""
+    cute.arch.inline_ptx("trap;")

@@ -1,0 +1,59 @@
+"""Raw addresses: typed pointers to any rank's memory, bulk stores from shared memory, fragment-order views.
+
+A peer's memory is reached through its 64-bit address in this process (from the host), so one kernel serves
+any number of peers without a tensor map for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+CHUNK_BYTES = 16
+"""Unit of fragment order: the widest load or store of one thread."""
+
+DTYPES: dict[str, Any] = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
+"""The DSL's numeric type for a configuration's dtype name."""
+
+
+def global_pointer(dtype: Any, address: Any, align: int) -> Any:
+    """A pointer to ``dtype`` in global memory at the ``Int64`` ``address``, a multiple of ``align`` bytes."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+def bulk_store(stage: Any, address: Any) -> None:
+    """Starts one non-tensor bulk copy of a contiguous shared-memory tensor to global ``address``.
+
+    To be called by one thread, which must also commit and wait (bulk groups belong to the thread, PTX ISA
+    ``cp.async.bulk.commit_group``). Size and both addresses are multiples of 16 bytes.
+
+    Args:
+        stage: 1-D shared-memory tensor of static size.
+        address: ``Int64`` destination.
+    """
+    dtype, size = stage.element_type, cute.size(stage)
+    # num_bits_per_copy names the whole stage: a smaller value would split it into several instructions.
+    atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), dtype, num_bits_per_copy=size * dtype.width)
+    cute.copy(
+        atom, stage, cute.make_tensor(global_pointer(dtype, address, CHUNK_BYTES), cute.make_layout(size))
+    )
+
+
+def fragment_layout(dtype: Any, values: int, threads: int) -> Any:
+    """Fragment order of a subtile: ``((v, chunks), threads)`` -> element offset.
+
+    Chunk ``j`` (16 bytes, ``v`` elements) of thread ``t`` lies at byte ``(j * threads + t) * 16``:
+    neighbouring threads touch neighbouring chunks, so shared-memory writes have no bank conflicts and global
+    reads coalesce.
+
+    Args:
+        dtype: element type.
+        values: elements per thread, a multiple of ``v``.
+        threads: threads that share the subtile.
+    """
+    v = CHUNK_BYTES * 8 // dtype.width
+    assert values % v == 0, f"{values} values per thread are not whole chunks of {v}"
+    return cute.make_layout(((v, values // v), threads), stride=((1, v * threads), v))

@@ -1,0 +1,1 @@
+"""The fused GEMM kernels. Never imports torch or nvshmem."""

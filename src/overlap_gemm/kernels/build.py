@@ -1,0 +1,102 @@
+"""From a configuration to a compiled kernel: the host-facing surface of the fused GEMM.
+
+::
+
+    kernel = make_kernel(config, transport=PeerBulk())     # or transport=None: a plain GEMM
+    compiled = compile_kernel(kernel)                      # needs no GPU; once per configuration
+    compiled(a, b, out, bias, exchange, num_clusters, stream)
+
+Arguments of the compiled function, all run-time values (tensors by DLPack or as ``cute`` tensors, integers as
+ints):
+
+``a``
+    (M, K) of ``config.in_dtype``; M is the global number of rows, K this rank's share. ``a_major="k"``: K
+    contiguous; ``"m"``: M contiguous. 16-byte aligned, the other dimension's stride a multiple of 8 elements.
+``b``
+    (N, K), likewise; ``nn.Linear``'s weight layout when ``b_major="k"``.
+``out``
+    (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
+    ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
+    of one row, which stays untouched.
+``bias``
+    (N,) of ``config.in_dtype``, contiguous; None unless ``config.bias``.
+``exchange``
+    An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
+    workspace.
+``num_clusters``
+    Grid in clusters: ``min(clusters that fit on the device at once, the shape's num_clusters)``. All of them
+    must be co-resident, and the launch must not overlap the one before it on the same workspace.
+``stream``
+    ``CUstream``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.fused_gemm import FusedGemm
+from overlap_gemm.kernels.gemm import PlainGemm
+from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
+from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
+from overlap_gemm.kernels.reduce_scatter import ReduceScatter
+
+
+def make_kernel(config: GemmConfig, transport: Any = None) -> FusedGemm:
+    """Composes the kernel of a configuration.
+
+    Args:
+        config: compile-time choices.
+        transport: how partial tiles reach their owners (GEMM reduce-scatter), or None for a plain GEMM.
+    """
+    mainloop = MainloopSm90(config) if config.arch == "sm_90a" else MainloopSm100(config)
+    op = PlainGemm(config) if transport is None else ReduceScatter(config, transport)
+    return FusedGemm(mainloop, op)
+
+
+def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
+    """Arguments to compile with: every extent, stride and scalar dynamic."""
+    cfg = kernel.config
+
+    def matrix(dtype: str, row_major: bool) -> Any:
+        pitch = cute.sym_int64(divisibility=128 // DTYPES[dtype].width)
+        stride = (pitch, 1) if row_major else (1, pitch)
+        return make_fake_tensor(
+            DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
+        )
+
+    bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),)) if cfg.bias else None
+    exchange = None
+    if isinstance(kernel.op, ReduceScatter):
+        peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
+        exchange = Exchange(peers, Int32(0), Int32(1), Int64(0), Int64(0), Int64(0), Int64(0))
+    return (
+        matrix(cfg.in_dtype, cfg.a_major == "k"),
+        matrix(cfg.in_dtype, cfg.b_major == "k"),
+        matrix(cfg.out_dtype, True),
+        bias,
+        exchange,
+        Int32(1),
+        make_fake_stream(),
+    )
+
+
+def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
+    """Compiles for ``kernel.config.arch``, on any machine.
+
+    Args:
+        kernel: what :func:`make_kernel` returned.
+        options: further options of ``cute.compile``, for example ``"--enable-tvm-ffi"``.
+
+    Returns:
+        The DSL's compiled function.
+    """
+    return cute.compile(
+        kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.arch} {options}".strip()
+    )

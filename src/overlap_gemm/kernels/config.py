@@ -1,0 +1,200 @@
+"""The configuration of a fused GEMM kernel: every compile-time choice, and what is legal.
+
+Imports neither the DSL nor torch, so planning, tuning and the command line can use it on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Arch = Literal["sm_90a", "sm_100a", "sm_103a"]
+InDtype = Literal["bf16", "f16"]
+OutDtype = Literal["bf16", "f16", "f32"]
+MmaKind = Literal["1cta", "2cta", "pingpong", "cooperative"]
+
+DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+SMEM_BYTES = 227 * 1024
+"""Shared memory one CTA may use on sm_90 and sm_100 (CUDA Programming Guide, compute capabilities)."""
+
+BARRIER_BYTES = 1024
+"""Reserved for mbarriers and the TMEM pointer."""
+
+TILE_K = 64
+"""K extent of one A/B stage: 128 bytes of a 16-bit type, one swizzle row."""
+
+MMA_KINDS: dict[str, tuple[MmaKind, ...]] = {
+    "sm_90a": ("pingpong", "cooperative"),
+    "sm_100a": ("1cta", "2cta"),
+    "sm_103a": ("1cta", "2cta"),
+}
+TILES: dict[MmaKind, tuple[tuple[int, int], ...]] = {
+    "1cta": ((128, 64), (128, 128), (128, 256)),
+    "2cta": ((256, 128), (256, 256)),
+    "pingpong": ((64, 128), (64, 256), (128, 128)),
+    "cooperative": ((128, 128), (128, 256)),
+}
+CLUSTERS: dict[MmaKind, tuple[tuple[int, int], ...]] = {
+    "1cta": ((1, 1), (2, 1), (1, 2), (2, 2)),
+    "2cta": ((2, 1), (2, 2), (4, 1), (4, 2)),
+    "pingpong": ((1, 1), (2, 1), (1, 2)),
+    "cooperative": ((1, 1), (2, 1), (1, 2)),
+}
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One compiled kernel's choices. Rank, world size and shape are run-time values and not part of it.
+
+    Attributes:
+        arch: target, ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
+        tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
+        cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
+        mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
+            ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
+        in_dtype: element type of A and B. Accumulation is fp32.
+        out_dtype: element type of the output.
+        slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
+        a_major: contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
+        b_major: contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
+        bias: whether the epilogue adds a bias vector (N elements of ``in_dtype``).
+        ring_stages: shared-memory stages between the epilogue warps and the comm lane.
+        inflight: bulk groups the comm lane leaves in flight, less than ``ring_stages``.
+        raster_group: tile rows per band of the raster (L2 locality).
+    """
+
+    arch: Arch = "sm_100a"
+    tile: tuple[int, int] = (128, 128)
+    cluster: tuple[int, int] = (1, 1)
+    mma: MmaKind = "1cta"
+    in_dtype: InDtype = "bf16"
+    out_dtype: OutDtype = "bf16"
+    slot_dtype: OutDtype = "bf16"
+    a_major: Literal["k", "m"] = "k"
+    b_major: Literal["k", "n"] = "k"
+    bias: bool = False
+    ring_stages: int = 4
+    inflight: int = 2
+    raster_group: int = 8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
+        _require_in("arch", self.arch, tuple(MMA_KINDS))
+        _require_in(f"mma on {self.arch}", self.mma, MMA_KINDS[self.arch])
+        _require_in(f"tile for mma={self.mma!r}", self.tile, TILES[self.mma])
+        _require_in(f"cluster for mma={self.mma!r}", self.cluster, CLUSTERS[self.mma])
+        _require_in("in_dtype", self.in_dtype, ("bf16", "f16"))
+        _require_in("out_dtype", self.out_dtype, (self.in_dtype, "f32"))
+        _require_in("slot_dtype", self.slot_dtype, (self.in_dtype, "f32"))
+        _require_in("a_major", self.a_major, ("k", "m"))
+        _require_in("b_major", self.b_major, ("k", "n"))
+        if not 0 < self.inflight < self.ring_stages:
+            raise ValueError(
+                f"inflight={self.inflight} bulk groups must be at least 1 and fewer than "
+                f"ring_stages={self.ring_stages}, or the epilogue waits for a stage that is never freed"
+            )
+        if self.raster_group < 1:
+            raise ValueError(f"raster_group={self.raster_group} must be at least 1")
+        if self.ab_stages < 2:
+            raise ValueError(
+                f"{self.ring_stages} ring stages of {self.stage_bytes} bytes leave room for {self.ab_stages} "
+                f"A/B stages of {self.ab_stage_bytes} bytes; at least 2 are needed"
+            )
+
+    @property
+    def cta_group(self) -> int:
+        """CTAs that share one MMA tile."""
+        return 2 if self.mma == "2cta" else 1
+
+    @property
+    def cta_tile(self) -> tuple[int, int]:
+        """(M, N) whose accumulator one CTA holds."""
+        return self.tile[0] // self.cta_group, self.tile[1]
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """(M, N) one cluster computes at a time: the unit of the tile order."""
+        return self.cta_tile[0] * self.cluster[0], self.cta_tile[1] * self.cluster[1]
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs per cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def epilogue_groups(self) -> int:
+        """Groups of epilogue warps that take turns on the tiles."""
+        return 2 if self.mma == "pingpong" else 1
+
+    @property
+    def epilogue_threads(self) -> int:
+        """Threads of one epilogue group: those that share a subtile."""
+        return 256 if self.mma == "cooperative" else 128
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 384 if self.arch == "sm_90a" else 224
+
+    @property
+    def epi_tile(self) -> tuple[int, int]:
+        """(M, N) of a subtile: what one ring stage holds."""
+        if self.mma == "pingpong":
+            return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
+        return 128, 32
+
+    @property
+    def subtiles(self) -> int:
+        """Subtiles per CTA tile."""
+        return self.cta_tile[0] // self.epi_tile[0] * self.epi_columns
+
+    @property
+    def epi_columns(self) -> int:
+        """Subtiles side by side along N; subtile ``s`` is at (``s // epi_columns``, ``s % epi_columns``)."""
+        return self.cta_tile[1] // self.epi_tile[1]
+
+    @property
+    def slot_subtile_bytes(self) -> int:
+        """Bytes of one partial subtile on the wire."""
+        return self.epi_tile[0] * self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype]
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one ring stage: the larger of a partial and an output subtile."""
+        wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
+        return self.epi_tile[0] * self.epi_tile[1] * wide
+
+    @property
+    def ab_stage_bytes(self) -> int:
+        """Bytes of one A/B stage in one CTA (2-CTA: each CTA holds half of B)."""
+        return (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K * DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def ab_stages(self) -> int:
+        """A/B stages that fit beside the ring."""
+        free = SMEM_BYTES - BARRIER_BYTES - self.ring_stages * self.stage_bytes
+        return free // self.ab_stage_bytes
+
+    @property
+    def name(self) -> str:
+        """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
+        parts = [self.arch, self.mma, _x(self.tile), "c" + _x(self.cluster), self.in_dtype]
+        parts += [f"o{self.out_dtype}"] if self.out_dtype != self.in_dtype else []
+        parts += [f"s{self.slot_dtype}"] if self.slot_dtype != self.in_dtype else []
+        parts += [f"a{self.a_major}b{self.b_major}"] if (self.a_major, self.b_major) != ("k", "k") else []
+        parts += ["bias"] if self.bias else []
+        parts += (
+            [f"r{self.ring_stages}q{self.inflight}"] if (self.ring_stages, self.inflight) != (4, 2) else []
+        )
+        parts += [f"g{self.raster_group}"] if self.raster_group != 8 else []
+        return "_".join(parts)
+
+
+def _x(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}x{pair[1]}"
+
+
+def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value}")

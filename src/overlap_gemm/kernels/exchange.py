@@ -1,0 +1,30 @@
+"""The run-time arguments of an op that exchanges tiles with peers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass import Int32, Int64, cute
+
+
+class Exchange(NamedTuple):
+    """Run-time arguments of an op that exchanges tiles.
+
+    Attributes:
+        peers: ``Int64[world]``: workspace base address of every rank, as this rank reaches it; own address at
+            ``rank``.
+        rank: ``Int32``: this rank.
+        world: ``Int32``: ranks.
+        slots_offset: ``Int64``: bytes from the base to the slot buffer of even epochs.
+        buffer_bytes: ``Int64``: bytes from there to the slot buffer of odd epochs; fixed by the workspace.
+        timeout_ns: ``Int64``: bound of every wait on a peer, 0 for none.
+        record: ``Int64``: address of the failure record.
+    """
+
+    peers: cute.Tensor
+    rank: Int32
+    world: Int32
+    slots_offset: Int64
+    buffer_bytes: Int64
+    timeout_ns: Int64
+    record: Int64

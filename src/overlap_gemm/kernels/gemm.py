@@ -1,0 +1,100 @@
+"""The plain GEMM as an op of the fused kernel: every tile is own, nothing is exchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import add_bias
+from overlap_gemm.kernels.roles import CtaTile, OwnTileSender
+from overlap_gemm.kernels.work import Work
+from overlap_gemm.schedules import LinearOrder
+
+
+class GemmContext(NamedTuple):
+    """Run-time values of a plain GEMM's epilogue."""
+
+    bias: Any
+
+
+@dataclass(frozen=True)
+class PlainGemm:
+    """``out = a @ b.T (+ bias)`` on one rank.
+
+    Attributes:
+        config: the kernel's configuration.
+    """
+
+    config: GemmConfig
+
+    @property
+    def order(self) -> LinearOrder:
+        """One shard, walked once."""
+        return LinearOrder(self.config.raster_group)
+
+    def context(self, bias: Any, exchange: None, work: Work) -> GemmContext:
+        """Run-time values of the epilogue."""
+        return GemmContext(bias)
+
+    def world(self, exchange: None) -> tuple[int, int]:
+        """(rank, world)."""
+        return 0, 1
+
+    def await_partials(self, context: GemmContext, tile: CtaTile, own: Any) -> None:
+        """Waits for nobody."""
+
+    def combine(
+        self,
+        mainloop: Any,
+        res: Any,
+        ops: Any,
+        context: GemmContext,
+        fragment: Any,
+        tile: CtaTile,
+        subtile: int,
+        thread: Int32,
+        own: Any,
+    ) -> None:
+        """Adds the bias."""
+        finish_subtile(self.config, mainloop, res, ops, context.bias, fragment, tile, subtile, thread)
+
+    def write(
+        self,
+        mainloop: Any,
+        res: Any,
+        ops: Any,
+        fragment: Any,
+        stages: Any,
+        stage: Int32,
+        thread: Int32,
+        own: Any,
+    ) -> None:
+        """Writes the output subtile into its stage."""
+        mainloop.store_to_stage(res, ops, thread, fragment, stages.tiled[(None, None, stage)])
+
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Any, work: Work, context: Any, tma_out: Any, out: Any) -> None:
+        """One lane: stores every tile to the output."""
+        own = OwnTileSender(self.config, self, work, 0, tma_out, out, stages)
+        ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, own)
+
+
+def finish_subtile(
+    config: GemmConfig,
+    mainloop: Any,
+    res: Any,
+    ops: Any,
+    bias: Any,
+    fragment: Any,
+    tile: CtaTile,
+    subtile: int,
+    thread: Int32,
+) -> None:
+    """What every complete subtile gets before it is stored: the bias."""
+    if cutlass.const_expr(config.bias):
+        column = tile.column + subtile % config.epi_columns * config.epi_tile[1]
+        add_bias(fragment, mainloop.fragment_columns(res, ops, thread), bias, column)

@@ -1,0 +1,90 @@
+"""Where things lie in a rank's symmetric workspace: control words, flags and slots.
+
+One statement of the layout for the kernel, the host and the tests. All offsets are bytes from the workspace's
+base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
+
+    0                 control words (local to the rank)
+    CONTROL_BYTES     arrival flags, ``uint32[max_flags]``
+    slots_offset      slot buffer of even epochs
+    + buffer_bytes    slot buffer of odd epochs
+
+``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
+a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
+shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
+
+CONTROL_BYTES = 1024
+"""Control words and the ``entered`` words, rounded up; see the offsets below."""
+
+EPOCH_OFFSET = 0
+"""``uint32``: the last finished call's epoch. Zero-initialised; every call adds one."""
+
+TICKET_OFFSET = 4
+"""``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
+
+CLAIM_OFFSET = 8
+"""``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
+
+ENTERED_OFFSET = 128
+"""``uint32[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
+
+MAX_WORLD = (CONTROL_BYTES - ENTERED_OFFSET) // 4
+"""Ranks one workspace can serve."""
+
+FLAG_ALIGN = 1024
+"""Slots begin at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class ReduceScatterShape:
+    """Sizes of one GEMM reduce-scatter call: global ``rows`` x ``cols`` over ``world`` ranks.
+
+    Attributes:
+        rows: M of the product, before scattering; at least 1.
+        cols: N.
+        world: ranks.
+    """
+
+    rows: int
+    cols: int
+    world: int
+
+    def grid(self, config: GemmConfig) -> TileGrid:
+        """Cluster tiles of one shard."""
+        tile_m, tile_n = config.cluster_tile
+        return TileGrid(ceil_div(shard_rows(self.rows, self.world), tile_m), ceil_div(self.cols, tile_n))
+
+    def cta_tiles(self, config: GemmConfig) -> int:
+        """CTA tiles of one shard: the tile index of slots and flags counts these."""
+        grid = self.grid(config)
+        return grid.rows * grid.cols * config.cluster_size
+
+    def num_flags(self, config: GemmConfig) -> int:
+        """Arrival flags an owner needs: one per (tile, source)."""
+        return self.cta_tiles(config) * self.world
+
+    def buffer_bytes(self, config: GemmConfig) -> int:
+        """Bytes of one slot buffer: a slot per (source other than the owner, tile)."""
+        return (self.world - 1) * self.cta_tiles(config) * config.subtiles * config.slot_subtile_bytes
+
+    def num_clusters(self, config: GemmConfig) -> int:
+        """Cluster tiles of the whole product: more clusters than this in a grid would find no work."""
+        grid = self.grid(config)
+        return num_owners(self.rows, self.world) * grid.rows * grid.cols
+
+
+def slots_offset(max_flags: int) -> int:
+    """Byte offset of the first slot buffer in a workspace with room for ``max_flags`` flags."""
+    return ceil_div(CONTROL_BYTES + 4 * max_flags, FLAG_ALIGN) * FLAG_ALIGN
+
+
+def workspace_bytes(max_flags: int, buffer_bytes: int) -> int:
+    """Bytes of a workspace; ``buffer_bytes`` is one slot buffer, a multiple of 16."""
+    return slots_offset(max_flags) + 2 * buffer_bytes

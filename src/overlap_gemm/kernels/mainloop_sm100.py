@@ -1,0 +1,344 @@
+"""The Blackwell mainloop: tcgen05.mma by one warp, fp32 accumulators double buffered in tensor memory.
+
+    load warp          per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
+    MMA warp           per tile:    acc.acquire; per k tile: ab.wait -> mma -> ab.release; acc.commit
+    4 epilogue warps   per tile:    acc.wait -> subtiles from tensor memory -> acc.release
+
+| pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                   | stages   |
+|----------|---------------------------------|-------------------------------------------------|----------|
+| ab       | load warp: 1 + bytes of A and B | tcgen05.commit of every CTA that reads the tile | what fits |
+| acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2        |
+
+In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
+rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute, memory, pipeline, utils
+from cutlass.cute.nvgpu import cpasync, tcgen05
+
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.work import Work
+
+NUM_ACC_STAGES = 2
+EPILOGUE_WARPS = 4
+MMA_WARP = 4
+LOAD_WARP = 5
+COMM_WARP = 6
+TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory allocated
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the roles share: pipelines, tensor memory and shared-memory tiles of A and B."""
+
+    ab: Any
+    acc: Any
+    tmem: Any
+    sA: Any
+    sB: Any
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """One thread's view of a finished accumulator: TMEM source per subtile, and how to load it."""
+
+    copy: Any
+    tmem: Any  # ((T2R), 1, 1, subtiles)
+    shape: Any
+
+
+@dataclass(frozen=True)
+class MainloopSm100:
+    """tcgen05 mainloop, 1-CTA 128 x {64, 128, 256} or 2-CTA 256 x {128, 256}.
+
+    Attributes:
+        config: the kernel's configuration; ``config.mma`` is ``"1cta"`` or ``"2cta"``.
+    """
+
+    config: GemmConfig
+
+    load_warp = LOAD_WARP
+    comm_warp = COMM_WARP
+    first_epilogue_warp = 0
+    num_epilogue_warps = EPILOGUE_WARPS
+
+    # -- host side of the launch
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """One MMA instruction over the whole tile."""
+        cfg = self.config
+        major = tcgen05.OperandMajorMode
+        return utils.sm100.make_trivial_tiled_mma(
+            DTYPES[cfg.in_dtype],
+            DTYPES[cfg.in_dtype],
+            major.K if cfg.a_major == "k" else major.MN,
+            major.K if cfg.b_major == "k" else major.MN,
+            cutlass.Float32,
+            tcgen05.CtaGroup.TWO if cfg.cta_group == 2 else tcgen05.CtaGroup.ONE,
+            cfg.tile,
+        )
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
+        cfg, mma = self.config, self.tiled_mma()
+        a_layout, b_layout = self._smem_layouts(mma)
+        shape = self._cluster_layout(mma).shape
+        tma_a, a_view = cute.nvgpu.make_tiled_tma_atom_A(
+            utils.sm100.cluster_shape_to_tma_atom_A(cfg.cluster, mma.thr_id),
+            a,
+            cute.slice_(a_layout, (None, None, None, 0)),
+            (*cfg.tile, TILE_K),
+            mma,
+            shape,
+        )
+        tma_b, b_view = cute.nvgpu.make_tiled_tma_atom_B(
+            utils.sm100.cluster_shape_to_tma_atom_B(cfg.cluster, mma.thr_id),
+            b,
+            cute.slice_(b_layout, (None, None, None, 0)),
+            (*cfg.tile, TILE_K),
+            mma,
+            shape,
+        )
+        return Operands(mma, tma_a, a_view, tma_b, b_view)
+
+    # -- kernel prologue
+
+    @property
+    def num_barriers(self) -> int:
+        """8-byte words of barrier storage ``setup`` needs."""
+        return 2 * self.config.ab_stages + 2 * NUM_ACC_STAGES + 2
+
+    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        cfg, mma = self.config, ops.mma
+        cluster = self._cluster_layout(mma)
+        multicast = cute.size(cluster, mode=[2]) + cute.size(cluster, mode=[1]) - 1
+        a_layout, b_layout = self._smem_layouts(mma)
+        ab = pipeline.PipelineTmaUmma.create(
+            barrier_storage=barriers,
+            num_stages=cfg.ab_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, multicast),
+            tx_count=cfg.ab_stage_bytes * cfg.cta_group,
+            cta_layout_vmnk=cluster,
+            defer_sync=True,
+        )
+        barriers = barriers + 2 * cfg.ab_stages
+        acc = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=NUM_ACC_STAGES,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * cfg.cta_group),
+            cta_layout_vmnk=cluster,
+            defer_sync=True,
+        )
+        barriers = barriers + 2 * NUM_ACC_STAGES
+        tmem = memory.TmemAllocator(
+            cute.recast_ptr(barriers, dtype=Int32),
+            barrier_for_retrieve=pipeline.NamedBarrier(TMEM_BARRIER, 32 * (EPILOGUE_WARPS + 1)),
+            allocator_warp_id=MMA_WARP,
+            is_two_cta=cfg.cta_group == 2,
+            two_cta_tmem_dealloc_mbar_ptr=barriers + 1,
+        )
+        dtype = DTYPES[cfg.in_dtype]
+        sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
+        sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        return Resources(ab, acc, tmem, sA, sB)
+
+    def adjust_registers(self, is_epilogue: bool) -> None:
+        """No register reallocation: 224 threads have enough each."""
+
+    # -- load role
+
+    def load_state(self) -> pipeline.PipelineState:
+        """State of the load warp at the start."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
+
+    @cute.jit
+    def load_tile(
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
+    ) -> pipeline.PipelineState:
+        """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
+        tile_m, tile_n = self.config.tile
+        cluster = self._cluster_layout(ops.mma)
+        v, m, n, _ = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        part = ops.mma.get_slice(v)
+        gA = cute.local_tile(cute.domain_offset((row + m * tile_m, 0), ops.a), (tile_m, TILE_K), (0, None))
+        gB = cute.local_tile(cute.domain_offset((col + n * tile_n, 0), ops.b), (tile_n, TILE_K), (0, None))
+        tAsA, tAgA = cpasync.tma_partition(
+            ops.tma_a,
+            n,
+            cute.make_layout(cute.size(cluster, mode=[2])),
+            cute.group_modes(res.sA, 0, 3),
+            cute.group_modes(part.partition_A(gA), 0, 3),
+        )
+        tBsB, tBgB = cpasync.tma_partition(
+            ops.tma_b,
+            m,
+            cute.make_layout(cute.size(cluster, mode=[1])),
+            cute.group_modes(res.sB, 0, 3),
+            cute.group_modes(part.partition_B(gB), 0, 3),
+        )
+        mask_a, mask_b = self._multicast_masks(cluster)
+        for k in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
+            res.ab.producer_acquire(state)
+            full = res.ab.producer_get_barrier(state)
+            cute.copy(
+                ops.tma_a, tAgA[(None, k)], tAsA[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_a
+            )
+            cute.copy(
+                ops.tma_b, tBgB[(None, k)], tBsB[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_b
+            )
+            state.advance()
+        return state
+
+    def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
+        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
+        res.ab.producer_tail(state)
+
+    # -- MMA role
+
+    def private_roles(self) -> tuple[tuple[int, Any], ...]:
+        """Roles that only this mainloop has: (warp, role)."""
+        return ((MMA_WARP, self.mma_role),)
+
+    @cute.jit
+    def mma_role(self, res: Resources, ops: Operands, work: Work) -> None:
+        """Per tile: waits for a free accumulator and each k tile, accumulates, hands over.
+
+        Allocates tensor memory first, frees it when every epilogue warp has read its last accumulator.
+        """
+        mma = ops.mma
+        res.tmem.allocate(self._tmem_columns)
+        res.tmem.wait_for_alloc()
+        base = res.tmem.retrieve_ptr(cutlass.Float32)
+        accumulators = cute.make_tensor(base, self._accumulator_layout(mma))
+        tCrA, tCrB = mma.make_fragment_A(res.sA), mma.make_fragment_B(res.sB)
+        ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_ACC_STAGES)
+        k_tiles = cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K)
+        rank_in_cluster = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if rank_in_cluster % self.config.cta_group == 0:
+            for _ in cutlass.range(work.num_tiles, unroll=1):
+                tCtAcc = accumulators[(None, None, None, acc_state.index)]
+                res.acc.producer_acquire(acc_state)
+                mma.set(tcgen05.Field.ACCUMULATE, False)
+                for _k in cutlass.range(k_tiles, unroll=1):
+                    res.ab.consumer_wait(ab_state)
+                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                        at = (None, None, block, ab_state.index)
+                        cute.gemm(mma, tCtAcc, tCrA[at], tCrB[at], tCtAcc)
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    res.ab.consumer_release(ab_state)
+                    ab_state.advance()
+                res.acc.producer_commit(acc_state)
+                acc_state.advance()
+            for _ in cutlass.range_constexpr(NUM_ACC_STAGES):
+                res.acc.producer_acquire(acc_state)
+                acc_state.advance()
+        res.tmem.relinquish_alloc_permit()
+        res.tmem.free(base)
+
+    # -- epilogue side
+
+    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> pipeline.PipelineState:
+        """State of an epilogue thread at the start; waits until tensor memory is allocated."""
+        res.tmem.wait_for_alloc()
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_ACC_STAGES)
+
+    def accumulate(
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState
+    ) -> tuple[Accumulator, pipeline.PipelineState]:
+        """Waits for the next finished accumulator."""
+        copy, tmem, shape = self._accumulator_views(res, ops)
+        res.acc.consumer_wait(state)
+        tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
+        return Accumulator(copy, tmem, shape), state
+
+    def subtile(self, acc: Accumulator, index: int) -> cute.Tensor:
+        """This thread's fp32 values of subtile ``index``, in registers."""
+        fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+        return fragment
+
+    @cute.jit
+    def release(self, res: Resources, state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """Frees the accumulator, once all its subtiles are in registers."""
+        cute.arch.fence_view_async_tmem_load()
+        with cute.arch.elect_one():
+            res.acc.consumer_release(state)
+        state.advance()
+        return state
+
+    def pass_turn(self, res: Resources, state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """One epilogue group: nobody to pass the turn to."""
+        return state
+
+    def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+        """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""
+        copy, _, _ = self._accumulator_views(res, ops)
+        dtype = stage.element_type
+        atom = utils.sm100.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32, copy)
+        tiled = cute.make_tiled_copy_D(atom, copy)
+        converted = cute.make_rmem_tensor(fragment.shape, dtype)
+        converted.store(fragment.load().to(dtype))
+        cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
+
+    def fragment_columns(self, res: Resources, ops: Operands, thread: Int32) -> cute.Tensor:
+        """(row, column) in the subtile of each of this thread's values."""
+        copy, _, _ = self._accumulator_views(res, ops)
+        return copy.get_slice(thread).partition_D(cute.make_identity_tensor(self.config.epi_tile))
+
+    # -- layouts
+
+    def _cluster_layout(self, mma: cute.TiledMma) -> cute.Layout:
+        return cute.tiled_divide(cute.make_layout((*self.config.cluster, 1)), (mma.thr_id.shape,))
+
+    def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
+        tiler, dtype = (*self.config.tile, TILE_K), DTYPES[self.config.in_dtype]
+        stages = self.config.ab_stages
+        return (
+            utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
+            utils.sm100.make_smem_layout_b(mma, tiler, dtype, stages),
+        )
+
+    def _multicast_masks(self, cluster: cute.Layout) -> tuple[Any, Any]:
+        if self.config.cluster_size == 1:
+            return None, None
+        coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        return (
+            cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=2),
+            cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=1),
+        )
+
+    @property
+    def _tmem_columns(self) -> int:
+        return NUM_ACC_STAGES * self.config.tile[1]
+
+    def _accumulator_layout(self, mma: cute.TiledMma) -> Any:
+        shape = cute.append(mma.partition_shape_C(self.config.tile), NUM_ACC_STAGES)
+        return mma.make_fragment_C(shape).layout
+
+    def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:
+        """The load of one subtile, this thread's source for all subtiles and stages, and its shape."""
+        cfg = self.config
+        base = res.tmem.retrieve_ptr(cutlass.Float32)
+        acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))
+        # ((atom_m, atom_n), 1, 1, stage) -> (m, n, stage): one MMA instruction covers the tile
+        acc = cute.make_tensor(acc.iterator, cute.select(cute.flatten(acc.layout), mode=[0, 1, 4]))
+        subtiles = cute.flat_divide(acc, cfg.epi_tile)  # (epi_m, epi_n, rows, columns, stage)
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(cfg.epi_tile[1])), cutlass.Float32)
+        copy = tcgen05.make_tmem_copy(atom, subtiles[(None, None, 0, 0, 0)])
+        thread, _, _ = cute.arch.thread_idx()
+        part = copy.get_slice(thread)
+        source = part.partition_S(subtiles)
+        shape = part.partition_D(cute.make_identity_tensor(cfg.epi_tile)).shape
+        return copy, source, shape

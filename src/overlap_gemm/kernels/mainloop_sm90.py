@@ -1,0 +1,322 @@
+"""The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
+
+Ping-pong: each warp group computes whole tiles, alternately; one's epilogue hides behind the other's wgmma.
+
+    load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
+    warp group g    tile j (j % 2 == g):
+        turn.wait(mma) -> per k tile: ab.wait, wgmma, ab.release of the k tile before -> turn.arrive(mma)
+        turn.wait(epilogue) -> subtiles to the ring -> turn.arrive(epilogue)
+
+Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
+
+| pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
+|----------|---------------------------------|---------------------------------------------------|-----------|
+| ab       | load warp: 1 + bytes of A and B | each warp that reads it, in every multicast CTA   | what fits |
+| turn     | 4 warps of the other group      | (waits only)                                      | 2         |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute, pipeline, utils
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.operands import Operands
+
+LOAD_WARP = 0
+COMM_WARP = 1
+FIRST_EPILOGUE_WARP = 4
+NUM_EPILOGUE_WARPS = 8
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+NUM_TURNS = 2  # per tile: the MMA, then the epilogue
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the roles share: the A/B pipeline and stages, and the barriers that make turns alternate."""
+
+    ab: Any
+    turn: Any
+    sA: Any
+    sB: Any
+
+
+@dataclass(frozen=True)
+class ConsumerState:
+    """States of an epilogue thread: A/B stages, and its group's turn."""
+
+    ab: Any
+    turn: Any
+
+
+@dataclass(frozen=True)
+class MainloopSm90:
+    """wgmma mainloop, ping-pong 64 x {128, 256} or 128 x 128, cooperative 128 x {128, 256}.
+
+    Attributes:
+        config: the kernel's configuration; ``config.mma`` is ``"pingpong"`` or ``"cooperative"``.
+    """
+
+    config: GemmConfig
+
+    load_warp = LOAD_WARP
+    comm_warp = COMM_WARP
+    first_epilogue_warp = FIRST_EPILOGUE_WARP
+    num_epilogue_warps = NUM_EPILOGUE_WARPS
+
+    # -- host side of the launch
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """64-row instructions, one or (cooperative) two warp groups along M."""
+        cfg = self.config
+        major = warpgroup.OperandMajorMode
+        return utils.sm90.make_trivial_tiled_mma(
+            DTYPES[cfg.in_dtype],
+            DTYPES[cfg.in_dtype],
+            major.K if cfg.a_major == "k" else major.MN,
+            major.K if cfg.b_major == "k" else major.MN,
+            cutlass.Float32,
+            (cfg.epilogue_threads // 128, 1, 1),
+            (64, cfg.tile[1]),
+        )
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
+        cfg = self.config
+        a_layout, b_layout = self._smem_layouts()
+
+        def tma(tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> Any:
+            op = (
+                cpasync.CopyBulkTensorTileG2SMulticastOp()
+                if multicast > 1
+                else cpasync.CopyBulkTensorTileG2SOp()
+            )
+            return cpasync.make_tiled_tma_atom(
+                op, tensor, cute.slice_(layout, (None, None, 0)), (rows, TILE_K), num_multicast=multicast
+            )
+
+        tma_a, a_view = tma(a, a_layout, cfg.tile[0], cfg.cluster[1])
+        tma_b, b_view = tma(b, b_layout, cfg.tile[1], cfg.cluster[0])
+        return Operands(self.tiled_mma(), tma_a, a_view, tma_b, b_view)
+
+    # -- kernel prologue
+
+    @property
+    def num_barriers(self) -> int:
+        """8-byte words of barrier storage ``setup`` needs."""
+        return 2 * self.config.ab_stages + NUM_TURNS * 2
+
+    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        cfg = self.config
+        multicast = cfg.cluster[0] + cfg.cluster[1] - 1
+        ab = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=cfg.ab_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, multicast * cfg.epilogue_threads // 32
+            ),
+            tx_count=cfg.ab_stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, *cfg.cluster, 1)),
+            defer_sync=True,
+        )
+        turn = None
+        if cfg.epilogue_groups > 1:
+            thread, _, _ = cute.arch.thread_idx()
+            turn = pipeline.PipelineOrder.create(
+                barrier_storage=barriers + 2 * cfg.ab_stages,
+                depth=NUM_TURNS,
+                length=cfg.epilogue_groups,
+                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP) // 4,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.epilogue_threads // 32),
+                defer_sync=True,
+            )
+        a_layout, b_layout = self._smem_layouts()
+        dtype = DTYPES[cfg.in_dtype]
+        sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
+        sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        return Resources(ab, turn, sA, sB)
+
+    def adjust_registers(self, is_epilogue: bool) -> None:
+        """Moves registers from the producer warp group to the two that hold accumulators."""
+        if is_epilogue:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        else:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+
+    # -- load role
+
+    def load_state(self) -> pipeline.PipelineState:
+        """State of the load warp at the start."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
+
+    @cute.jit
+    def load_tile(
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
+    ) -> pipeline.PipelineState:
+        """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
+        cfg = self.config
+        tile_m, tile_n = cfg.tile
+        cluster = cute.make_layout((*cfg.cluster, 1))
+        coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        m, n, _ = coord
+        gA = cute.local_tile(cute.domain_offset((row + m * tile_m, 0), ops.a), (tile_m, TILE_K), (0, None))
+        gB = cute.local_tile(cute.domain_offset((col + n * tile_n, 0), ops.b), (tile_n, TILE_K), (0, None))
+        tAsA, tAgA = cpasync.tma_partition(
+            ops.tma_a,
+            n,
+            cute.make_layout(cfg.cluster[1]),
+            cute.group_modes(res.sA, 0, 2),
+            cute.group_modes(gA, 0, 2),
+        )
+        tBsB, tBgB = cpasync.tma_partition(
+            ops.tma_b,
+            m,
+            cute.make_layout(cfg.cluster[0]),
+            cute.group_modes(res.sB, 0, 2),
+            cute.group_modes(gB, 0, 2),
+        )
+        mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
+        mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
+        for k in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
+            res.ab.producer_acquire(state)
+            full = res.ab.producer_get_barrier(state)
+            cute.copy(
+                ops.tma_a, tAgA[(None, k)], tAsA[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_a
+            )
+            cute.copy(
+                ops.tma_b, tBgB[(None, k)], tBsB[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_b
+            )
+            state.advance()
+        return state
+
+    def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
+        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
+        res.ab.producer_tail(state)
+
+    def private_roles(self) -> tuple[tuple[int, Any], ...]:
+        """None: the epilogue warps issue the MMA themselves."""
+        return ()
+
+    # -- epilogue side
+
+    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> ConsumerState:
+        """States of an epilogue thread at the start; the second ping-pong group skips the first tile."""
+        ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
+        turn = None
+        if self.config.epilogue_groups > 1:
+            ab.advance(group * self._k_tiles(ops))
+            turn = res.turn.state
+        return ConsumerState(ab, turn)
+
+    @cute.jit
+    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
+        """Computes this group's next tile into registers, in its turn."""
+        cfg, mma = self.config, ops.mma
+        pingpong = cfg.epilogue_groups > 1
+        ab, turn, read = res.ab, res.turn, state.ab
+        thread, _, _ = cute.arch.thread_idx()
+        part = mma.get_slice((thread - 32 * FIRST_EPILOGUE_WARP) % cfg.epilogue_threads)
+        tCrA = mma.make_fragment_A(part.partition_A(res.sA))
+        tCrB = mma.make_fragment_B(part.partition_B(res.sB))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C(cfg.tile), cutlass.Float32)
+        k_tiles = self._k_tiles(ops)
+        num_blocks = cute.size(tCrA, mode=[2])
+        freed = read.clone()
+
+        if cutlass.const_expr(pingpong):
+            turn.wait(state.turn)
+        warpgroup.fence()
+        ab.consumer_wait(read)
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for block in cutlass.range_constexpr(num_blocks):
+            at = (None, None, block, read.index)
+            cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        read.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            ab.consumer_wait(read)
+            for block in cutlass.range_constexpr(num_blocks):
+                at = (None, None, block, read.index)
+                cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            ab.consumer_release(freed)
+            freed.advance()
+            read.advance()
+        next_turn = state.turn
+        if cutlass.const_expr(pingpong):
+            next_turn = self._arrive(turn, next_turn)
+        warpgroup.wait_group(0)
+        ab.consumer_release(freed)
+        if cutlass.const_expr(pingpong):
+            read.advance(k_tiles)
+            turn.wait(next_turn)
+        return acc, ConsumerState(read, next_turn)
+
+    def subtile(self, acc: cute.Tensor, index: int) -> cute.Tensor:
+        """This thread's fp32 values of subtile ``index``: part of the accumulator's registers."""
+        cfg = self.config
+        values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
+        # A thread's values of one 64-row instruction are contiguous, by column: so are those of a subtile.
+        return cute.make_tensor(acc.iterator + index * values, cute.make_layout(((2, 2, values // 4), 1, 1)))
+
+    def release(self, res: Resources, state: ConsumerState) -> ConsumerState:
+        """The accumulator is this thread's registers: nothing to free."""
+        return state
+
+    def pass_turn(self, res: Resources, state: ConsumerState) -> ConsumerState:
+        """Lets the other group into the epilogue."""
+        if self.config.epilogue_groups == 1:
+            return state
+        return ConsumerState(state.ab, self._arrive(res.turn, state.turn))
+
+    def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+        """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""
+        dtype = stage.element_type
+        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), DTYPES[self.config.in_dtype])
+        wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
+        tiled = cute.make_tiled_copy_S(
+            matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
+        )
+        part = tiled.get_slice(thread)
+        converted = cute.make_rmem_tensor(part.partition_S(stage).shape, dtype)
+        converted.store(fragment.load().to(dtype).reshape(converted.shape))
+        cute.copy(tiled, converted, part.partition_D(stage))
+
+    def fragment_columns(self, res: Resources, ops: Operands, thread: Int32) -> cute.Tensor:
+        """(row, column) in the subtile of each of this thread's values."""
+        return ops.mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.config.epi_tile))
+
+    # -- details
+
+    def _k_tiles(self, ops: Operands) -> Any:
+        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K)
+
+    @cute.jit
+    def _arrive(self, turn: Any, state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
+        after = state.clone()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            turn.arrive(state.clone())
+        after.advance()
+        return after
+
+    def _smem_layouts(self) -> tuple[Any, Any]:
+        cfg = self.config
+        tiler, dtype = (*cfg.tile, TILE_K), DTYPES[cfg.in_dtype]
+        row, col = utils.LayoutEnum.ROW_MAJOR, utils.LayoutEnum.COL_MAJOR
+        return (
+            utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
+            utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),
+        )

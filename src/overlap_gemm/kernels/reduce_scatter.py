@@ -1,0 +1,270 @@
+"""GEMM reduce-scatter as an op of the fused kernel.
+
+Rank ``r`` computes ``a @ b.T`` for all rows, with its own share of K; shard ``p`` of the rows, summed over
+the ranks, is the output of rank ``p``.
+
+    foreign tile    epilogue: round to the slot type, fragment order -> ring
+                    comm lane: bulk store into the owner's slot[source][tile]; when it is written, release
+                    flag[tile][source]
+    own tile        epilogue: wait for every source's flag of this tile, sum the slots in fp32 in rank order
+    with the own
+                    accumulator at its place, add the bias, round once -> ring
+                    comm lane: clipped TMA store into the output
+
+Progress. Foreign tiles wait for nothing remote and come first; the comm lane publishes the last of them
+before it waits for the first own stage; so every foreign tile of every resident CTA is published without any
+wait for a peer, and own tiles wait only for published things. Needs: all CTAs of a launch co-resident, all
+ranks' launches eventually running.
+
+Reuse. Flags are monotonic epochs and never reset. Slots are double buffered by the epoch's parity: a rank
+writes call ``e + 2``'s partials only behind its call ``e + 1``, which waited for data that the owner sent
+behind its call ``e``. A rank that owns no row waits for no tile; it waits, at its end, for every owner to
+have entered the call. One stream per workspace, and no launch may overlap the one before it (no programmatic
+dependent launch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.flags import WaitBound, release_flag, wait_flag
+from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import add_sources, pack
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.gemm import finish_subtile
+from overlap_gemm.kernels.geometry import (
+    CLAIM_OFFSET,
+    CONTROL_BYTES,
+    ENTERED_OFFSET,
+    EPOCH_OFFSET,
+    TICKET_OFFSET,
+)
+from overlap_gemm.kernels.roles import CtaTile, OwnTileSender
+from overlap_gemm.kernels.work import Work
+from overlap_gemm.schedules import RotatedShards
+
+
+class Context(NamedTuple):
+    """Run-time values every role of one call shares.
+
+    Attributes:
+        bias: bias tensor or None.
+        exchange: the launch's arguments.
+        base: own workspace address.
+        epoch: this call's epoch.
+        slots: byte offset of this epoch's slot buffer.
+        bound: bound of waits on peers.
+        source_bytes: bytes from one source's slots to the next source's.
+    """
+
+    bias: Any
+    exchange: Exchange
+    base: Any
+    epoch: Any
+    slots: Any
+    bound: WaitBound
+    source_bytes: Any
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """``out = sum over ranks of (a @ b.T), rows of this rank's shard (+ bias)``.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a partial reaches its owner, for example ``transports.peer_bulk.PeerBulk``.
+    """
+
+    config: GemmConfig
+    transport: Any
+
+    @property
+    def order(self) -> RotatedShards:
+        """The next rank's shard first, the own shard last."""
+        return RotatedShards(self.config.raster_group)
+
+    def world(self, exchange: Exchange) -> tuple[Any, Any]:
+        """(rank, world)."""
+        return exchange.rank, exchange.world
+
+    def context(self, bias: Any, exchange: Exchange, work: Work) -> Context:
+        """Reads the epoch: every thread, before the CTA's first barrier, so before any ticket of this CTA."""
+        base = exchange.peers[exchange.rank]
+        epoch = cute.arch.load(global_pointer(Uint32, base + EPOCH_OFFSET, 4), Uint32) + 1
+        cta_tiles = work.grid.rows * work.grid.cols * self.config.cluster_size
+        return Context(
+            bias,
+            exchange,
+            base,
+            epoch,
+            exchange.slots_offset + Int64(epoch & 1) * exchange.buffer_bytes,
+            WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
+            Int64(cta_tiles) * self._tile_bytes,
+        )
+
+    # -- epilogue
+
+    @cute.jit
+    def await_partials(self, context: Context, tile: CtaTile, own: Any) -> None:
+        """Before an own tile: each lane waits for one source's flag, then the warp may read every slot."""
+        exchange = context.exchange
+        if own:
+            source = cute.arch.lane_idx()
+            while source < exchange.world:
+                if source != exchange.rank:
+                    index = tile.index * exchange.world + source
+                    site = FailureSite(
+                        exchange.rank,
+                        int(Op.GEMM_REDUCE_SCATTER),
+                        int(Role.EPILOGUE_PARTIAL),
+                        tile.index,
+                        source,
+                        index,
+                    )
+                    wait_flag(_flag_address(context.base, index), context.epoch, context.bound, site)
+                source += 32
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def combine(
+        self,
+        mainloop: Any,
+        res: Any,
+        ops: Any,
+        context: Context,
+        fragment: Any,
+        tile: CtaTile,
+        subtile: cutlass.Constexpr[int],
+        thread: Int32,
+        own: Any,
+    ) -> None:
+        """Own tile: sums all partials in rank order into ``fragment`` and adds the bias."""
+        exchange = context.exchange
+        if own:
+            address = (
+                context.base
+                + context.slots
+                + Int64(tile.index) * self._tile_bytes
+                + (subtile * self.config.slot_subtile_bytes + thread * CHUNK_BYTES)
+            )
+            total = cute.make_rmem_tensor(cute.size(fragment), cutlass.Float32)
+            total.fill(0.0)
+            add_sources(total, self.config, address, context.source_bytes, Int32(0), exchange.rank)
+            total.store(total.load() + fragment.load().reshape(total.shape))
+            add_sources(total, self.config, address, context.source_bytes, exchange.rank, exchange.world - 1)
+            fragment.store(total.load().reshape(fragment.shape))
+            finish_subtile(self.config, mainloop, res, ops, context.bias, fragment, tile, subtile, thread)
+
+    @cute.jit
+    def write(
+        self,
+        mainloop: Any,
+        res: Any,
+        ops: Any,
+        fragment: Any,
+        stages: Any,
+        stage: Int32,
+        thread: Int32,
+        own: Any,
+    ) -> None:
+        """Own subtile: as the output's TMA store expects it. Foreign: packed."""
+        if own:
+            mainloop.store_to_stage(res, ops, thread, fragment, stages.tiled[(None, None, stage)])
+        else:
+            pack(fragment, stages.packed[(None, thread, stage)])
+
+    # -- comm lane
+
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Any, work: Work, context: Context, tma_out: Any, out: Any) -> None:
+        """One lane: sends and publishes foreign tiles, stores own tiles, then closes the call."""
+        self._announce(work, context)
+        foreign = PartialSender(self, work, context, stages)
+        own = OwnTileSender(self.config, self, work, work.num_foreign, tma_out, out, stages)
+        subtiles = self.config.subtiles
+        state = ring.drain(ring.consumer_state(), work.num_foreign, subtiles, foreign)
+        ring.drain(state, work.num_tiles - work.num_foreign, subtiles, own)
+        self._close(work, context)
+
+    @cute.jit
+    def _announce(self, work: Work, context: Context) -> None:
+        """An owner tells the ranks that own nothing that it has entered this call."""
+        exchange = context.exchange
+        x, y, _ = cute.arch.block_idx()
+        if x == 0 and y == 0 and exchange.rank < work.owners:
+            for peer in cutlass.range(work.owners, exchange.world, unroll=1):
+                release_flag(exchange.peers[peer] + ENTERED_OFFSET + 4 * exchange.rank, context.epoch)
+
+    @cute.jit
+    def _close(self, work: Work, context: Context) -> None:
+        """The last CTA stores the epoch; in a rank that owns nothing it first awaits every owner's entry."""
+        exchange = context.exchange
+        x, y, _ = cute.arch.grid_dim()
+        ticket = global_pointer(Uint32, context.base + TICKET_OFFSET, 4)
+        taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")
+        if Int32(taken) == x * y - 1:
+            if exchange.rank >= work.owners:
+                for owner in cutlass.range(work.owners, unroll=1):
+                    site = FailureSite(
+                        exchange.rank, int(Op.GEMM_REDUCE_SCATTER), int(Role.COMM_ENTERED), 0, owner, owner
+                    )
+                    address = context.base + ENTERED_OFFSET + 4 * owner
+                    wait_flag(address, context.epoch, context.bound, site)
+            cute.arch.store(ticket, Uint32(0))
+            cute.arch.store(global_pointer(Uint32, context.base + EPOCH_OFFSET, 4), context.epoch)
+
+    @property
+    def _tile_bytes(self) -> int:
+        return self.config.subtiles * self.config.slot_subtile_bytes
+
+
+@dataclass(frozen=True)
+class PartialSender:
+    """Sends foreign tiles to their owners' slots and releases their flags (a ``TileSender``).
+
+    Attributes:
+        op: the op: configuration, order and transport.
+        work: this cluster's work.
+        context: the call's run-time values.
+        stages: the ring's stages.
+    """
+
+    op: Any
+    work: Work
+    context: Context
+    stages: Any
+
+    def locate(self, tile: Any) -> tuple[Any, Any]:
+        """(owner, byte offset of this rank's slot for the tile in the owner's workspace)."""
+        context, rank = self.context, self.context.exchange.rank
+        at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+        slot = rank - (rank > at.owner) * 1  # an owner keeps no slot for itself
+        offset = context.slots + slot * context.source_bytes + Int64(at.index) * self.op._tile_bytes
+        return at.owner, offset
+
+    def send(self, place: tuple[Any, Any], subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile into the owner's slot."""
+        owner, offset = place
+        self.op.transport.put(
+            self.context.exchange.peers,
+            owner,
+            offset + subtile * self.op.config.slot_subtile_bytes,
+            self.stages.flat[(None, stage)],
+        )
+
+    def publish(self, tile: Any) -> None:
+        """Tells the owner that the tile's slot is complete."""
+        exchange = self.context.exchange
+        at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+        flag = at.index * exchange.world + exchange.rank
+        self.op.transport.publish(exchange.peers, at.owner, _flag_address(Int64(0), flag), self.context.epoch)
+
+
+def _flag_address(base: Any, index: Any) -> Any:
+    return base + (CONTROL_BYTES + 4 * Int64(index))

@@ -1,0 +1,12 @@
+"""Pipelines between an epilogue and a communicating warp, for any CuTe DSL kernel.
+
+- :class:`EpilogueRing`: epilogue warps fill shared-memory stages, one lane of a comm warp empties them.
+- :class:`LaggedPublication`: when a tile whose stores are still draining may be announced.
+- :class:`PipelineTmaStoreAsync`: the TMA store stays in the epilogue warp; a comm warp consumes finished
+  tiles.
+"""
+
+from overlap_gemm.pipelines.publication import LaggedPublication
+from overlap_gemm.pipelines.ring import EpilogueRing
+
+__all__ = ["EpilogueRing", "LaggedPublication"]

@@ -1,0 +1,157 @@
+"""The ring: epilogue warps -> shared-memory stages -> one lane of a communicating warp.
+
+    epilogue warps (all threads)                 comm lane (one thread)
+    ----------------------------                 ----------------------
+    acquire(state)          <- empty[stage] --   bulk stores of group g - Q written: release its stage
+    write the subtile into stage                 wait for full[stage]
+    commit(state)           -- full[stage] ->    start a bulk store, commit a bulk group
+    state.advance()                              full wait_group Q
+
+State of a stage (``num_stages`` of them, used in order):
+
+    | state    | who may touch it | leaves it when                                                     |
+    |----------|------------------|--------------------------------------------------------------------|
+    | empty    | epilogue warps   | every epilogue warp has committed (one arrival per warp on full)     |
+    | full     | comm lane        | the comm lane has started and committed its store                    |
+    | draining | bulk engine      | a full wait_group retired the store; the comm lane arrives on empty  |
+
+Why one lane: bulk async-groups belong to the thread that committed them, so only the thread that issued a
+store can wait for it. Why a full wait and not ``.read``: the same wait then also allows the tile to be
+published (:mod:`overlap_gemm.pipelines.publication`), and on sm_90 and sm_100 both forms compile to the same
+hardware wait. The epilogue never waits for global memory and needs no named barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+
+from overlap_gemm.pipelines.publication import LaggedPublication
+
+
+class TileSender(Protocol):
+    """What the comm lane does with tiles; each method is traced into the kernel."""
+
+    def locate(self, tile: Any) -> Any:
+        """Everything about ``tile`` that its subtiles share: a tuple of run-time values."""
+
+    def send(self, place: Any, subtile: Any, stage: Any) -> None:
+        """Starts the bulk stores of one subtile, found in ring stage ``stage``; neither commits nor waits."""
+
+    def publish(self, tile: Any) -> None:
+        """Called once all stores of ``tile`` are written and visible to the calling thread."""
+
+
+@dataclass(frozen=True)
+class EpilogueRing:
+    """A ``PipelineAsync`` whose producers are epilogue warps and whose consumer is one lane of a comm warp.
+
+    Attributes:
+        pipe: the mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
+        num_stages: stages of the ring.
+        inflight: bulk groups the comm lane leaves in flight, ``0 <= inflight < num_stages``.
+    """
+
+    pipe: pipeline.PipelineAsync
+    num_stages: int
+    inflight: int
+
+    @staticmethod
+    def create(barrier_storage: Any, num_stages: int, inflight: int, num_warps: int) -> EpilogueRing:
+        """Initialises the mbarriers; the caller fences and synchronises the CTA afterwards.
+
+        Args:
+            barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers.
+            num_stages: stages of the ring.
+            inflight: bulk groups left in flight. ``inflight == num_stages`` would wait for a stage that is
+                never freed.
+            num_warps: epilogue warps that fill each stage together.
+
+        Raises:
+            ValueError: if ``inflight`` is not in ``[0, num_stages)``.
+        """
+        if not 0 <= inflight < num_stages:
+            raise ValueError(f"inflight={inflight} must be in [0, num_stages={num_stages})")
+        pipe = pipeline.PipelineAsync.create(
+            barrier_storage=barrier_storage,
+            num_stages=num_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_warps),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            defer_sync=True,
+        )
+        return EpilogueRing(pipe, num_stages, inflight)
+
+    def producer_state(self) -> pipeline.PipelineState:
+        """State of an epilogue thread at the start: all stages empty."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+
+    def consumer_state(self) -> pipeline.PipelineState:
+        """State of the comm lane at the start."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+
+    def acquire(self, state: pipeline.PipelineState) -> None:
+        """Waits until ``state``'s stage is empty; all epilogue threads do, before they write it."""
+        self.pipe.producer_acquire(state)
+
+    @cute.jit
+    def commit(self, state: pipeline.PipelineState) -> None:
+        """Hands the written stage to the comm lane. All epilogue threads call it; then advance ``state``.
+
+        Each thread fences its own writes toward the async proxy; the warp's arrival follows all 32 fences.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.pipe.producer_commit(state)
+
+    @cute.jit
+    def drain(
+        self,
+        state: pipeline.PipelineState,
+        num_tiles: Int32,
+        subtiles: cutlass.Constexpr[int],
+        sender: Any,
+    ) -> pipeline.PipelineState:
+        """The comm lane's loop over tiles: wait, send, commit, free what is written, publish what is due.
+
+        On return every store has been written, every tile published and every stage freed. To be called by
+        one thread.
+
+        Args:
+            state: consumer state of the first subtile.
+            num_tiles: tiles to send, possibly 0.
+            subtiles: stages per tile.
+            sender: a :class:`TileSender`.
+
+        Returns:
+            The consumer state behind the last subtile. The caller must rebind it.
+        """
+        due = LaggedPublication(subtiles, self.inflight)
+        for tile in cutlass.range(num_tiles, unroll=1):
+            place = sender.locate(tile)
+            for subtile in cutlass.range(subtiles, unroll=1):
+                self.pipe.consumer_wait(state)
+                sender.send(place, subtile, state.index)
+                cute.arch.cp_async_bulk_commit_group()
+                state.advance()
+                cute.arch.cp_async_bulk_wait_group(self.inflight, read=False)
+                if tile * subtiles + subtile >= self.inflight:
+                    self._release_behind(state, self.inflight + 1)
+                if subtile == due.subtile and tile >= due.lag:
+                    sender.publish(tile - due.lag)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        for behind in cutlass.range_constexpr(self.inflight, 0, -1):
+            if num_tiles * subtiles >= behind:
+                self._release_behind(state, behind)
+        for behind in cutlass.range_constexpr(due.lag, 0, -1):
+            if num_tiles >= behind:
+                sender.publish(num_tiles - behind)
+        return state
+
+    def _release_behind(self, state: pipeline.PipelineState, behind: int) -> None:
+        """Frees the stage used ``behind`` subtiles before ``state``'s; an arrival needs no phase."""
+        stage = (state.index + (self.num_stages - behind)) % self.num_stages
+        self.pipe.sync_object_empty.arrive(stage, None)

@@ -1,0 +1,19 @@
+"""Tile orders and row ownership, in plain integer arithmetic.
+
+Everything here works on non-negative values with ``+ - * // % <`` only, so that the same function runs on
+Python integers (tests, performance model) and on a kernel's ``Int32``.
+"""
+
+from overlap_gemm.schedules.orders import LinearOrder, Place, RotatedShards, TileGrid
+from overlap_gemm.schedules.shards import ceil_div, num_owners, owned_rows, shard_rows
+
+__all__ = [
+    "LinearOrder",
+    "Place",
+    "RotatedShards",
+    "TileGrid",
+    "ceil_div",
+    "num_owners",
+    "owned_rows",
+    "shard_rows",
+]

@@ -1,0 +1,5 @@
+"""Ways for a tile to reach a peer. One file each: the device half, called by the comm lane."""
+
+from overlap_gemm.transports.peer_bulk import PeerBulk
+
+__all__ = ["PeerBulk"]
