@@ -24,11 +24,13 @@ EVERY_TILE = [
 
 @pytest.mark.parametrize("config", EVERY_TILE, ids=lambda c: c.name)
 def test_every_legal_configuration_fits(config):
-    assert 2 <= config.ab_stages
+    assert config.ab_stages >= 2
     used = config.ab_stages * config.ab_stage_bytes + config.ring_stages * config.stage_bytes
     assert used <= SMEM_BYTES
     assert used + config.ab_stage_bytes > SMEM_BYTES - 1024, "shared memory left over for another stage"
-    assert config.subtiles * config.epi_tile[0] * config.epi_tile[1] == config.cta_tile[0] * config.cta_tile[1]
+    assert (
+        config.subtiles * config.epi_tile[0] * config.epi_tile[1] == config.cta_tile[0] * config.cta_tile[1]
+    )
     assert config.slot_subtile_bytes % (16 * config.epilogue_threads) == 0, "whole 16-byte chunks per thread"
 
 

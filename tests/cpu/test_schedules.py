@@ -61,7 +61,7 @@ def test_rotated_order(grid, group, world, data):
     for rank in range(world):
         total, foreign = order.num_tiles(grid, rank, owners), order.num_foreign(grid, rank, owners)
         places = [order.place(t, grid, rank, owners) for t in range(total)]
-        assert Counter(p.shard for p in places) == {p: per_shard for p in range(owners)}
+        assert Counter(p.shard for p in places) == dict.fromkeys(range(owners), per_shard)
         assert len(set(places)) == total, "every tile once"
         assert all(p.shard != rank for p in places[:foreign])
         assert all(p.shard == rank for p in places[foreign:]), "own tiles last"
@@ -82,8 +82,6 @@ def test_a_tile_has_the_same_index_on_every_rank(grid, world):
     named = {
         (p.shard, p.index, p.m, p.n)
         for rank in range(world)
-        for p in (
-            order.place(t, grid, rank, world) for t in range(order.num_tiles(grid, rank, world))
-        )
+        for p in (order.place(t, grid, rank, world) for t in range(order.num_tiles(grid, rank, world)))
     }
     assert len(named) == world * grid.rows * grid.cols
