@@ -5,11 +5,13 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from overlap_gemm.backends.base import OPS
+from overlap_gemm.tuning.timing import Timings, measure
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,26 +41,17 @@ def test_bench(launcher, tmp_path):
     assert done.stdout.count("T_overlap") == 1, "one rank prints"
 
 
-TIMES = """
-import time, torch.distributed as dist
-import overlap_gemm
-from overlap_gemm.tuning.timing import measure
-world = overlap_gemm.init()
-naps = {"even": 0.01, "skewed": 0.03 if world.rank == 1 else 0.001}
-calls = {name: lambda nap=nap: time.sleep(nap) for name, nap in naps.items()}
-got = measure(calls, rounds=3, burst_seconds=0.01)
-print("same", dist.get_rank(), [f"{s:.9f}" for s in got.seconds["skewed"]])
-assert 0.03 <= got.median("skewed") < 0.1 and 0.01 <= got.median("even") < 0.03, got
-overlap_gemm.finalize()
-"""
+def time_naps(rank: int, size: int) -> Timings:
+    naps = {"even": 0.01, "skewed": 0.03 if rank == 1 else 0.001}
+    calls = {name: lambda nap=nap: time.sleep(nap) for name, nap in naps.items()}
+    return measure(calls, rounds=3, burst_seconds=0.01)
 
 
-def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it():
-    done = launch("torchrun", 2, "python", "-c", TIMES)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("same"))
-    assert len(lines) == 2
-    assert lines[0].split(maxsplit=2)[2] == lines[1].split(maxsplit=2)[2]
+def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it(ranks):
+    first, second = ranks(2).run(time_naps)
+    assert first == second
+    assert 0.03 <= first.median("skewed") < 0.3
+    assert first.median("even") >= 0.01
 
 
 TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --rows 9 --rounds 1")

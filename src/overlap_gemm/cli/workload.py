@@ -12,6 +12,7 @@ from ..backends.base import Op
 from ..backends.collectives import all_gather_rows, gemm, reduce_scatter_rows
 from ..runtime.group import Group
 from ..sharding import Shards
+from ..testing.cases import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class Workload:
 
     def operands(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """This rank's x and weight, random normal, the weight scaled so that results stay near 1."""
-        rows, columns, depth = (
-            Shards.even(extent, group.size).size(group.rank) for extent in (self.m, self.n, self.k)
-        )
-        x_shape, weight_shape = {
-            "all_gather_gemm": ((rows, self.k), (columns, self.k)),
-            "gemm_all_gather": ((self.m, self.k), (columns, self.k)),
-            "gemm_reduce_scatter": ((self.m, depth), (self.n, depth)),
-            "gemm_all_reduce": ((self.m, depth), (self.n, depth)),
-        }[self.op]
+
+        def local(shape: tuple[int, int], sharded: int | None) -> list[int]:
+            return [
+                Shards.even(extent, group.size).size(group.rank) if dim == sharded else extent
+                for dim, extent in enumerate(shape)
+            ]
+
+        layout = LAYOUTS[self.op]
+        x_shape, weight_shape = local((self.m, self.k), layout.x), local((self.n, self.k), layout.weight)
         generator = torch.Generator(device).manual_seed(group.rank)
         x = torch.randn(x_shape, generator=generator, device=device, dtype=self.dtype)
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.dtype)
