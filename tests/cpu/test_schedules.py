@@ -23,8 +23,10 @@ groups = st.integers(1, 5)
 @given(rows=st.integers(1, 300), world=st.integers(1, 12))
 def test_ownership_is_torch_chunk(rows, world):
     chunks = [len(c) for c in torch.arange(rows).chunk(world)]
-    assert [owned_rows(rows, world, r) for r in range(world)] == chunks + [0] * (world - len(chunks))
-    assert num_owners(rows, world) == len(chunks)
+    assert [owned_rows(rows, shard_rows(rows, world), r) for r in range(world)] == chunks + [0] * (
+        world - len(chunks)
+    )
+    assert num_owners(rows, shard_rows(rows, world)) == len(chunks)
     assert shard_rows(rows, world) == chunks[0]
 
 

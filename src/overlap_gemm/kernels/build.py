@@ -75,7 +75,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     exchange = None
     if isinstance(kernel.op, ReduceScatter):
         peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
-        exchange = Exchange(peers, Int32(0), Int32(1), Int64(0), Int64(0), Int64(0), Int64(0))
+        exchange = Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 4)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),

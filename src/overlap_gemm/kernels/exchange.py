@@ -15,6 +15,7 @@ class Exchange(NamedTuple):
             ``rank``.
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
+        shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.schedules.shards`.
         slots_offset: ``Int64``: bytes from the base to the slot buffer of even epochs.
         buffer_bytes: ``Int64``: bytes from there to the slot buffer of odd epochs; fixed by the workspace.
         timeout_ns: ``Int64``: bound of every wait on a peer, 0 for none.
@@ -24,6 +25,7 @@ class Exchange(NamedTuple):
     peers: cute.Tensor
     rank: Int32
     world: Int32
+    shard_rows: Int32
     slots_offset: Int64
     buffer_bytes: Int64
     timeout_ns: Int64

@@ -82,8 +82,8 @@ class FusedGemm:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
             cpasync.prefetch_descriptor(tma_out)
-        rank, world = op.world(exchange)
-        work = plan_work(cfg, op.order, cute.size(a, mode=[0]), cute.size(b, mode=[0]), rank, world)
+        rows, cols = cute.size(a, mode=[0]), cute.size(b, mode=[0])
+        work = plan_work(cfg, op.order, rows, cols, *op.place(exchange, rows))
         context = op.context(bias, exchange, work)
 
         smem = memory.SmemAllocator()

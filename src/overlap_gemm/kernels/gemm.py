@@ -40,9 +40,9 @@ class PlainGemm:
         """Run-time values of the epilogue."""
         return GemmContext(bias)
 
-    def world(self, exchange: None) -> tuple[int, int]:
-        """(rank, world)."""
-        return 0, 1
+    def place(self, exchange: None, rows: Any) -> tuple[int, Any]:
+        """(rank, rows of a full shard): one rank owns all of them."""
+        return 0, rows
 
     def await_partials(self, context: GemmContext, tile: CtaTile, own: Any) -> None:
         """Waits for nobody."""

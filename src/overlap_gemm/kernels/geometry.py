@@ -50,16 +50,23 @@ class ReduceScatterShape:
         rows: M of the product, before scattering; at least 1.
         cols: N.
         world: ranks.
+        shard: rows of a full shard; ``shard * world >= rows``.
     """
 
     rows: int
     cols: int
     world: int
+    shard: int
+
+    @classmethod
+    def even(cls, rows: int, cols: int, world: int) -> ReduceScatterShape:
+        """Rows cut as ``torch.chunk`` does."""
+        return cls(rows, cols, world, shard_rows(rows, world))
 
     def grid(self, config: GemmConfig) -> TileGrid:
         """Cluster tiles of one shard."""
         tile_m, tile_n = config.cluster_tile
-        return TileGrid(ceil_div(shard_rows(self.rows, self.world), tile_m), ceil_div(self.cols, tile_n))
+        return TileGrid(ceil_div(self.shard, tile_m), ceil_div(self.cols, tile_n))
 
     def cta_tiles(self, config: GemmConfig) -> int:
         """CTA tiles of one shard: the tile index of slots and flags counts these."""
@@ -77,7 +84,7 @@ class ReduceScatterShape:
     def num_clusters(self, config: GemmConfig) -> int:
         """Cluster tiles of the whole product: more clusters than this in a grid would find no work."""
         grid = self.grid(config)
-        return num_owners(self.rows, self.world) * grid.rows * grid.cols
+        return num_owners(self.rows, self.shard) * grid.rows * grid.cols
 
 
 def slots_offset(max_flags: int) -> int:

@@ -89,9 +89,9 @@ class ReduceScatter:
         """The next rank's shard first, the own shard last."""
         return RotatedShards(self.config.raster_group)
 
-    def world(self, exchange: Exchange) -> tuple[Any, Any]:
-        """(rank, world)."""
-        return exchange.rank, exchange.world
+    def place(self, exchange: Exchange, rows: Any) -> tuple[Any, Any]:
+        """(rank, rows of a full shard)."""
+        return exchange.rank, exchange.shard_rows
 
     def context(self, bias: Any, exchange: Exchange, work: Work) -> Context:
         """Reads the epoch: every thread, before the CTA's first barrier, so before any ticket of this CTA."""

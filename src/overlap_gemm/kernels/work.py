@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cutlass import Int32, cute
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.schedules import Place, TileGrid, ceil_div, num_owners, shard_rows
+from overlap_gemm.schedules import Place, TileGrid, ceil_div, num_owners
 
 
 class Work(NamedTuple):
@@ -38,11 +38,19 @@ class Work(NamedTuple):
         return order.place(self.first + j * self.stride, self.grid, self.rank, self.owners)
 
 
-def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, world: Any) -> Work:
-    """This cluster's share, from global ``rows`` x ``cols`` (run-time values) and the launch's grid."""
-    size = shard_rows(rows, world)
-    owners = num_owners(rows, world)
-    grid = TileGrid(ceil_div(size, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
+def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, shard: Any) -> Work:
+    """This cluster's share, from run-time values and the launch's grid.
+
+    Args:
+        config: the kernel's configuration.
+        order: the op's order.
+        rows: global rows.
+        cols: columns.
+        rank: this rank.
+        shard: rows of a full shard.
+    """
+    owners = num_owners(rows, shard)
+    grid = TileGrid(ceil_div(shard, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     first, stride = block // config.cluster[0], blocks // config.cluster[0]
@@ -58,5 +66,5 @@ def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, w
         grid,
         rank,
         owners,
-        size,
+        shard,
     )

@@ -1,7 +1,9 @@
-"""Which rank owns which rows: the rule of ``torch.chunk`` and DTensor's ``Shard``.
+"""Which rank owns which rows: contiguous blocks, as ``torch.chunk`` and DTensor's ``Shard`` cut them.
 
-Every shard has ``ceil(rows / world)`` rows; the last ones may be shorter, or empty when ``rows`` is small. So
-the owners of any row are ranks ``0 .. num_owners - 1``.
+Rank ``r`` owns rows ``[r * shard, (r + 1) * shard)``, clipped to ``rows``, where ``shard * world >= rows``.
+By the rule of ``torch.chunk`` ``shard`` is ``shard_rows(rows, world)``; it is larger where rows belong
+together in groups that are not cut (batch dimensions behind the sharded one). The last shards may be shorter,
+or empty when ``rows`` is small; so the owners of any row are ranks ``0 .. num_owners - 1``.
 """
 
 from __future__ import annotations
@@ -17,16 +19,15 @@ def ceil_div(a: Int, b: Int) -> Int:
 
 
 def shard_rows(rows: Int, world: Int) -> Int:
-    """Rows of a full shard; at least 1 when ``rows >= 1``."""
+    """Rows of a full shard by the rule of ``torch.chunk``; at least 1 when ``rows >= 1``."""
     return ceil_div(rows, world)
 
 
-def num_owners(rows: Int, world: Int) -> Int:
-    """Ranks that own at least one row; ``rows >= 1``."""
-    return ceil_div(rows, shard_rows(rows, world))
+def num_owners(rows: Int, shard: Int) -> Int:
+    """Ranks that own at least one row, with ``shard`` rows in a full shard; ``rows >= 1``."""
+    return ceil_div(rows, shard)
 
 
-def owned_rows(rows: int, world: int, rank: int) -> int:
+def owned_rows(rows: int, shard: int, rank: int) -> int:
     """Rows of ``rank``'s shard (host only); 0 for a rank behind the last owner."""
-    size = shard_rows(rows, world)
-    return max(0, min(size, rows - rank * size))
+    return max(0, min(shard, rows - rank * shard))
