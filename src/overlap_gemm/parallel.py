@@ -16,6 +16,7 @@ checkpoints work on them unchanged.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -187,7 +188,7 @@ class _ColwiseForward:
         style, module = self.style, self.module
         if self.product is not None and self.product[0] is x:
             (_, out), self.product = self.product, None
-            return _output(out, self.mesh, style.output_layout, style.use_local_output)
+            return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
         weight = module.weight.to_local()
         bias = None if module.bias is None else module.bias.to_local()
@@ -203,7 +204,11 @@ class _ColwiseForward:
             )
         else:
             out = column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
-        return _output(out, self.mesh, style.output_layout, style.use_local_output)
+        return self._output(out)
+
+    def _output(self, out: Tensor) -> Tensor:
+        whole = torch.Size((*out.shape[:-1], self.module.weight.shape[0]))
+        return _output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
 
 
 class _RowwiseForward:
@@ -223,7 +228,8 @@ class _RowwiseForward:
             )
         else:
             out = gemm_all_reduce(x, weight, bias=bias, group=self.mesh, backend=style.backend)
-        return _output(out, self.mesh, style.output_layout, style.use_local_output)
+        whole = torch.Size((*x.shape[:-1], out.shape[-1]))
+        return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
 
 def _distribute(
@@ -247,5 +253,11 @@ def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Length) -> tupl
     return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else rows
 
 
-def _output(out: Tensor, mesh: DeviceMesh, layout: Placement, use_local_output: bool) -> Tensor:
-    return out if use_local_output else DTensor.from_local(out, mesh, (layout,), run_check=False)
+def _output(
+    out: Tensor, whole: torch.Size, mesh: DeviceMesh, layout: Placement, use_local_output: bool
+) -> Tensor:
+    """`out`, or a DTensor of shape `whole`; without the shape DTensor would take equal shards for granted."""
+    if use_local_output:
+        return out
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(out, mesh, (layout,), run_check=False, shape=whole, stride=stride)

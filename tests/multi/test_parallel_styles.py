@@ -80,3 +80,26 @@ def llama_matches(rank, size, sequence_parallel, batch, bias, backend):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_llama(ranks, world, sequence_parallel, batch, bias, backend):
     ranks(world).run(llama_matches, sequence_parallel, batch, bias, backend)
+
+
+def dtensors_are_whole(rank, size):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size,))
+    column, row, x = nn.Linear(6, 7), nn.Linear(7, 5), torch.randn(5, 2, 6)
+    expected = column(x), row(column(x))
+    styled = nn.ModuleDict({"column": copy.deepcopy(column), "row": copy.deepcopy(row)})
+    plan = {
+        "column": OverlapColwiseParallel(use_local_output=False),
+        "row": OverlapRowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    }
+    parallelize_module(styled, mesh, plan)
+    hidden = styled["column"](x)
+    out = styled["row"](hidden)
+    for found, whole in zip((hidden, out), expected, strict=True):
+        assert found.shape == whole.shape
+        torch.testing.assert_close(found.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_shards_make_whole_dtensors(ranks, world):
+    ranks(world).run(dtensors_are_whole)
