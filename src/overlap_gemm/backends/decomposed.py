@@ -26,6 +26,13 @@ from ..sharding import Shards
 from .base import Problem
 from .collectives import gemm, sum_in_rank_order
 
+LEAST_CHUNK_ROWS = 256
+"""A chunk GEMM reads the whole weight: with few rows that is what its time is, and P chunks take P times it.
+
+Measured on 2 CPU ranks (docs/notes/2026-11-20-decomposed-on-cpu.md). An H100 in bfloat16 should have its
+limit near there too: it does about 295 operations in the time of reading a byte, a product of m rows m.
+"""
+
 _TAG_BASE = 1 << 30
 """Above every tag a user is likely to use on the same group; a tag is a C int."""
 
@@ -95,9 +102,12 @@ class Decomposed:
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Cutting a GEMM that is over in no time costs more than it hides."""
+        """Cutting a GEMM into chunks of few rows costs more than it hides."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
+        rows = problem.rows // problem.world_size
+        if rows < LEAST_CHUNK_ROWS:
+            return f"its chunks of {rows} rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows"
         return None
 
     def all_gather_gemm(
