@@ -62,7 +62,7 @@ def wait_flag(address: Int64, target: Uint32, bound: WaitBound, site: FailureSit
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
                 _expire(bound, site, target, seen)
                 start = cute.arch.globaltimer()
-    cute.arch.load(flag, Uint32, sem="acquire", scope="sys")
+    _acquire(flag)
 
 
 @cute.jit
@@ -75,6 +75,13 @@ def _expire(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32)
             cute.arch.store(global_pointer(Uint32, bound.record + 4 * (i + 1), 4), Uint32(words[i]))
         cute.arch.store(global_pointer(Uint32, bound.record, 4), Uint32(1), sem="release", scope="sys")
         trap()
+
+
+def _acquire(flag: Any) -> None:
+    """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
+    cute.arch.inline_ptx(
+        "ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[flag]
+    )
 
 
 def trap() -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute, utils
+from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, fragment_layout, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
@@ -28,7 +29,7 @@ class RingStages(NamedTuple):
 def output_stage_layout(config: GemmConfig) -> Any:
     """Swizzled layout of one output subtile in a stage, as the output's TMA descriptor is built with."""
     make = utils.sm90.make_smem_layout_epi if config.arch == "sm_90a" else utils.sm100.make_smem_layout_epi
-    staged = make(DTYPES[config.out_dtype], utils.LayoutEnum.ROW_MAJOR, config.epi_tile, 1)
+    staged = make(DTYPES[config.out_dtype], LayoutEnum.ROW_MAJOR, config.epi_tile, 1)
     return cute.select(staged, mode=[0, 1])
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute, memory, pipeline, utils
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
@@ -75,7 +76,7 @@ class MainloopSm100:
     def tiled_mma(self) -> cute.TiledMma:
         """One MMA instruction over the whole tile."""
         cfg = self.config
-        major = tcgen05.OperandMajorMode
+        major = OperandMajorMode
         return utils.sm100.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtype],
             DTYPES[cfg.in_dtype],
@@ -267,12 +268,12 @@ class MainloopSm100:
         """This thread's fp32 values of subtile ``index``, in registers."""
         fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
         cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+        cute.arch.fence_view_async_tmem_load()
         return fragment
 
     @cute.jit
     def release(self, res: Resources, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """Frees the accumulator, once all its subtiles are in registers."""
-        cute.arch.fence_view_async_tmem_load()
         with cute.arch.elect_one():
             res.acc.consumer_release(state)
         state.advance()
@@ -286,7 +287,7 @@ class MainloopSm100:
         """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""
         copy, _, _ = self._accumulator_views(res, ops)
         dtype = stage.element_type
-        atom = utils.sm100.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32, copy)
+        atom = utils.sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32, copy)
         tiled = cute.make_tiled_copy_D(atom, copy)
         converted = cute.make_rmem_tensor(fragment.shape, dtype)
         converted.store(fragment.load().to(dtype))

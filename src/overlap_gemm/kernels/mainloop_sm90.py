@@ -22,8 +22,9 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute, pipeline, utils
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
@@ -76,7 +77,7 @@ class MainloopSm90:
     def tiled_mma(self) -> cute.TiledMma:
         """64-row instructions, one or (cooperative) two warp groups along M."""
         cfg = self.config
-        major = warpgroup.OperandMajorMode
+        major = OperandMajorMode
         return utils.sm90.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtype],
             DTYPES[cfg.in_dtype],
@@ -234,8 +235,8 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        warpgroup.fence()
         ab.consumer_wait(read)
+        warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for block in cutlass.range_constexpr(num_blocks):
             at = (None, None, block, read.index)
@@ -245,6 +246,7 @@ class MainloopSm90:
         read.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             ab.consumer_wait(read)
+            warpgroup.fence()
             for block in cutlass.range_constexpr(num_blocks):
                 at = (None, None, block, read.index)
                 cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
@@ -315,7 +317,7 @@ class MainloopSm90:
     def _smem_layouts(self) -> tuple[Any, Any]:
         cfg = self.config
         tiler, dtype = (*cfg.tile, TILE_K), DTYPES[cfg.in_dtype]
-        row, col = utils.LayoutEnum.ROW_MAJOR, utils.LayoutEnum.COL_MAJOR
+        row, col = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         return (
             utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
             utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),

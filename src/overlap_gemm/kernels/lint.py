@@ -1,0 +1,118 @@
+"""What can be checked of a compiled kernel without running it: its PTX, and what ptxas says about it.
+
+Some mistakes never show in a run (a release at ``.gpu`` scope, ``wait_group.read`` where the hardware
+happens to wait for both), some only in speed (spills, serialised wgmma). Both are visible in the text.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PtxasReport:
+    """What ``ptxas -v`` reports for a kernel.
+
+    Attributes:
+        registers: registers per thread.
+        barriers: named barriers, barrier 0 included.
+        stack_bytes: stack frame per thread.
+        spill_bytes: spill stores plus spill loads.
+        warnings: performance warnings (C75xx: wgmma serialised, setmaxnreg ignored, ...).
+    """
+
+    registers: int
+    barriers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def find_ptxas() -> str | None:
+    """Path of ``ptxas``, or None if it is not installed."""
+    return shutil.which("ptxas")
+
+
+def run_ptxas(ptx: str, arch: str) -> PtxasReport:
+    """Assembles ``ptx`` for ``arch`` and reads the report.
+
+    Raises:
+        FileNotFoundError: if ptxas is not on PATH.
+        RuntimeError: if ptxas rejects the module; carries its message.
+    """
+    ptxas = find_ptxas()
+    if ptxas is None:
+        raise FileNotFoundError("ptxas is not on PATH; it comes with the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"-arch={arch}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = done.stdout + done.stderr
+    if done.returncode != 0:
+        raise RuntimeError(f"ptxas failed for {arch}: {text}")
+
+    def largest(pattern: str) -> int:
+        return max((int(n) for n in re.findall(pattern, text)), default=0)
+
+    return PtxasReport(
+        registers=largest(r"Used (\d+) registers"),
+        barriers=largest(r"used (\d+) barriers"),
+        stack_bytes=largest(r"(\d+) bytes stack frame"),
+        spill_bytes=largest(r"(\d+) bytes spill stores") + largest(r"(\d+) bytes spill loads"),
+        warnings=tuple(re.findall(r"\(C75\d\d\)[^\n]*", text)),
+    )
+
+
+def ptxas_findings(report: PtxasReport) -> list[str]:
+    """What is wrong with a kernel according to ptxas; empty if nothing is."""
+    findings = list(report.warnings)
+    if report.spill_bytes or report.stack_bytes:
+        findings.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} bytes of stack")
+    return findings
+
+
+def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
+    """What is wrong with a kernel's synchronisation according to its text; empty if nothing is.
+
+    Args:
+        ptx: the module.
+        exchanges: whether the kernel exchanges tiles with peers: must release, acquire and bound its waits.
+    """
+    findings: list[str] = []
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    unwaited = False  # a bulk group committed in the text and no full wait behind it
+    for number, line in enumerate(lines, 1):
+        release = re.search(r"\b(?:st|red)\.release\.(\w+)", line)
+        if line.startswith("cp.async.bulk.commit_group"):
+            unwaited = True
+        elif re.match(r"cp\.async\.bulk\.wait_group\s", line):
+            unwaited = False
+        elif line.startswith("cp.async.bulk.wait_group.read"):
+            findings.append(f"line {number}: wait_group.read does not say that the data is written")
+        elif release:
+            if release[1] != "sys":
+                findings.append(f"line {number}: released at .{release[1]} scope; a peer needs .sys")
+            if unwaited:
+                findings.append(f"line {number}: released behind a bulk store without a full wait_group")
+    comm = [i for i, line in enumerate(lines) if re.match(r"cp\.async\.bulk\.(commit|wait)_group", line)]
+    if comm and any("elect.sync" in line for line in lines[comm[0] : comm[-1]]):
+        findings.append("elect.sync inside the comm lane's branch: it would wait for lanes that never come")
+    if exchanges:
+        polls = sum("ld.relaxed.sys" in line for line in lines)
+        acquires = sum("ld.acquire.sys" in line for line in lines)
+        traps = sum(line.startswith("trap") for line in lines)
+        if not acquires or polls != 2 * acquires or traps != acquires:
+            findings.append(
+                f"{polls} polls, {acquires} acquires, {traps} bounds: a wait is 2, 1 and 1 of them"
+            )
+        if not any("st.release.sys" in line for line in lines):
+            findings.append("nothing is released to a peer")
+        if any("ld.global.nc" in line for line in lines):
+            findings.append("a non-coherent load: slots change while the kernel runs")
+    return findings
