@@ -31,7 +31,7 @@ def _begin(op: Op, x: Tensor, rows: int, features: int, group: str, backend: str
     """Chooses the backend; in debug mode all ranks compare notes first."""
     ranks = resolve(group)
     problem = Problem(op, rows, features, x.dtype, x.device.type, ranks.size)
-    agree.check(op, ranks, problem=problem, backend=backend)
+    agree.check(ranks, backend=backend, **vars(problem))
     return choose(problem, backend).backend, ranks
 
 

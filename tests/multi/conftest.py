@@ -4,6 +4,8 @@ import pytest
 
 from overlap_gemm.testing.ranks import Ranks
 
+PRELOAD = ("overlap_gemm.nn", "overlap_gemm.parallel", "transformers.models.llama.modeling_llama")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
@@ -12,7 +14,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
     def pool(size: int) -> Ranks:
         if size not in pools or not pools[size].alive:
-            pools[size] = Ranks(size)
+            pools[size] = Ranks(size, preload=PRELOAD)
         return pools[size]
 
     yield pool

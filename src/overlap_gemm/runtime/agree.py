@@ -22,10 +22,10 @@ def checking() -> bool:
     return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
 
 
-def _compare(op: str, group: Group, facts: dict[str, Any]) -> None:
+def _compare(group: Group, facts: dict[str, Any]) -> None:
     """Raises on every rank if one of them has other facts."""
     everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, {"op": op, **facts}, group=group.process_group)
+    dist.all_gather_object(everyone, facts, group=group.process_group)
     failures = [
         f"rank {group.global_rank(rank)} failed in {theirs['op']}: {theirs['error']}"
         for rank, theirs in enumerate(everyone)
@@ -42,17 +42,17 @@ def _compare(op: str, group: Group, facts: dict[str, Any]) -> None:
                 f"rank {' '.join(map(str, ranks))} has {value}"
                 for value, ranks in sorted(holders.items(), key=lambda item: len(item[1]))
             )
-            raise RuntimeError(f"{op}: the ranks of the group disagree on {fact}: {views}")
+            raise RuntimeError(f"{facts['op']}: the ranks of the group disagree on {fact}: {views}")
 
 
-def check(op: str, group: Group, **facts: Any) -> None:
-    """In debug mode, raises on every rank unless all call the same op with the same facts.
+def check(group: Group, **facts: Any) -> None:
+    """In debug mode, raises on every rank unless all call with the same facts, of which `op` is one.
 
     Raises:
         RuntimeError: The ranks disagree; the message names the fact, and which rank has what.
     """
     if checking() and group.size > 1:
-        _compare(op, group, facts)
+        _compare(group, facts)
 
 
 def report(op: str, group: Group, error: Exception) -> None:
@@ -82,7 +82,7 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
     """
     if group.size == 1:
         return length
-    check(op, group, step=f"exchange of {what}")
+    check(group, op=op, step=f"exchange of {what}")
     carrier = torch.device("cpu") if "cpu" in group.device_types else device
     lengths = torch.empty(group.size, dtype=torch.int64, device=carrier)
     own = torch.tensor([length], dtype=torch.int64, device=carrier)

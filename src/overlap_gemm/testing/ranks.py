@@ -7,7 +7,6 @@ Starting a process that imports torch costs seconds, a call on a set that is up 
 every case of a test can be a test of its own.
 """
 
-import contextlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,14 +38,26 @@ class Ranks:
         timeout: Seconds that a rank waits for a peer in torch.distributed.
         limit: Seconds that a function may take before the processes are ended.
         threads: Intra-op threads of torch in each process.
+        preload: Modules that the functions import, to be imported once for all processes. The first set of a
+            process decides.
     """
 
-    def __init__(self, size: int, *, timeout: float = 30, limit: float = 120, threads: int = 1):
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout: float = 30,
+        limit: float = 120,
+        threads: int = 1,
+        preload: Sequence[str] = (),
+    ):
         self.size = size
         self._limit = limit
         self._grace = 10.0
         self._folder = tempfile.TemporaryDirectory(prefix="overlap-gemm-ranks-")
-        context = multiprocessing.get_context("spawn")
+        # A server process imports torch once, then forks a clean process for every rank.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, *preload])
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -93,14 +104,10 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the processes."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
         for process in self._processes:
-            process.join(1)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+        for process in self._processes:
+            process.join()
         for pipe in self._pipes:
             pipe.close()
         self._pipes, self._processes = [], []
@@ -143,8 +150,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, t
         timeout=timedelta(seconds=timeout),
     )
     modules: dict[str, ModuleType] = {}
-    while (message := pipe.recv()) is not None:
-        path, name, args = message
+    while True:
+        path, name, args = pipe.recv()
         try:
             function: Any = modules.setdefault(path, _load(path)) if path not in modules else modules[path]
             for part in name.split("."):
@@ -153,7 +160,6 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, t
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
-    dist.destroy_process_group()
 
 
 def _load(path: str) -> ModuleType:

@@ -20,7 +20,7 @@ class Result:
 
 def reference(given: Operands, dtype: torch.dtype = torch.float64) -> Result:
     """`x @ weight.T + bias` and its gradients on one process, computed in `dtype`."""
-    x = given.x.to(dtype).requires_grad_()
+    x = given.x.detach().to(dtype, copy=True).requires_grad_()
     weight = given.weight.to(dtype).requires_grad_()
     bias = None if given.bias is None else given.bias.to(dtype).requires_grad_()
     out = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())

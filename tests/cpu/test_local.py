@@ -1,0 +1,135 @@
+"""A world of one needs no torch.distributed; arguments are checked; explain explains."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.backends.select import BACKENDS, UNBUILT
+from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from overlap_gemm.testing.cases import Case, operands
+from overlap_gemm.testing.references import reference
+from overlap_gemm.testing.tolerances import assert_as_good_as, tolerance
+
+X, W, B = torch.ones(4, 3), torch.ones(5, 3), torch.ones(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("backend", ["auto", *(backend.name for backend in BACKENDS)])
+@pytest.mark.parametrize("op", OPS)
+def test_world_of_one(op, backend, dtype):
+    assert not dist.is_initialized()
+    case = Case(op, 6, 5, 4, dtype)
+    given = operands(case)
+    given.x.requires_grad_()
+    out = getattr(overlap_gemm, op)(given.x, given.weight, bias=given.bias, backend=backend)
+    out.backward(given.grad)
+    exact, baseline = reference(given), reference(given, dtype)
+    assert_as_good_as(out.detach(), baseline.out, exact.out, roundings=1)
+    assert_as_good_as(given.x.grad, baseline.x, exact.x, roundings=1)
+
+
+def test_gathered_is_not_the_input():
+    _, gathered = overlap_gemm.all_gather_gemm(X, W, return_gathered=True)
+    assert torch.equal(gathered, X)
+    assert gathered.data_ptr() != X.data_ptr()
+
+
+def test_layers_in_a_world_of_one():
+    torch.manual_seed(0)
+    mlp = ParallelMLP(3, 8, sequence_parallel=True)
+    column, row = ColumnParallelLinear(3, 4), RowParallelLinear(3, 4, sequence_parallel=True)
+    torch.testing.assert_close(column(X), torch.nn.functional.linear(X, column.weight, column.bias))
+    torch.testing.assert_close(row(X), torch.nn.functional.linear(X, row.weight, row.bias))
+    assert mlp(X).shape == X.shape
+    assert "tp=1" in repr(column)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.ones(3), W), ValueError, r"x must be \[M, ..., K\], got \[3\]"),
+        ((X, torch.ones(3, 5)), ValueError, r"weight must be \[N, K\] .* K=3 of x \[4, 3\], got \[3, 5\]"),
+        ((X, W[0]), ValueError, r"weight must be .*, got \[3\]"),
+        (
+            (X, W.double()),
+            TypeError,
+            r"operands must share dtype and device, .* torch.float32 .* weight torch.float64",
+        ),
+        (
+            (X, W.to("meta")),
+            TypeError,
+            r"operands must share dtype and device, .* on cpu and weight .* on meta",
+        ),
+        ((X.int(), W.int()), TypeError, r"dtype must be one of .*, got torch.int32"),
+        ((X, "weight"), TypeError, r"weight must be a Tensor, got str"),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_operands_that_do_not_fit(op, arguments, error, words):
+    with pytest.raises(error, match=f"{op}: {words}"):
+        getattr(overlap_gemm, op)(*arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bias_that_does_not_fit(op):
+    with pytest.raises(ValueError, match=rf"{op}: bias must be \[5\] for weight \[5, 3\], got \[4\]"):
+        getattr(overlap_gemm, op)(X, W, bias=torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "fast"}, r"backend='fast' is not available; choose one of auto, decomposed, sequential"),
+        ({"rows": 5}, r"of rows=5 rank 0 of 1 owns 5 .* its operand has 4"),
+        ({"dim": 1}, r"dim must name one of the 1 row dimensions of x \[4, 3\], got 1"),
+        ({"dim": -1}, r"dim must name one of"),
+        ({"bias": [B, B]}, r"1 weights need as many biases or none, got 2"),
+        ({"group": "no such group"}, r"no such group"),
+    ],
+)
+def test_options_that_do_not_fit(options, words):
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        overlap_gemm.all_gather_gemm(X, W, **options)
+
+
+def test_no_weights():
+    with pytest.raises(ValueError, match="empty list"):
+        overlap_gemm.all_gather_gemm(X, [])
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_a_backend_of_the_design_that_is_not_here(name):
+    with pytest.raises(
+        ValueError, match=f"backend='{name}' is not available: {UNBUILT[name]}; choose one of auto"
+    ):
+        overlap_gemm.gemm_all_reduce(X, W, backend=name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain(op):
+    for which in (op, getattr(overlap_gemm, op)):
+        choice = overlap_gemm.explain(which, X, W)
+        assert choice.backend.name == "sequential"
+        text = str(choice)
+        assert text.startswith(f"{op} runs as 'sequential' (backend='auto')\n  M=4, ")
+        assert "decomposed: no, one rank has nothing to transfer" in text
+        assert "sequential: chosen" in text
+    assert overlap_gemm.explain(op, X, W, backend="decomposed").backend.name == "decomposed"
+    with pytest.raises(ValueError, match="op must be one of all_gather_gemm"):
+        overlap_gemm.explain("gemm", X, W)
+    with pytest.raises(ValueError, match=f"{op}: weight must be"):
+        overlap_gemm.explain(op, X, W.t())
+
+
+def test_the_tolerance_is_the_baselines_own_error_twice():
+    exact = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    baseline = torch.tensor([1.25, -2.0])
+    assert tolerance(baseline, exact) == 0.5
+    assert_as_good_as(torch.tensor([1.5, -2.0]), baseline, exact)
+    with pytest.raises(AssertionError, match="out: largest error 0.501"):
+        assert_as_good_as(torch.tensor([1.501, -2.0]), baseline, exact, what="out")
+    with pytest.raises(AssertionError, match="shape"):
+        assert_as_good_as(torch.zeros(3), baseline, exact)
+    assert tolerance(exact.bfloat16(), exact) == 2 * 2 * torch.finfo(torch.bfloat16).eps

@@ -1,0 +1,172 @@
+"""torch.compile(fullgraph=True) over layers, and the fake kernels' shapes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import overlap_gemm
+from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+from overlap_gemm.sharding import Shards
+
+
+def compare_compiled(module, x):
+    """Output and gradients of the compiled module against the eager one's."""
+    results = []
+    for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        module.zero_grad()
+        own = x.clone().requires_grad_()
+        out = call(own)
+        out.backward(torch.cos(out.detach()))
+        results.append([out.detach(), own.grad, *(p.grad.clone() for p in module.parameters())])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def compiled_layers(rank, size, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "backend": backend}
+    x = torch.randn(6, 2, 8, dtype=torch.float64)
+    for module in (
+        ParallelMLP(8, 10, sequence_parallel=True, bias=True, **options),
+        ParallelMLP(8, 10, **options),
+        ColumnParallelLinear(8, 10, gather_output=True, **options),
+        RowParallelLinear(8, 10, input_is_parallel=False, **options),
+        nn.Sequential(
+            ColumnParallelLinear(8, 10, sequence_parallel=True, rows=6 * size, **options),
+            nn.GELU(),
+            RowParallelLinear(10, 8, sequence_parallel=True, **options),
+        ),
+    ):
+        compare_compiled(module, x)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_layers(ranks, world):
+    ranks(world).run(compiled_layers, "auto")
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def compiled_styles(rank, size):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size,))
+    for plan in (
+        {
+            "": OverlapSharedGather("gate", "up", argument="x"),
+            "gate": OverlapColwiseParallel(),
+            "up": OverlapColwiseParallel(),
+            "down": OverlapRowwiseParallel(output_layouts=Shard(1)),
+        },
+        {
+            "gate": OverlapColwiseParallel(input_layouts=Shard(1)),
+            "up": OverlapColwiseParallel(input_layouts=Shard(1)),
+            "down": OverlapRowwiseParallel(output_layouts=Replicate()),
+        },
+    ):
+        module = Mlp()
+        for name, style in plan.items():
+            parallelize_module(module.get_submodule(name), mesh, style)
+        outs = []
+        for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            own = torch.linspace(-1, 1, 2 * 3 * 8).view(2, 3, 8).requires_grad_()
+            out = call(own)
+            out.sum().backward()
+            outs.append((out.detach(), own.grad))
+        for eager, compiled in zip(*outs, strict=True):
+            torch.testing.assert_close(compiled, eager)
+
+
+def test_compiled_styles(ranks):
+    ranks(2).run(compiled_styles)
+
+
+def compiled_by_inductor(rank, size):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = ParallelMLP(8, 10, sequence_parallel=True)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), module(x))
+
+
+def test_inductor(ranks):
+    ranks(2).run(compiled_by_inductor)
+
+
+def dynamic_rows(rank, size):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = ParallelMLP(8, 10, sequence_parallel=True, dtype=torch.float64)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (4, 6, 9):
+        x = torch.randn(length, 8, dtype=torch.float64)
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_dynamic_number_of_rows(ranks):
+    ranks(2).run(dynamic_rows)
+
+
+def fake_shapes(rank, size, m, n):
+    world = dist.group.WORLD
+    rows, columns = (Shards.even(total, size).size(rank) for total in (m, n))
+    with FakeTensorMode():
+        x = torch.empty(rows, 8)
+        out, gathered = overlap_gemm.all_gather_gemm(
+            x, torch.empty(6, 8), group=world, rows=m, return_gathered=True
+        )
+        assert out.shape == (m, 6)
+        assert gathered.shape == (m, 8)
+        whole = torch.empty(m, 8)
+        assert overlap_gemm.gemm_reduce_scatter(whole, torch.empty(6, 8)).shape == (rows, 6)
+        assert overlap_gemm.gemm_all_reduce(whole, torch.empty(6, 8)).shape == (m, 6)
+        out = overlap_gemm.gemm_all_gather(whole, torch.empty(columns, 8), columns=n)
+        assert out.shape == (m, n)
+        assert type(out).__name__ == "FakeTensor"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_fake_shapes(ranks, world):
+    for m, n in ((8, 8), (7, 5), (2, 1)):
+        ranks(world).run(fake_shapes, m, n)
+
+
+def opchecks(rank, size):
+    """torch.library's own checks: schema, fake kernel against the real one, autograd registration."""
+    torch.manual_seed(0)
+    ops, group = torch.ops.overlap_gemm, dist.group.WORLD.group_name
+    x = torch.randn(4, 6, requires_grad=True)
+    weight = torch.randn(5, 6, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True)
+    rows = 4 * size
+    for op, args in (
+        (ops.all_gather_gemm, (x, [weight, weight], [bias, bias], rows, 4, True, group, "decomposed")),
+        (ops.all_gather_gemm, (x, [weight], [], rows, 4, False, group, "sequential")),
+        (ops.gemm_reduce_scatter, (x, weight, bias, -(-4 // size), group, "decomposed")),
+        (ops.gemm_all_reduce, (x, weight, None, group, "decomposed")),
+        (ops.gemm_all_gather, (x, weight, bias, 5 * size, group, "sequential")),
+        (ops.local_gemm, (x, weight, bias, group, "auto")),
+        (ops.slice_columns, (x, group)),
+        (ops.all_gather_rows, (x, rows, 4, group)),
+        (ops.reduce_scatter_rows, (x, -(-4 // size), group)),
+    ):
+        torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_opcheck(ranks, world):
+    ranks(world).run(opchecks)

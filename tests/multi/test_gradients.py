@@ -1,0 +1,150 @@
+"""gradcheck of the dualities, and the ways through backward that the matrix of test_ops does not take."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.sharding import Shards
+from overlap_gemm.testing.cases import LAYOUTS
+
+DOUBLE = {"dtype": torch.float64}
+
+
+class Shard(torch.autograd.Function):
+    """This rank's part of a replicated tensor; backward sums what the ranks know of the whole gradient."""
+
+    @staticmethod
+    def forward(ctx, whole, dim, rank, size):
+        ctx.dim, ctx.rank, ctx.size, ctx.shape = dim, rank, size, whole.shape
+        start, stop = Shards.even(whole.shape[dim], size).range(rank)
+        return whole.narrow(dim, start, stop - start).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = grad.new_zeros(ctx.shape)
+        start, stop = Shards.even(ctx.shape[ctx.dim], ctx.size).range(ctx.rank)
+        whole.narrow(ctx.dim, start, stop - start).copy_(grad)
+        dist.all_reduce(whole)
+        return whole, None, None, None
+
+
+class Unshard(torch.autograd.Function):
+    """The whole tensor from the ranks' parts; backward takes this rank's part of the gradient."""
+
+    @staticmethod
+    def forward(ctx, part, dim, total, rank, size):
+        ctx.args = dim, rank, size
+        whole = part.new_zeros(*part.shape[:dim], total, *part.shape[dim + 1 :])
+        start, stop = Shards.even(total, size).range(rank)
+        whole.narrow(dim, start, stop - start).copy_(part)
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        dim, rank, size = ctx.args
+        start, stop = Shards.even(grad.shape[dim], size).range(rank)
+        return grad.narrow(dim, start, stop - start).contiguous(), None, None, None, None
+
+
+def gradcheck(rank, size, op, backend, m, n, k):
+    """Finite differences of the op as a function of whole operands; all ranks step through it together."""
+    torch.manual_seed(0)
+    layout = LAYOUTS[op]
+
+    def part(whole, dim):
+        return whole if dim is None else Shard.apply(whole, dim, rank, size)
+
+    def whole_to_whole(x, weight, bias):
+        out = getattr(overlap_gemm, op)(
+            part(x, layout.x), part(weight, layout.weight), bias=part(bias, layout.bias), backend=backend
+        )
+        return out if layout.out is None else Unshard.apply(out, layout.out, (m, n)[layout.out], rank, size)
+
+    given = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((m, k), (n, k), (n,))]
+    assert torch.autograd.gradcheck(whole_to_whole, given)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("op", OPS)
+def test_gradcheck(ranks, op, backend, world):
+    ranks(world).run(gradcheck, op, backend, 4, 3, 2)
+
+
+def several_weights(rank, size, backend, return_gathered, save_gathered):
+    """q/k/v in one gather; the gathered x is used as well and one product is not."""
+    torch.manual_seed(0)
+    whole = torch.randn(5, 6, **DOUBLE).requires_grad_()
+    weights = [torch.randn(n, 6, **DOUBLE).requires_grad_() for n in (4, 7, 3)]
+    biases = [torch.randn(n, **DOUBLE).requires_grad_() for n in (4, 7, 3)]
+    products = [whole @ w.t() + b for w, b in zip(weights, biases, strict=True)]
+    factors = [torch.randn_like(products[0]), torch.randn_like(products[1]), torch.randn_like(whole)]
+    loss = (products[0] * factors[0]).sum() + (products[1] * factors[1]).sum()
+    if return_gathered:
+        loss = loss + (whole * factors[2]).sum()
+    loss.backward()
+
+    start, stop = Shards.even(5, size).range(rank)
+    own = whole.detach()[start:stop].clone().requires_grad_()
+    parts = [
+        [t.detach().tensor_split(size)[rank].clone().requires_grad_() for t in ts] for ts in (weights, biases)
+    ]
+    result = overlap_gemm.all_gather_gemm(
+        own,
+        parts[0],
+        bias=parts[1],
+        backend=backend,
+        return_gathered=return_gathered,
+        save_gathered=save_gathered,
+    )
+    outs, gathered = result if return_gathered else (result, None)
+    wanted = [product.detach().tensor_split(size, 1)[rank] for product in products]
+    torch.testing.assert_close(outs, wanted)
+    loss = sum((out * f.tensor_split(size, 1)[rank]).sum() for out, f in zip(outs[:2], factors, strict=False))
+    if return_gathered:
+        torch.testing.assert_close(gathered, whole.detach())
+        # Every rank uses all rows of the gathered x; a P-th of the factor each makes the whole loss.
+        loss = loss + (gathered * factors[2]).sum() / size
+    loss.backward()
+    torch.testing.assert_close(own.grad, whole.grad[start:stop])
+    for part, tensor in zip(parts[0][:2] + parts[1][:2], weights[:2] + biases[:2], strict=True):
+        torch.testing.assert_close(part.grad, tensor.grad.tensor_split(size)[rank])
+    assert not any(t.grad is not None and t.grad.any() for t in (parts[0][2], parts[1][2]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("return_gathered", [False, True], ids=["products", "gathered"])
+@pytest.mark.parametrize("save_gathered", [False, True], ids=["gather-again", "save"])
+def test_several_weights(ranks, save_gathered, return_gathered, backend, world):
+    ranks(world).run(several_weights, backend, return_gathered, save_gathered)
+
+
+def partly_frozen(rank, size, op, needed):
+    """Only what needs a gradient gets one, and it is the same as with all of them."""
+    torch.manual_seed(rank)
+    grads = []
+    for names in (("x", "weight", "bias"), needed):
+        torch.manual_seed(10 + rank)
+        operands = {"x": torch.randn(2 * size, 3), "weight": torch.randn(4, 3)}
+        torch.manual_seed(20 if op in ("gemm_reduce_scatter", "gemm_all_reduce") else 20 + rank)
+        operands["bias"] = torch.randn(4)
+        for name in names:
+            operands[name].requires_grad_()
+        out = getattr(overlap_gemm, op)(operands["x"], operands["weight"], bias=operands["bias"])
+        torch.sin(out).sum().backward()
+        grads.append({name: tensor.grad for name, tensor in operands.items()})
+    for name in ("x", "weight", "bias"):
+        if name in needed:
+            torch.testing.assert_close(grads[1][name], grads[0][name], rtol=0, atol=0)
+        else:
+            assert grads[1][name] is None
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("needed", [("x",), ("weight",), ("bias",)])
+def test_partly_frozen(ranks, op, needed):
+    ranks(2).run(partly_frozen, op, needed)

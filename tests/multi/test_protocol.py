@@ -1,0 +1,166 @@
+"""What a transport can get wrong: order of sums, stale data, skewed ranks, two calls in flight."""
+
+import contextlib
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.sharding import Shards
+from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+
+BACKENDS = ("sequential", "decomposed")
+
+
+def call(case, rank, size, backend, **options):
+    given, layout = operands(case), LAYOUTS[case.op]
+    return getattr(overlap_gemm, case.op)(
+        layout.part(given.x, layout.x, rank, size),
+        layout.part(given.weight, layout.weight, rank, size),
+        bias=layout.part(given.bias, layout.bias, rank, size),
+        backend=backend,
+        **options,
+    )
+
+
+def sums_in_rank_order(rank, size, op, dtype, backend):
+    """Partial sums chosen so that only one order of float32 additions gives this very result.
+
+    Rank r's partial of every element is values[r] exactly: x is values[r], weight is one.
+    """
+    values = [1e4, 3.1415, -1e4, 2.7182, 1e-3, 1e3][:size]
+    shards = Shards.even(6, size)
+    x = torch.full((6, 1), values[rank], dtype=dtype)
+    out = getattr(overlap_gemm, op)(x, torch.ones(2, 1, dtype=dtype), backend=backend)
+    wanted = torch.zeros((), dtype=torch.float32)
+    for value in values:
+        wanted = wanted + torch.tensor(value, dtype=dtype).float()
+    rows = shards.size(rank) if op == "gemm_reduce_scatter" else 6
+    assert torch.equal(out, wanted.to(dtype).expand(rows, 2))
+    backwards = torch.zeros((), dtype=torch.float32)
+    for value in reversed(values):
+        backwards = backwards + torch.tensor(value, dtype=dtype).float()
+    assert size < 4 or dtype != torch.float32 or backwards != wanted, "the values no longer tell orders apart"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_sums_in_rank_order(ranks, op, dtype, backend, world):
+    ranks(world).run(sums_in_rank_order, op, dtype, backend)
+
+
+def repeats(rank, size, op, backend, calls):
+    """Many calls with other data each time, ranks skewed; the same data gives the same bits every time."""
+    first = {}
+    for i in range(calls):
+        case = Case(op, 5 + i % 7, 6, 8).with_seed(i % 50)
+        if (i + rank) % 13 == 0:
+            time.sleep(0.002)
+        out = call(case, rank, size, backend)
+        again = first.setdefault(case, out)
+        assert torch.equal(out, again), f"call {i} of {case} differs from the first one"
+    if op in ("gemm_all_reduce", "gemm_all_gather"):
+        gathered = [torch.empty_like(out) for _ in range(size)]
+        dist.all_gather(gathered, out)
+        assert all(torch.equal(out, other) for other in gathered)
+    alone = call(case, rank, size, "sequential")
+    torch.testing.assert_close(out, alone)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_200_calls_with_changing_data(ranks, op, backend, world):
+    ranks(world).run(repeats, op, backend, 200)
+
+
+def two_in_flight(rank, size, first_op, second_op, backend):
+    """A large call and a small one on one group at once."""
+    big, small = Case(first_op, 600, 300, 200), Case(second_op, 9, 7, 5)
+    wanted = [call(case, rank, size, "sequential", **lengths(case)) for case in (big, small)]
+    results = {}
+
+    def issue(case):
+        results[case] = call(case, rank, size, backend, **lengths(case))
+
+    for _ in range(5):
+        dist.barrier()
+        # All ranks issue the calls in this order, but rank 0 before the others: its first call waits for them
+        # while it posts the second.
+        time.sleep(0 if rank == 0 else 0.05)
+        threads = [threading.Thread(target=issue, args=(case,)) for case in (big, small)]
+        with posted() as event:
+            threads[0].start()
+            assert event.wait(20)
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+        torch.testing.assert_close([results.pop(case) for case in (big, small)], wanted)
+
+
+@contextlib.contextmanager
+def posted():
+    """An event that is set when a call has started its first transfer."""
+    event, real = threading.Event(), dist.batch_isend_irecv
+
+    def watched(transfers):
+        works = real(transfers)
+        event.set()
+        return works
+
+    with mock.patch.object(dist, "batch_isend_irecv", watched):
+        yield event
+
+
+def lengths(case):
+    return {
+        "all_gather_gemm": {"rows": case.m},
+        "gemm_all_gather": {"columns": case.n},
+    }.get(case.op, {})
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("second", OPS)
+@pytest.mark.parametrize("first", OPS)
+def test_two_calls_in_flight(ranks, first, second, world):
+    ranks(world).run(two_in_flight, first, second, "decomposed")
+
+
+def leading_dimensions(rank, size, op, dim):
+    torch.manual_seed(0)
+    whole = torch.randn(5, 4, 3, 6, dtype=torch.float64)
+    if op == "all_gather_gemm":
+        weight, bias = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+        start, stop = Shards.even(whole.shape[dim], size).range(rank)
+        x = whole.narrow(dim, start, stop - start)
+        out, gathered = overlap_gemm.all_gather_gemm(x, weight, bias=bias, dim=dim, return_gathered=True)
+        torch.testing.assert_close(gathered, whole)
+        torch.testing.assert_close(out, whole @ weight.t() + bias)
+        return
+    weight = torch.randn(7, 6, dtype=torch.float64)
+    columns = slice(*Shards.even(6, size).range(rank))
+    if op == "gemm_all_gather":
+        rows = slice(*Shards.even(7, size).range(rank))
+        torch.testing.assert_close(overlap_gemm.gemm_all_gather(whole, weight[rows]), whole @ weight.t())
+        return
+    x, part = whole[..., columns], weight[:, columns]
+    if op == "gemm_all_reduce":
+        torch.testing.assert_close(overlap_gemm.gemm_all_reduce(x, part), whole @ weight.t())
+        return
+    start, stop = Shards.even(whole.shape[dim], size).range(rank)
+    out = overlap_gemm.gemm_reduce_scatter(x, part, dim=dim)
+    torch.testing.assert_close(out, (whole @ weight.t()).narrow(dim, start, stop - start))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_leading_dimensions(ranks, op, dim, world):
+    ranks(world).run(leading_dimensions, op, dim)
