@@ -1,11 +1,25 @@
-"""What the host hands to the machine: one kernel launch of one rank."""
+"""A kernel launch, and the machine that runs launches of several ranks side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.asyncq import AsyncEngine
+from overlap_gemm.emulator.machine.checks import CHECKS, Checks
+from overlap_gemm.emulator.machine.errors import Report
+from overlap_gemm.emulator.machine.grid import Grid, bank
+from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
+from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+from overlap_gemm.emulator.ptx.program import Program, program
 
 Dim3 = tuple[int, int, int]
+SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 
 
 @dataclass(frozen=True)
@@ -39,3 +53,155 @@ class Launch:
     cooperative: bool = False
     programmatic: bool = False
     const_image: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Machine:
+    """GPUs of one or more ranks that share one address space.
+
+    Args:
+        arch: `sm_90a`, `sm_100a` or `sm_103a`.
+        ranks: Number of ranks.
+        mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
+        seed: Of every random choice; a run is a function of its inputs and this.
+        schedule: How warps take turns.
+        checks: Names out of `CHECKS`; all of them by default.
+        resident: CTAs of a rank that are resident at once; the number of SMs by default.
+        progress: Called now and then during `run` with the number of warp instructions so far.
+
+    Attributes:
+        memory: Registry of global memory.
+        report: Findings, instruction count, time, printed lines.
+        intercepts: Handlers of device functions by name (see `intercept`).
+    """
+
+    sm_count: int
+
+    def __init__(
+        self,
+        arch: str,
+        ranks: int = 1,
+        mode: str = "immediate",
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        checks: tuple[str, ...] = CHECKS,
+        resident: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        if arch not in SM_COUNT:
+            raise ValueError(f"{arch=} must be one of {', '.join(SM_COUNT)}")
+        unknown = set(checks) - set(CHECKS)
+        if unknown or ranks < 1:
+            raise ValueError(f"{ranks=} must be positive and checks among {CHECKS}, not {sorted(unknown)}")
+        self.arch, self.ranks, self.sm_count = arch, ranks, SM_COUNT[arch]
+        self.resident = resident or self.sm_count
+        self.memory = GlobalMemory()
+        self.report = Report()
+        self.watch: dict[int, list[Any]] = {}
+        self.observer: Any = None
+        self.checks = Checks(self.report, frozenset(checks))
+        self.engine = AsyncEngine(mode, seed)
+        self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
+        self.engine.moved = self.scheduler.moved
+        self.intercepts: dict[str, Callable[..., Any]] = {}
+        self._queues: dict[tuple[int, int], deque[Launch]] = {}
+        self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
+        self._launched = 0
+        self._progress = progress
+
+    def intercept(self, name: str, handler: Callable[..., Any]) -> None:
+        """Replaces calls of the device function `name`.
+
+        `handler(group, *arguments)` returns the value (or None), or `emit.BLOCK_RESULT` to be called again
+        later.
+        """
+        self.intercepts[name] = handler
+
+    def submit(self, launch: Launch) -> None:
+        """Queues a launch behind the earlier ones of its (rank, stream).
+
+        Raises:
+            ValueError: The launch cannot run (block or grid shape, shared memory, parameters).
+            KeyError: The module has no such entry.
+        """
+        if not 0 <= launch.rank < self.ranks:
+            raise ValueError(f"rank {launch.rank} of a machine of {self.ranks}")
+        self._grid(launch, 0)
+        self._queues.setdefault((launch.rank, launch.stream), deque()).append(launch)
+
+    def run(self) -> None:
+        """Runs all submitted launches, ranks side by side, until none is left.
+
+        Raises:
+            EmulatorError: A kernel failed; the machine has dropped all launches.
+        """
+        begin = time.perf_counter()
+        if self._progress is not None:
+            self.scheduler.tick = lambda: self._progress(self.scheduler.executed) if self._progress else None
+        try:
+            with np.errstate(all="ignore"):
+                for key in list(self._queues):
+                    self._start(key)
+                self.scheduler.run()
+        finally:
+            self._queues.clear()
+            self.scheduler.reset()
+            self.engine.reset()
+            self.watch.clear()
+            self.report.instructions = self.scheduler.executed
+            self.report.seconds += time.perf_counter() - begin
+
+    def printed(self, rank: int, text: str) -> None:
+        """A kernel's printf."""
+        self.report.output.append(text)
+        print(text, end="" if text.endswith("\n") else "\n")
+
+    def _start(self, key: tuple[int, int]) -> None:
+        queue = self._queues.get(key)
+        if queue:
+            self._launched += 1
+            grid = self._grid(queue[0], self._launched)
+            grid.finished = self._finished
+            grid.start()
+
+    def _finished(self, grid: Grid) -> None:
+        key = (grid.launch.rank, grid.launch.stream)
+        # A kernel has ended only when its bulk stores have: the next in the stream sees them.
+        self.engine.drain(grid)
+        self._queues[key].popleft()
+        self._start(key)
+
+    def _grid(self, launch: Launch, number: int) -> Grid:
+        code = program(launch.ptx, launch.entry)
+        symbols, _ = self._module(code, launch.rank)
+        offsets = code.symbol_addresses()
+        pieces = {}
+        nbytes = 0
+        for v in code.module.variables.values():
+            if v.space == "const":
+                at = offsets[v.name] - CONST
+                pieces[at] = bytes(launch.const_image.get(v.name, v.init))[: v.nbytes]
+                nbytes = max(nbytes, at + v.nbytes)
+        return Grid(self, launch, code, symbols, bank(nbytes, pieces), number)
+
+    def _module(self, code: Program, rank: int) -> tuple[dict[str, int], list[Any]]:
+        """Module-scope `.global` variables live as long as the machine, once per rank."""
+        key = (id(code), rank)
+        if key not in self._modules:
+            keep: list[Any] = [code]
+            symbols: dict[str, int] = {}
+            found = [v for v in code.module.variables.values() if v.space == "global"]
+            for v in found:
+                storage = np.zeros(max(v.nbytes, len(v.init)) + v.align, np.uint8)
+                address = -(-storage.ctypes.data // v.align) * v.align
+                self.memory.register(address, v.nbytes, rank, v.name, "module")
+                symbols[v.name] = address
+                keep.append(storage)
+            for v in found:
+                data = bytearray(v.init)
+                for at, name in v.refs:
+                    data[at : at + 8] = {**code.symbol_addresses(), **symbols}[name].to_bytes(8, "little")
+                self.memory.bytes_at(symbols[v.name], len(data))[:] = (
+                    np.frombuffer(data, np.uint8) if data else 0
+                )
+            self._modules[key] = (symbols, keep)
+        return self._modules[key]

@@ -137,7 +137,12 @@ class _FunctionParser:
                 else:
                     self.scope.registers[name] = kind[1:]
         elif stmt.startswith((".local", ".shared", ".param", ".const", ".global")):
-            self.variables.append(self.outer.variable(stmt, pos))
+            variable = self.outer.variable(stmt, pos)
+            self.variables.append(variable)
+            if (
+                variable.space == "param"
+            ):  # call parameters are declared anew, with other types, at every call
+                self.scope.labels[variable.name] = f"{variable.name}@{pos}"
         elif stmt.startswith(".pragma"):
             pass
         elif stmt.startswith("."):

@@ -1,0 +1,339 @@
+"""Loads and stores of a warp: addresses of a group's lanes to values, checked for bounds and alignment.
+
+A uniform address takes the short path through `memoryview`s; lane addresses are one NumPy gather or
+scatter. An address below or beyond the memory it should lie in becomes an index out of range, so the common
+case needs no comparison; alignment is one OR-reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
+from overlap_gemm.emulator.machine.warp import CTA_WINDOW
+from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, lane_array, lane_list, one
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.memory import Allocation
+    from overlap_gemm.emulator.machine.warp import Group
+    from overlap_gemm.emulator.ptx.ir import Instruction
+
+_SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
+
+
+def fault(group: Group, ins: Instruction, mask: int, what: str) -> MemoryFault:
+    """A fault that names the place."""
+    return MemoryFault(f"{group.where()}, line {ins.line}: {ins.text}: {what}")
+
+
+def _safe(address: np.ndarray, mask: int) -> np.ndarray:
+    """Lane addresses with inactive lanes pointing where the first active one does."""
+    if mask == FULL:
+        return address
+    return np.where(lane_array(mask), address, address[(mask & -mask).bit_length() - 1])
+
+
+class Access:
+    """One memory instruction's shape: `count` elements of `width` bytes per lane."""
+
+    def __init__(self, ins: Instruction, space: str, width: int, count: int, is_store: bool) -> None:
+        self.ins, self.space, self.width, self.count, self.is_store = ins, space, width, count, is_store
+        self.size = width * count
+        self.shift = width.bit_length() - 1
+        self.bits = 8 * width
+        self.row_shift = self.size.bit_length() - 1
+        self.cached: Allocation | None = None
+
+    # -- windows ---------------------------------------------------------------------------------
+
+    def resolve(self, group: Group, mask: int, address: Any) -> tuple[str, Any]:
+        """Space and address within it, for a generic address."""
+        if self.space:
+            return self.space, address
+        sample = address if address.__class__ is int else one(address, mask)
+        space = _SPACES.get(sample >> WINDOW_SHIFT)
+        if space is None:
+            raise fault(group, self.ins, mask, f"{sample:#x} is no address that memory answers to")
+        if space == "global":
+            return space, address
+        if address.__class__ is int:
+            return space, address & 0xFFFFFFFF
+        windows = _safe(address, mask) >> WINDOW_SHIFT
+        if int(windows.min()) != int(windows.max()):
+            raise fault(group, self.ins, mask, "lanes address different state spaces, which is not modelled")
+        return space, (address & 0xFFFFFFFF).astype(np.uint32)
+
+    # -- loads -----------------------------------------------------------------------------------
+
+    def load(self, group: Group, mask: int, space: str, address: Any) -> Any:
+        """The loaded value, or a tuple of `count` values, with dtype of the element width."""
+        if space == "shared":
+            return self._load_shared(group, mask, address)
+        if space == "global":
+            return self._load_global(group, mask, address)
+        if space == "local":
+            return self._load_local(group, mask, address)
+        return self._load_bank(group, mask, space, address)
+
+    def _load_shared(self, group: Group, mask: int, address: Any) -> Any:
+        cta = group.warp.cta
+        if address.__class__ is int:
+            offset: Any = address - cta.base
+            if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
+                cta, offset = self._other_cta(group, mask, address)
+            view, i = cta.mem[self.width], offset >> self.shift
+            return view[i] if self.count == 1 else tuple(view[i + n] for n in range(self.count))
+        offset = _safe(address, mask) - np.uint32(cta.base)
+        try:
+            rows = cta.rows(self.width, self.count)[offset >> self.row_shift]
+        except IndexError:
+            rows = None
+        if rows is None or int(np.bitwise_or.reduce(offset)) & (self.size - 1):
+            return self._load_lanes(group, mask, address)
+        return self._columns(rows)
+
+    def _columns(self, rows: np.ndarray) -> Any:
+        return rows if self.count == 1 else tuple(np.ascontiguousarray(rows.T))
+
+    def _load_lanes(self, group: Group, mask: int, address: Any) -> Any:
+        """Shared memory of several CTAs of the cluster; finds the fault if there is one."""
+        out = np.zeros((self.count, 32), DTYPE[self.bits])
+        for lane in lane_list(mask):
+            cta, offset = self._other_cta(group, 1 << lane, int(address[lane]))
+            out[:, lane] = cta.rows(self.width, 1)[offset >> self.shift : (offset >> self.shift) + self.count]
+        return out[0] if self.count == 1 else tuple(out)
+
+    def _other_cta(self, group: Group, mask: int, address: int) -> tuple[Any, int]:
+        cluster = group.warp.cta.cluster
+        rank, offset = (address & 0xFFFFFFFF) // CTA_WINDOW, address & (CTA_WINDOW - 1)
+        if address % self.size:
+            raise fault(
+                group, self.ins, mask, f"shared address {address:#x} is not a multiple of {self.size}"
+            )
+        if rank >= cluster.size:
+            raise fault(
+                group,
+                self.ins,
+                mask,
+                f"shared address {address:#x} is in no CTA of a cluster of {cluster.size}",
+            )
+        cta = cluster.ctas[rank]
+        if offset + self.size > cta.grid.smem_bytes:
+            raise fault(
+                group, self.ins, mask,
+                f"shared memory overflow: {self.size} bytes at offset {offset:#x}; "
+                f"{cta} ends at {cta.grid.smem_bytes:#x}",
+            )  # fmt: skip
+        return cta, offset
+
+    def _load_global(self, group: Group, mask: int, address: Any) -> Any:
+        machine = group.warp.grid.machine
+        if address.__class__ is int:
+            allocation = self._allocation(group, mask, address)
+            if machine.observer is not None:
+                machine.observer.read(group, self.ins, allocation, address, self.size)
+            start = address - allocation.base
+            raw = allocation.raw[start : start + self.size].tobytes()
+            values = [
+                int.from_bytes(raw[n : n + self.width], "little") for n in range(0, self.size, self.width)
+            ]
+            return values[0] if self.count == 1 else tuple(values)
+        addresses = _safe(address, mask)
+        allocation, index = self._index(group, mask, addresses)
+        if allocation is None:
+            out = np.zeros((self.count, 32), DTYPE[self.bits])
+            for lane in lane_list(mask):
+                out[:, lane] = self._load_global(group, 1 << lane, int(addresses[lane]))
+            return out[0] if self.count == 1 else tuple(out)
+        if machine.observer is not None:
+            machine.observer.read(group, self.ins, allocation, addresses, self.size)
+        return self._columns(allocation.view(self.width, self.count)[index])
+
+    def _allocation(self, group: Group, mask: int, address: int) -> Allocation:
+        if address % self.size:
+            raise fault(
+                group, self.ins, mask, f"global address {address:#x} is not a multiple of {self.size}"
+            )
+        cached = self.cached
+        if (
+            cached is not None
+            and cached.alive
+            and cached.base <= address
+            and address + self.size <= cached.end
+        ):
+            return cached
+        memory = group.warp.grid.machine.memory
+        try:
+            self.cached = found = memory.find(address, self.size)
+        except MemoryFault as why:
+            raise fault(group, self.ins, mask, str(why)) from None
+        return found
+
+    def _index(self, group: Group, mask: int, addresses: np.ndarray) -> tuple[Any, Any]:
+        """One allocation for all lanes and each lane's row; None where they differ or are at fault."""
+        first = int(addresses[0])
+        cached: Any = self.cached
+        if cached is None or not cached.alive or not cached.base <= first < cached.end:
+            cached = self._allocation(group, mask, first)
+        view = cached.view(self.width, self.count)
+        if view is None:
+            return None, None
+        offset = addresses - np.uint64(cached.base)
+        if int(np.bitwise_or.reduce(offset)) & (self.size - 1):
+            return None, None
+        index = offset >> np.uint64(self.row_shift)
+        if int(index.max()) >= len(view):
+            return None, None
+        return cached, index.view(np.int64)
+
+    def _load_local(self, group: Group, mask: int, address: Any) -> Any:
+        rows = group.warp.local_rows(self.width)
+        out = np.zeros((self.count, 32), DTYPE[self.bits])
+        for lane in lane_list(mask):
+            at = self._local_offset(group, lane, address)
+            out[:, lane] = rows[lane, at >> self.shift : (at >> self.shift) + self.count]
+        if mask & (mask - 1) == 0:
+            lane = mask.bit_length() - 1
+            return int(out[0, lane]) if self.count == 1 else tuple(int(v) for v in out[:, lane])
+        return out[0] if self.count == 1 else tuple(out)
+
+    def _local_offset(self, group: Group, lane: int, address: Any) -> int:
+        at = one(address, 1 << lane) & 0xFFFFFFFF
+        if at % self.width or at + self.size > group.warp.grid.program.local_bytes:
+            raise fault(group, self.ins, 1 << lane, f"local address {at:#x} is misaligned or out of bounds")
+        return at
+
+    def _load_bank(self, group: Group, mask: int, space: str, address: Any) -> Any:
+        bank = group.warp.grid.params if space == "param" else group.warp.grid.const
+        if address.__class__ is not int:
+            values = [
+                self._load_bank(group, 1 << n, space, int(a)) for n, a in enumerate(_safe(address, mask))
+            ]
+            columns = np.array(values, DTYPE[self.bits]).reshape(32, self.count).T
+            return (
+                np.ascontiguousarray(columns[0]) if self.count == 1 else tuple(np.ascontiguousarray(columns))
+            )
+        at = address & 0xFFFFFFFF
+        if at % self.width or at + self.size > len(bank):
+            raise fault(
+                group, self.ins, mask, f"{space} address {at:#x} is misaligned or beyond {len(bank)} bytes"
+            )
+        values = [
+            int.from_bytes(bank[at + n * self.width : at + (n + 1) * self.width], "little")
+            for n in range(self.count)
+        ]
+        return values[0] if self.count == 1 else tuple(values)
+
+    # -- stores ----------------------------------------------------------------------------------
+
+    def store(self, group: Group, mask: int, space: str, address: Any, values: tuple[Any, ...]) -> None:
+        """Stores `count` values per lane."""
+        group.effects += 1
+        if space == "shared":
+            self._store_shared(group, mask, address, values)
+        elif space == "global":
+            self._store_global(group, mask, address, values)
+        elif space == "local":
+            self._store_local(group, mask, address, values)
+        else:
+            raise fault(group, self.ins, mask, f"a store to {space} memory")
+
+    def _rows(self, mask: int, values: tuple[Any, ...]) -> Any:
+        """`[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
+        dtype = DTYPE[self.bits]
+        lanes = lane_array(mask)
+        n = mask.bit_count()
+        if self.count == 1:
+            v = values[0]
+            if v.__class__ is int:
+                return np.full(n, v, dtype)
+            v = v.astype(dtype, copy=False)
+            return v if n == 32 else v[lanes]
+        out = np.empty((n, self.count), dtype)
+        for i, v in enumerate(values):
+            out[:, i] = v if v.__class__ is int or n == 32 else v[lanes]
+        return out
+
+    def _scalar_bytes(self, mask: int, values: tuple[Any, ...]) -> bytes:
+        """The bytes that a uniform address receives: of the highest active lane, as one lane must win."""
+        last = 1 << (mask.bit_length() - 1)
+        keep = (1 << self.bits) - 1
+        return b"".join((one(v, last) & keep).to_bytes(self.width, "little") for v in values)
+
+    def _store_shared(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
+        cta = group.warp.cta
+        if address.__class__ is int:
+            offset = address - cta.base
+            if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
+                cta, offset = self._other_cta(group, mask, address)
+            cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
+            cta.dirty[offset >> 4 : (offset + self.size + 15) >> 4] = group.warp.index + 1
+        else:
+            active = address if mask == FULL else address[lane_array(mask)]
+            offset = active - np.uint32(cta.base)
+            view = cta.rows(self.width, self.count)
+            if int(np.bitwise_or.reduce(offset)) & (self.size - 1) or int(
+                offset.max()
+            ) >> self.row_shift >= len(view):
+                for lane in lane_list(mask):
+                    one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
+                    self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
+                return
+            view[offset >> self.row_shift] = self._rows(mask, values)
+            cta.dirty[offset >> 4] = group.warp.index + 1
+            if self.size == 32:
+                cta.dirty[(offset >> 4) + 1] = group.warp.index + 1
+        watch = group.warp.cta.cluster.watch
+        if watch:
+            notify(watch, granules(address, mask, self.size))
+
+    def _store_global(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
+        machine = group.warp.grid.machine
+        if address.__class__ is int:
+            allocation = self._allocation(group, mask, address)
+            if machine.observer is not None:
+                machine.observer.write(group, self.ins, allocation, address, self.size)
+            start = address - allocation.base
+            data = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
+            allocation.raw[start : start + self.size] = data
+        else:
+            active = address if mask == FULL else address[lane_array(mask)]
+            allocation_, index = self._index(group, mask, active)
+            if allocation_ is None:
+                for lane in lane_list(mask):
+                    one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
+                    self._store_global(group, 1 << lane, int(address[lane]), one_lane)
+                return
+            if machine.observer is not None:
+                machine.observer.write(group, self.ins, allocation_, active, self.size)
+            allocation_.view(self.width, self.count)[index] = self._rows(mask, values)
+        if machine.watch:
+            notify(machine.watch, granules(address, mask, self.size))
+
+    def _store_local(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
+        rows = group.warp.local_rows(self.width)
+        for lane in lane_list(mask):
+            at = self._local_offset(group, lane, address) >> self.shift
+            for n, v in enumerate(values):
+                rows[lane, at + n] = one(v, 1 << lane) & ((1 << self.bits) - 1)
+
+
+def granules(address: Any, mask: int, size: int) -> set[int]:
+    """The 16-byte granules that a lane access touches."""
+    if address.__class__ is int:
+        return set(range(address >> 4, (address + size + 15) >> 4))
+    lanes = (address if mask == FULL else address[lane_array(mask)]) >> 4
+    out = set(lanes.tolist())
+    return out | {g + 1 for g in out} if size > 16 else out
+
+
+def notify(watch: dict[int, list[Any]], touched: Iterable[int]) -> None:
+    """Wakes groups that poll any of these granules."""
+    for granule in touched:
+        for group in watch.pop(granule, ()):
+            group.polls.clear()
+            group.wake()

@@ -1,0 +1,133 @@
+"""The async engine: when TMA, bulk copies, tensor-core and cp.async operations take effect.
+
+An operation is a chain of events. In mode `immediate` each happens when it is issued. In `random` they
+happen at random later times. In `lazy` an event happens only when no warp can go on: as late as the
+specification allows, and the global writes of bulk stores last of all, when nothing else is pending.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+MODES = ("immediate", "random", "lazy")
+
+
+@dataclass(eq=False)
+class Event:
+    """One thing an operation does.
+
+    Attributes:
+        run: Does it.
+        grid: The launch that issued it.
+        owner: The CTA whose memory it reads or writes, for the exit check; None for none.
+        what: For messages.
+        late: Whether it comes last of all in `lazy` mode (the write of a bulk store).
+        after: Events that must have happened before.
+    """
+
+    run: Callable[[], None]
+    grid: Any
+    owner: Any
+    what: str
+    late: bool = False
+    after: tuple[Event, ...] = ()
+    done: bool = field(default=False, init=False)
+
+
+class AsyncEngine:
+    """Pending events, unordered ones and in-order queues (tensor-core pipes)."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        if mode not in MODES:
+            raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+        self.mode = mode
+        self.rng = random.Random(seed ^ 0x5EED)
+        self.pending: list[Event] = []
+        self.queues: dict[Any, deque[Event]] = {}
+        self.moved: Callable[[], None] = lambda: None
+
+    def submit(self, event: Event) -> Event:
+        """Adds an unordered event."""
+        if self.mode == "immediate" and all(e.done for e in event.after):
+            self._do(event)
+        else:
+            self.pending.append(event)
+            self._count(event, 1)
+        return event
+
+    def enqueue(self, queue: Any, event: Event) -> Event:
+        """Adds an event that happens after the earlier ones of its queue."""
+        if self.mode == "immediate":
+            self._do(event)
+        else:
+            self.queues.setdefault(queue, deque()).append(event)
+            self._count(event, 1)
+        return event
+
+    def step(self) -> None:
+        """Called between turns of warps: in `random` mode something may happen."""
+        if self.mode == "random" and (self.pending or self.queues) and self.rng.random() < 0.3:
+            self._one(self._ready())
+
+    def idle_step(self) -> bool:
+        """Called when no warp can go on; returns whether something happened."""
+        if not self.pending and not self.queues:
+            return False
+        ready = self._ready()
+        if self.mode == "lazy":
+            soon = [r for r in ready if not (isinstance(r, Event) and r.late)]
+            ready = soon or ready
+        return self._one(ready)
+
+    def _ready(self) -> list[Any]:
+        ready: list[Any] = [e for e in self.pending if all(a.done for a in e.after)]
+        ready.extend(self.queues)
+        return ready
+
+    def _one(self, ready: list[Any]) -> bool:
+        if not ready:
+            return False
+        chosen = ready[self.rng.randrange(len(ready))]
+        if isinstance(chosen, Event):
+            self.pending.remove(chosen)
+            event = chosen
+        else:
+            queue = self.queues[chosen]
+            event = queue.popleft()
+            if not queue:
+                del self.queues[chosen]
+        self._count(event, -1)
+        self._do(event)
+        return True
+
+    def _do(self, event: Event) -> None:
+        event.run()
+        event.done = True
+        self.moved()
+
+    @staticmethod
+    def _count(event: Event, step: int) -> None:
+        if event.owner is not None:
+            pending = event.owner.pending
+            if step > 0:
+                pending[id(event)] = event
+            else:
+                pending.pop(id(event), None)
+
+    def drain(self, grid: Any) -> None:
+        """Carries out what a grid that has ended left behind, as the end of a kernel does."""
+        while True:
+            mine = [e for e in self.pending if e.grid is grid and all(a.done for a in e.after)]
+            queues = [q for q, events in self.queues.items() if events[0].grid is grid]
+            if not mine and not queues:
+                return
+            self._one([*mine, *queues])
+
+    def reset(self) -> None:
+        """Drops everything that is pending."""
+        self.pending.clear()
+        self.queues.clear()

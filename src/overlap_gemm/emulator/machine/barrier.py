@@ -1,0 +1,138 @@
+"""mbarrier objects, named barriers and the cluster barrier (PTX ISA 9.7.13.1, 9.7.13.4, 9.7.13.15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from overlap_gemm.emulator.machine.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.warp import Group
+
+
+class Waiters:
+    """Groups parked on something."""
+
+    __slots__ = ("parked",)
+
+    def __init__(self) -> None:
+        self.parked: list[Group] = []
+
+    def park(self, group: Group, why: str) -> None:
+        """Parks a group until `wake`."""
+        self.parked.append(group)
+        group.park(why)
+
+    def wake(self) -> None:
+        """Makes every parked group ready."""
+        if self.parked:
+            parked, self.parked = self.parked, []
+            for group in parked:
+                group.wake()
+
+
+class MBarrier(Waiters):
+    """An mbarrier object. A phase completes when no arrival is pending and the transaction count is zero.
+
+    Attributes:
+        address: Its shared address, for messages.
+        count: Arrivals that a phase expects.
+        pending: Arrivals still missing in this phase.
+        tx: Transaction count (bytes expected less bytes completed).
+        phase: Parity of the current, incomplete phase.
+        completed: Number of phases completed since `mbarrier.init`.
+    """
+
+    __slots__ = ("address", "completed", "count", "pending", "phase", "tx")
+
+    def __init__(self, address: int, count: int) -> None:
+        super().__init__()
+        if not 1 <= count < 1 << 20:
+            raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
+        self.address, self.count, self.pending = address, count, count
+        self.tx, self.phase, self.completed = 0, 0, 0
+
+    def expect(self, nbytes: int) -> None:
+        """`expect-tx`."""
+        self.tx += nbytes
+        self._advance()
+
+    def complete(self, nbytes: int) -> None:
+        """`complete-tx`."""
+        self.tx -= nbytes
+        self._advance()
+
+    def arrive(self, count: int = 1) -> None:
+        """`arrive-on`."""
+        if count > self.pending:
+            raise EmulatorError(
+                f"mbarrier {self.address:#x}: {count} arrival(s) where {self.pending} of {self.count} are "
+                f"pending in phase {self.completed} (over-arrival)"
+            )
+        self.pending -= count
+        self._advance()
+
+    def test(self, parity: int) -> bool:
+        """`test_wait.parity`: whether the phase with this parity has completed."""
+        return self.phase != parity
+
+    def _advance(self) -> None:
+        if self.pending == 0 and self.tx == 0:
+            self.phase ^= 1
+            self.completed += 1
+            self.pending = self.count
+            self.wake()
+
+    def __str__(self) -> str:
+        return (
+            f"mbarrier {self.address:#x} (phase {self.completed}, parity {self.phase}: "
+            f"{self.pending} of {self.count} arrivals pending, {self.tx} bytes outstanding)"
+        )
+
+
+class CountBarrier(Waiters):
+    """A barrier that releases when a number of threads has arrived: named barriers and the cluster barrier.
+
+    Attributes:
+        name: For messages.
+        everyone: Number of threads that take part where the instruction names none.
+        arrived: Threads that have arrived in this generation.
+        generation: Number of times it has released.
+        votes: Sum of the predicates of `bar.red`, by parity of the generation.
+    """
+
+    __slots__ = ("arrived", "count", "everyone", "generation", "name", "votes")
+
+    def __init__(self, name: str, everyone: Callable[[], int]) -> None:
+        super().__init__()
+        self.name, self.everyone = name, everyone
+        self.arrived, self.count, self.generation = 0, 0, 0
+        self.votes = [0, 0]
+
+    def arrive(self, threads: int, count: int = 0, votes: int = 0) -> int:
+        """Counts arrivals, with the instruction's thread count or 0; returns their generation."""
+        if self.arrived and count != self.count:
+            raise EmulatorError(
+                f"{self.name}: a participant expects {count or 'all'} threads, "
+                f"an earlier one {self.count or 'all'}"
+            )
+        generation = self.generation
+        self.count = count
+        self.arrived += threads
+        self.votes[generation & 1] += votes
+        if count and self.arrived > count:
+            raise EmulatorError(f"{self.name}: {self.arrived} threads arrived where {count} take part")
+        self.check()
+        return generation
+
+    def check(self) -> None:
+        """Releases the barrier if all have arrived; also called when threads exit."""
+        if self.arrived and self.arrived >= (self.count or self.everyone()):
+            self.arrived = 0
+            self.generation += 1
+            self.votes[self.generation & 1] = 0
+            self.wake()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.arrived} of {self.count or self.everyone()} threads arrived)"

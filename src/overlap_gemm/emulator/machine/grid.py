@@ -1,0 +1,156 @@
+"""A launch that is running: its clusters, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.warp import SMEM_BASE, Cluster, Cta, _joined
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.launch import Launch, Machine
+    from overlap_gemm.emulator.machine.sched import Scheduler
+    from overlap_gemm.emulator.ptx.program import Program
+
+MAX_SMEM = 232_448  # bytes a CTA may use, sm_90 and sm_100 (CUDA programming guide, compute capabilities)
+
+
+class Grid:
+    """One running launch.
+
+    Attributes:
+        program: The translated entry.
+        symbols: Addresses of the module's variables on this rank.
+        params: Parameter space.
+        const: Constant bank of this rank.
+        smem_bytes: End of a CTA's shared memory, the system's first KiB included.
+    """
+
+    machine: Machine
+    launch: Launch
+    program: Program
+    scheduler: Scheduler
+    smem_bytes: int
+    number: int
+
+    def __init__(
+        self,
+        machine: Machine,
+        launch: Launch,
+        program: Program,
+        symbols: dict[str, int],
+        const: bytes,
+        number: int,
+    ) -> None:
+        self.machine, self.launch, self.program, self.symbols = machine, launch, program, symbols
+        self.scheduler, self.checks, self.engine = machine.scheduler, machine.checks, machine.engine
+        self.const, self.number = const, number
+        self.params = self._layout(launch.params)
+        self.threads = launch.block[0] * launch.block[1] * launch.block[2]
+        self.smem_bytes = SMEM_BASE + program.static_smem + launch.dynamic_smem
+        self._validate()
+        self._waiting = self._origins()
+        self._running: list[Cluster] = []
+        self._slots = list(range(machine.resident))
+        self.total = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        self.ended = 0
+        self.finished: Callable[[Grid], None] = lambda grid: None
+
+    def _layout(self, blobs: tuple[bytes, ...]) -> bytes:
+        params = self.program.entry.params
+        if len(blobs) != len(params):
+            raise ValueError(f"{self.launch.entry} takes {len(params)} parameters, got {len(blobs)}")
+        out = bytearray(self.program.param_bytes)
+        for p, blob in zip(params, blobs, strict=True):
+            if len(blob) != p.nbytes:
+                raise ValueError(f"parameter {p.name} has {p.nbytes} bytes, got {len(blob)}")
+            at = self.program.param_symbols[p.name]
+            out[at : at + p.nbytes] = blob
+        return bytes(out)
+
+    def _validate(self) -> None:
+        launch, cluster = self.launch, self.launch.cluster
+        if any(g % c for g, c in zip(launch.grid, cluster, strict=True)) or min(*launch.grid, *cluster) < 1:
+            raise ValueError(f"grid {launch.grid} is not a positive multiple of the cluster {cluster}")
+        if not 1 <= self.threads <= 1024:
+            raise ValueError(f"block {launch.block} has {self.threads} threads; 1 to 1024 are valid")
+        need = self.program.entry.directives.get("reqntid")
+        if need is not None and (*need, 1, 1)[:3] != launch.block:
+            raise ValueError(f"the kernel requires a block of {need}, got {launch.block}")
+        if self.smem_bytes - SMEM_BASE > MAX_SMEM:
+            raise ValueError(f"{self.smem_bytes - SMEM_BASE} bytes of shared memory; a CTA has {MAX_SMEM}")
+        size = cluster[0] * cluster[1] * cluster[2]
+        total = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        if size > 16 or size > self.machine.resident:
+            raise ValueError(
+                f"clusters of {size} CTAs do not fit ({self.machine.resident} CTAs can be resident)"
+            )
+        if launch.cooperative and total > self.machine.resident:
+            raise ValueError(
+                f"cooperative launch of {total} CTAs, but {self.machine.resident} can be resident at once"
+            )
+
+    def _origins(self) -> Iterator[tuple[int, int, int]]:
+        (gx, gy, gz), (cx, cy, cz) = self.launch.grid, self.launch.cluster
+        for z in range(0, gz, cz):
+            for y in range(0, gy, cy):
+                for x in range(0, gx, cx):
+                    yield x, y, z
+
+    def start(self) -> None:
+        """Makes as many clusters resident as fit."""
+        cx, cy, cz = self.launch.cluster
+        while len(self._slots) >= cx * cy * cz:
+            first = next(self._waiting, None)
+            if first is None:
+                return
+            cluster = Cluster(self, first)
+            self._running.append(cluster)
+            for cta in cluster.ctas:
+                cta.state["slot"] = self._slots.pop(0)
+                for warp in cta.warps:
+                    self.scheduler.live[id(warp)] = warp
+                    self.scheduler.ready(warp)
+
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes the next cluster that has not started, for `clusterlaunchcontrol.try_cancel`."""
+        first = next(self._waiting, None)
+        if first is not None:
+            cx, cy, cz = self.launch.cluster
+            self.ended += cx * cy * cz
+        return first
+
+    def cta_exited(self, cta: Cta) -> None:
+        """Counts a CTA out; its cluster's memory goes when all of them have ended."""
+        self.checks.cta_exit(cta)
+        for warp in cta.warps:
+            self.scheduler.live.pop(id(warp), None)
+        self.ended += 1
+        cluster = cta.cluster
+        cluster.barrier.check()
+        if all(c.live_warps == 0 for c in cluster.ctas):
+            self._running.remove(cluster)
+            self._slots.extend(c.state["slot"] for c in cluster.ctas)
+            self.start()
+        if self.ended == self.total:
+            self.finished(self)
+
+    def joined(self, slot: int, mask: int, new: Any, old: Any) -> Any:
+        """`new` in the lanes of `mask`, `old` elsewhere, for register `slot`."""
+        return new if new is old else _joined(self.program.widths[slot], mask, new, old)
+
+    def __str__(self) -> str:
+        return f"launch {self.number} ({self.launch.entry[:60]}) of rank {self.launch.rank}"
+
+
+def bank(nbytes: int, pieces: dict[int, bytes]) -> bytes:
+    """A constant bank with initial contents."""
+    out = np.zeros(nbytes, np.uint8)
+    for at, data in pieces.items():
+        if at + len(data) > nbytes:
+            raise EmulatorError(f"constant data of {len(data)} bytes at {at} in a bank of {nbytes}")
+        out[at : at + len(data)] = np.frombuffer(data, np.uint8)
+    return out.tobytes()

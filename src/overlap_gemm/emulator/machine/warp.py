@@ -1,0 +1,363 @@
+"""Warps, their divergence groups, and the CTAs and clusters they belong to.
+
+A warp is a list of groups: lanes that share a program counter. Each group has a register file of its own
+(valid only for its lanes), so that divergent code runs without masking, and a group of one lane runs on
+plain ints. Groups merge when they reach the same instruction.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
+from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.ptx.lanes import FULL, LANE_IDS, merge
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.grid import Grid
+
+CTA_WINDOW = 1 << 24
+SMEM_BASE = 1024  # the first KiB of the window is the system's
+TMEM_COLUMNS = 512
+
+
+class Group:
+    """Lanes of a warp that execute together.
+
+    Attributes:
+        warp: The warp.
+        mask: Its lanes.
+        pc: Item to run next.
+        R: Register file.
+        stack: Return items of the active calls.
+        why: What it is parked on, or "" when it can run.
+        token: Progress of the instruction it waits in (such as a barrier's generation), or None.
+        polls: Polling loads since the last change, by line.
+        effects: Grows with everything the group does that others can see.
+        clock: Whether it read a clock since it was last woken by time.
+    """
+
+    __slots__ = (
+        "R",
+        "__weakref__",
+        "clock",
+        "effects",
+        "mask",
+        "pc",
+        "polls",
+        "stack",
+        "token",
+        "warp",
+        "why",
+    )
+
+    def __init__(self, warp: Warp, mask: int, pc: int, R: list[Any], stack: tuple[int, ...] = ()) -> None:
+        self.warp, self.mask, self.pc, self.R, self.stack = warp, mask, pc, R, stack
+        self.why = ""
+        self.token: Any = None
+        self.polls: dict[int, Any] = {}
+        self.effects = 0
+        self.clock = False
+
+    def park(self, why: str) -> None:
+        """Stops the group until `wake`."""
+        self.why = why
+
+    def wake(self) -> None:
+        """Lets a parked group run again."""
+        if self.why:
+            self.why = ""
+            scheduler = self.warp.grid.scheduler
+            scheduler.pollers.pop(id(self), None)
+            scheduler.ready(self.warp)
+
+    def split(self, taken: int, target: int) -> Group:
+        """Moves the lanes of `taken` to a new group at `target`."""
+        other = Group(self.warp, taken, target, list(self.R), self.stack)
+        other.effects = self.effects
+        self.mask &= ~taken
+        groups = self.warp.groups
+        groups.append(other)
+        for group in (self, other):
+            if group.mask & (group.mask - 1) == 0:
+                group._scalarise()
+        return other
+
+    def _scalarise(self) -> None:
+        """A single lane needs no arrays: uniform values make its code run on ints."""
+        lane = self.mask.bit_length() - 1
+        self.R = [v if v.__class__ is not np.ndarray else v[lane].item() for v in self.R]
+
+    def absorb(self, other: Group, live: tuple[int, ...]) -> None:
+        """Merges a group at the same instruction; `live` are the registers that still matter."""
+        mine, theirs = self.R, other.R
+        for slot in live:
+            a, b = mine[slot], theirs[slot]
+            if a is not b:
+                width = self.warp.grid.program.widths[slot]
+                mine[slot] = _joined(width, other.mask, b, a)
+        self.mask |= other.mask
+        self.polls.clear()
+
+    def where(self) -> str:
+        """Position, for messages."""
+        return f"{self.warp} lanes {self.mask:#010x}"
+
+
+def _joined(width: int, mask: int, new: Any, old: Any) -> Any:
+    out = merge(mask, new, old)
+    if out.__class__ is np.ndarray:
+        dtype = {0: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}[width]
+        out = out.astype(dtype, copy=False)
+    return out
+
+
+class BulkGroups:
+    """The bulk async-groups of one thread: uncommitted operations and committed groups, oldest first."""
+
+    __slots__ = ("committed", "open")
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []
+        self.committed: deque[list[Any]] = deque()
+
+
+class Warp:
+    """32 threads of a CTA."""
+
+    cta: Cta
+    grid: Grid
+
+    def __init__(self, cta: Cta, index: int) -> None:
+        self.cta, self.index, self.grid = cta, index, cta.grid
+        x, y, _ = cta.grid.launch.block
+        thread = LANE_IDS + np.uint32(32 * index)
+        self._tid: tuple[Any, Any, Any] = (thread % x, thread // x % y, thread // (x * y))
+        if x == cta.grid.threads:
+            self._tid = (thread, 0, 0)
+        lanes = min(32, cta.grid.threads - 32 * index)
+        self.full = FULL if lanes == 32 else (1 << lanes) - 1
+        self.live = self.full
+        program = cta.grid.program
+        self.groups = [Group(self, self.full, program.start, list(program.initial))]
+        self.queued = False
+        self.bulk: dict[tuple[str, int], BulkGroups] = {}
+        self.cluster_token: int | None = None
+        self.local: np.ndarray | None = None
+        self.state: dict[str, Any] = {}
+        self.counted = 0
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        """Addresses of the module's variables for this launch."""
+        return self.grid.symbols
+
+    def special(self, name: str) -> Any:
+        """The value of a special register."""
+        return SPECIAL[name](self) if name in SPECIAL else _unknown_special(name)
+
+    def local_rows(self, width: int) -> np.ndarray:
+        """Local memory `[32, n]` in elements of `width` bytes."""
+        if self.local is None:
+            self.local = np.zeros((32, -(-self.grid.program.local_bytes // 8) * 8), np.uint8)
+        return self.local.view(_VIEWS[width])
+
+    def exit(self, group: Group) -> None:
+        """Ends the lanes of a group."""
+        self.groups.remove(group)
+        self.live &= ~group.mask
+        if not self.groups:
+            self.cta.warp_exited(self)
+        else:
+            self.recheck()
+
+    def recheck(self) -> None:
+        """Lets groups that wait for lanes that have exited look again."""
+        for group in self.groups:
+            group.wake()
+
+    def __str__(self) -> str:
+        return f"{self.cta} warp {self.index}"
+
+
+class Cta:
+    """A thread block: shared memory, barriers, tensor memory."""
+
+    cluster: Cluster
+    grid: Grid
+    rank_in_cluster: int
+    warps: list[Warp]
+
+    def __init__(self, cluster: Cluster, rank_in_cluster: int, ctaid: tuple[int, int, int]) -> None:
+        self.cluster, self.grid, self.rank_in_cluster, self.ctaid = (
+            cluster,
+            cluster.grid,
+            rank_in_cluster,
+            ctaid,
+        )
+        self.base = rank_in_cluster * CTA_WINDOW
+        size = self.grid.smem_bytes
+        self.smem = cluster.window[self.base : self.base + -(-size // 16) * 16]
+        self.smem[SMEM_BASE:] = 0xFF  # poison: NaN in every float type
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.named: dict[int, CountBarrier] = {}
+        self._tmem: np.ndarray | None = None
+        self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
+        self.tmem_waiters: list[Group] = []
+        self.dirty = np.zeros(len(self.smem) >> 4, np.uint16)
+        self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
+        self._rows: dict[tuple[int, int], np.ndarray] = {}
+        self.pending: dict[int, Any] = {}
+        self.live_warps = -(-self.grid.threads // 32)
+        self.warps = [Warp(self, i) for i in range(self.live_warps)]
+        self.state: dict[str, Any] = {}
+
+    @property
+    def tmem(self) -> np.ndarray:
+        """Tensor memory `uint32 [128, 512]`, poisoned with NaN."""
+        if self._tmem is None:
+            self._tmem = np.full((128, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
+        return self._tmem
+
+    def rows(self, width: int, count: int) -> np.ndarray:
+        """Shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""
+        key = (width, count)
+        if key not in self._rows:
+            size = width * count
+            view = self.smem[: self.grid.smem_bytes // size * size].view(_VIEWS[width])
+            self._rows[key] = view.reshape(-1, count) if count > 1 else view
+        return self._rows[key]
+
+    def barrier(self, number: int) -> CountBarrier:
+        """Named barrier `number`."""
+        if not 0 <= number < 16:
+            raise EmulatorError(f"{self}: barrier {number}; a CTA has barriers 0 to 15")
+        if number not in self.named:
+            self.named[number] = CountBarrier(f"barrier {number} of {self}", lambda: 32 * self.live_warps)
+        return self.named[number]
+
+    def mbarrier(self, address: int) -> MBarrier:
+        """The mbarrier at a shared address of this cluster."""
+        owner = self.cluster.owner(address)
+        barrier = owner.mbarriers.get(address & (CTA_WINDOW - 1))
+        if barrier is None:
+            raise EmulatorError(f"no mbarrier has been initialised at shared address {address:#x} of {owner}")
+        return barrier
+
+    def warp_exited(self, warp: Warp) -> None:
+        """Counts a warp out; the last one ends the CTA."""
+        self.live_warps -= 1
+        self.grid.scheduler.progress += 1
+        if not self.live_warps:
+            self.grid.cta_exited(self)
+            return
+        for barrier in self.named.values():
+            barrier.check()
+
+    def __str__(self) -> str:
+        return f"rank {self.grid.launch.rank} CTA {self.ctaid}"
+
+
+_VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Cluster:
+    """CTAs that see each other's shared memory: one address window of 16 MiB per CTA."""
+
+    grid: Grid
+    size: int
+
+    def __init__(self, grid: Grid, first: tuple[int, int, int]) -> None:
+        self.grid = grid
+        cx, cy, cz = grid.launch.cluster
+        self.size = cx * cy * cz
+        self.first = first
+        self._map = mmap.mmap(-1, self.size * CTA_WINDOW)
+        self.window = np.frombuffer(self._map, np.uint8)
+        self.watch: dict[int, list[Group]] = {}
+        self.barrier = CountBarrier(
+            f"barrier of the cluster at {first} of rank {grid.launch.rank}",
+            lambda: sum(32 * c.live_warps for c in self.ctas),
+        )
+        self.ctas: list[Cta] = []
+        offsets = [(x, y, z) for z in range(cz) for y in range(cy) for x in range(cx)]
+        for rank, (x, y, z) in enumerate(offsets):
+            self.ctas.append(Cta(self, rank, (first[0] + x, first[1] + y, first[2] + z)))
+
+    def owner(self, address: int) -> Cta:
+        """The CTA whose window holds a shared address."""
+        rank = (address & 0xFFFFFFFF) // CTA_WINDOW
+        if rank >= self.size:
+            raise EmulatorError(f"shared address {address:#x} names CTA {rank} of a cluster of {self.size}")
+        return self.ctas[rank]
+
+
+def _unknown_special(name: str) -> Any:
+    raise EmulatorError(f"special register {name} is not modelled")
+
+
+def _dim(get: Callable[[Warp], tuple[int, int, int]]) -> list[Callable[[Warp], int]]:
+    return [lambda w, n=n: get(w)[n] for n in range(3)]  # type: ignore[misc]
+
+
+def _cluster_counts(w: Warp) -> tuple[int, int, int]:
+    (gx, gy, gz), (cx, cy, cz) = w.grid.launch.grid, w.grid.launch.cluster
+    return gx // cx, gy // cy, gz // cz
+
+
+def _cluster_id(w: Warp) -> tuple[int, int, int]:
+    (x, y, z), (cx, cy, cz) = w.cta.cluster.first, w.grid.launch.cluster
+    return x // cx, y // cy, z // cz
+
+
+def _in_cluster(w: Warp) -> tuple[int, int, int]:
+    (x, y, z), (fx, fy, fz) = w.cta.ctaid, w.cta.cluster.first
+    return x - fx, y - fy, z - fz
+
+
+_LANE = LANE_IDS
+_MASKS = {
+    "eq": lambda n: 1 << n, "lt": lambda n: (1 << n) - 1, "le": lambda n: (2 << n) - 1,
+    "gt": lambda n: FULL & ~((2 << n) - 1), "ge": lambda n: FULL & ~((1 << n) - 1),
+}  # fmt: skip
+
+SPECIAL: dict[str, Callable[[Warp], Any]] = {
+    "%laneid": lambda w: _LANE,
+    "%warpid": lambda w: w.index,
+    "%nwarpid": lambda w: len(w.cta.warps),
+    "%smid": lambda w: w.cta.state["slot"],
+    "%nsmid": lambda w: w.grid.machine.sm_count,
+    "%gridid": lambda w: w.grid.number,
+    "%cluster_ctarank": lambda w: w.cta.rank_in_cluster,
+    "%cluster_nctarank": lambda w: w.cta.cluster.size,
+    "%is_explicit_cluster": lambda w: w.cta.cluster.size > 1,
+    "%dynamic_smem_size": lambda w: w.grid.launch.dynamic_smem,
+    "%total_smem_size": lambda w: w.grid.smem_bytes - SMEM_BASE,
+    "%clock": lambda w: w.grid.scheduler.read_clock(w) & 0xFFFFFFFF,
+    "%clock64": lambda w: w.grid.scheduler.read_clock(w),
+    "%clock_hi": lambda w: w.grid.scheduler.read_clock(w) >> 32,
+    "%globaltimer": lambda w: w.grid.scheduler.read_clock(w),
+    "%globaltimer_lo": lambda w: w.grid.scheduler.read_clock(w) & 0xFFFFFFFF,
+    "%globaltimer_hi": lambda w: w.grid.scheduler.read_clock(w) >> 32,
+    "WARP_SZ": lambda w: 32,
+}
+for _n, _axis in enumerate("xyz"):
+    SPECIAL[f"%tid.{_axis}"] = lambda w, n=_n: w._tid[n]  # type: ignore[misc]
+    for _name, _get in {
+        "%ntid": lambda w: w.grid.launch.block,
+        "%ctaid": lambda w: w.cta.ctaid,
+        "%nctaid": lambda w: w.grid.launch.grid,
+        "%clusterid": _cluster_id,
+        "%nclusterid": _cluster_counts,
+        "%cluster_ctaid": _in_cluster,
+        "%cluster_nctaid": lambda w: w.grid.launch.cluster,
+    }.items():
+        SPECIAL[f"{_name}.{_axis}"] = _dim(_get)[_n]
+for _name, _rule in _MASKS.items():
+    _table = np.array([_rule(n) for n in range(32)], np.uint32)
+    SPECIAL[f"%lanemask_{_name}"] = lambda w, t=_table: t  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""Finds the factory of an instruction by the longest registered prefix of its opcode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from overlap_gemm.emulator.machine.errors import UnsupportedInstruction
+from overlap_gemm.emulator.ptx.emit import Op, Unsupported
+from overlap_gemm.emulator.ptx.ir import Function, Instruction, Pair, Reg, Vec
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.warp import Group
+    from overlap_gemm.emulator.ptx.program import Program
+
+Factory = Callable[["Program", Function, Instruction], Op]
+FACTORIES: dict[str, Factory] = {}
+
+
+def instruction(*prefixes: str) -> Callable[[Factory], Factory]:
+    """Registers a factory for opcodes that begin with these dotted prefixes."""
+
+    def register(f: Factory) -> Factory:
+        for prefix in prefixes:
+            FACTORIES[prefix] = f
+        return f
+
+    return register
+
+
+def make(program: Program, function: Function, ins: Instruction) -> Op:
+    """The `Op` of an instruction; one that raises when executed if it is not modelled."""
+    parts = ins.parts
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        factory = FACTORIES.get(prefix) or FACTORIES.get(prefix.rpartition("::")[0])
+        if factory is not None:
+            try:
+                return factory(program, function, ins)
+            except Unsupported as why:
+                return Op(unsupported(ins, str(why)))
+    return Op(unsupported(ins, ins.opcode))
+
+
+def unsupported(ins: Instruction, why: str) -> Callable[..., Any]:
+    """An implementation that names the instruction and its line."""
+
+    def run(group: Group, mask: int, *inputs: Any) -> Any:
+        raise UnsupportedInstruction(f"{group.where()}, line {ins.line}: {ins.text}: {why} is not modelled")
+
+    return run
+
+
+def destinations(ins: Instruction) -> tuple[Reg | None, ...]:
+    """The registers that the first operand names."""
+    d = ins.operands[0]
+    if isinstance(d, Vec):
+        items = d.items
+    elif isinstance(d, Pair):
+        items = (d.first, d.second)
+    else:
+        items = (d,)
+    out = []
+    for item in items:
+        if item is not None and not isinstance(item, Reg):
+            raise Unsupported(f"destination {item}")
+        out.append(item)
+    return tuple(out)

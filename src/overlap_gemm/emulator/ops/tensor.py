@@ -1,0 +1,275 @@
+"""Tensor memory and tensor-core instructions of sm_100 (PTX ISA 9.7.16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.warp import TMEM_COLUMNS, Cta, Group
+from overlap_gemm.emulator.ops.convergence import gathered
+from overlap_gemm.emulator.ops.registry import destinations, instruction
+from overlap_gemm.emulator.ops.sync import fail
+from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, Op, Unsupported
+from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Mem, Vec
+from overlap_gemm.emulator.ptx.lanes import FULL, as_array, one
+from overlap_gemm.emulator.units import smem_desc, tcgen05, tmem
+
+_WINDOW, _OFFSET = 0xFFFFFFFF, 0xFFFFFF
+
+
+def pair_of(cta: Cta) -> list[Cta]:
+    """The CTA pair of a CTA, even rank first."""
+    ctas, even = cta.cluster.ctas, cta.rank_in_cluster & ~1
+    return [ctas[even], ctas[even | 1]]
+
+
+def _group_of(cta: Cta, ins: Instruction) -> list[Cta]:
+    return pair_of(cta) if "cta_group::2" in ins.parts else [cta]
+
+
+# -- allocation ----------------------------------------------------------------------------------
+
+
+@instruction("tcgen05.alloc")
+def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int, address: Any, columns: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        cta, n = group.warp.cta, one(columns, mask)
+        if n & (n - 1) or not 32 <= n <= TMEM_COLUMNS:
+            raise fail(group, ins, f"{n} columns; a power of two from 32 to 512 is valid")
+        if "tmem_closed" in cta.state:
+            raise fail(group, ins, "allocates after tcgen05.relinquish_alloc_permit")
+        owner = cta.tmem_owner
+        for first in range(0, TMEM_COLUMNS - n + 1, 32):
+            if not owner[first : first + n].any():
+                break
+        else:
+            cta.tmem_waiters.append(group)
+            group.park(f"{n} free columns of tensor memory")
+            return BLOCK_RESULT
+        owner[first : first + n] = first + 1
+        offset = one(address, mask) & _OFFSET
+        cta.smem[offset : offset + 4] = np.frombuffer(first.to_bytes(4, "little"), np.uint8)
+        return None
+
+    return Op(run, ins.operands[:2], (), head=True)
+
+
+@instruction("tcgen05.dealloc")
+def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int, address: Any, columns: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        cta, n, first = group.warp.cta, one(columns, mask), one(address, mask) & 0xFFFF
+        if not (cta.tmem_owner[first : first + n] == first + 1).all():
+            raise fail(group, ins, f"columns {first}..{first + n - 1} are not one allocation")
+        cta.tmem_owner[first : first + n] = 0
+        waiting, cta.tmem_waiters = cta.tmem_waiters, []
+        for other in waiting:
+            other.wake()
+        return None
+
+    return Op(run, ins.operands[:2], (), head=True)
+
+
+@instruction("tcgen05.relinquish_alloc_permit")
+def _relinquish(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        group.warp.cta.state["tmem_closed"] = True
+
+    return Op(run)
+
+
+# -- loads and stores ----------------------------------------------------------------------------
+
+
+def _check_lanes(group: Group, ins: Instruction, address: int) -> None:
+    """A warp reaches only the 32 lanes that its place in the warpgroup gives it (9.7.16.2.2)."""
+    mine = 32 * (group.warp.index % 4)
+    lane = address >> 16
+    if not mine <= lane < mine + 32:
+        raise fail(group, ins, f"lane {lane} of tensor memory; this warp reaches lanes {mine} to {mine + 31}")
+
+
+def _shape(ins: Instruction) -> tuple[str, int, bool]:
+    shape = next(p for p in ins.parts if p[0].isdigit())
+    repeat = int(next(p for p in ins.parts if p[0] == "x" and p[1:].isdigit())[1:])
+    return shape, repeat, "pack::16b" in ins.parts or "unpack::16b" in ins.parts
+
+
+@instruction("tcgen05.ld")
+def _ld(program: Any, f: Function, ins: Instruction) -> Op:
+    if "red" in ins.parts:
+        raise Unsupported(ins.opcode)
+    shape, repeat, packed = _shape(ins)
+    outputs = destinations(ins)
+    split = ins.operands[2].value if len(ins.operands) > 2 and isinstance(ins.operands[2], Imm) else 0
+    several = len(outputs) > 1
+
+    def run(group: Group, mask: int, address: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        at = one(address, mask)
+        _check_lanes(group, ins, at)
+        try:
+            values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
+        except ValueError as why:
+            raise fail(group, ins, str(why)) from None
+        return values if several else values[0]
+
+    return Op(run, (ins.operands[1],), outputs, head=True)
+
+
+@instruction("tcgen05.st")
+def _st(program: Any, f: Function, ins: Instruction) -> Op:
+    shape, repeat, packed = _shape(ins)
+    address, *rest = ins.operands
+    split = rest[0].value if isinstance(rest[0], Imm) else 0
+    source = rest[-1]
+
+    def run(group: Group, mask: int, address: Any, values: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        at = one(address, mask)
+        _check_lanes(group, ins, at)
+        rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
+        try:
+            tmem.store(group.warp.cta.tmem, at, rows, shape, repeat, packed, split)
+        except ValueError as why:
+            raise fail(group, ins, str(why)) from None
+        return None
+
+    return Op(run, (address, source), (), head=True)
+
+
+# The registers of a tcgen05.ld hold their values at once: CuTe DSL's PTX uses them before tcgen05.wait::ld
+# (the assembler tracks the dependence), so a delayed delivery would reject kernels that are right on
+# hardware.
+@instruction("tcgen05.fence", "tcgen05.wait")
+def _fence(program: Any, f: Function, ins: Instruction) -> Op:
+    return Op(lambda group, mask: None)
+
+
+# -- matrix products -----------------------------------------------------------------------------
+
+
+@instruction("tcgen05.mma")
+def _mma(program: Any, f: Function, ins: Instruction) -> Op:
+    kind = next(p.split("::")[1] for p in ins.parts if p.startswith("kind::"))
+    if kind not in ("f16", "tf32", "f8f6f4") or {"sp", "ws"} & set(ins.parts) or "block_scale" in ins.opcode:
+        raise Unsupported(ins.opcode)
+    pair = "cta_group::2" in ins.parts
+    d, a, b, descriptor, *rest = ins.operands
+    disabled = rest.pop(0) if rest and isinstance(rest[0], Vec) else None
+    enable, *scale = rest
+    shift = scale[0] if scale else Imm(0)
+    a_in_tmem = isinstance(a, Mem)
+
+    def run(
+        group: Group,
+        mask: int,
+        d: Any,
+        a: Any,
+        b: Any,
+        descriptor: Any,
+        disabled: Any,
+        enable: Any,
+        shift: Any,
+    ) -> None:
+        lane = mask & -mask
+        cta = group.warp.cta
+        ctas = pair_of(cta) if pair else [cta]
+        try:
+            shape = tcgen05.decode_instruction(one(descriptor, lane), kind, len(ctas))
+            left = one(a, lane) if a_in_tmem else smem_desc.decode_umma(one(a, lane))
+            off = _disabled(disabled, lane, len(ctas))
+            product = tcgen05.Mma(
+                shape,
+                one(d, lane),
+                left,
+                smem_desc.decode_umma(one(b, lane)),
+                bool(_predicate(enable, lane)),
+                one(shift, lane),
+                off,
+            )
+        except ValueError as why:
+            raise fail(group, ins, str(why)) from None
+        if "proxy" in cta.grid.checks.enabled:
+            reads = product.smem_reads(len(ctas))
+            for c in ctas:
+                cta.grid.checks.async_read(c, reads, f"tcgen05.mma of {group.warp}", ins.line)
+
+        def multiply() -> None:
+            try:
+                product.run([c.smem for c in ctas], [c.tmem for c in ctas])
+            except (ValueError, IndexError) as why:
+                raise fail(group, ins, str(why)) from None
+
+        cta.grid.engine.enqueue(
+            ("tensor", cta), Event(multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}")
+        )
+
+    return Op(run, (d, a, b, descriptor, disabled, enable, shift))
+
+
+def _predicate(value: Any, lane: int) -> Any:
+    return value if value.__class__ in (bool, int) else value[lane.bit_length() - 1]
+
+
+def _disabled(vector: Any, lane: int, ctas: int) -> Any:
+    if vector is None:
+        return None
+    words = np.array([one(v, lane) for v in vector], np.uint32)
+    if not words.any():
+        return None
+    return np.unpackbits(words.view(np.uint8), bitorder="little").reshape(ctas, 128).astype(np.bool_)
+
+
+@instruction("tcgen05.cp")
+def _cp(program: Any, f: Function, ins: Instruction) -> Op:
+    shape = ".".join(p for p in ins.parts if p[:1].isdigit() or p.startswith("warpx"))
+    if any(p.startswith(("b8x16", "b6x16", "b4x16")) for p in ins.parts):
+        raise Unsupported(ins.opcode)
+
+    def run(group: Group, mask: int, address: Any, descriptor: Any) -> None:
+        cta, lane = group.warp.cta, mask & -mask
+        ctas = _group_of(cta, ins)
+        source, at = smem_desc.decode_umma(one(descriptor, lane)), one(address, lane)
+
+        def copy() -> None:
+            for c in ctas:
+                tmem.copy_from_smem(c.smem, c.tmem, source, at, shape)
+
+        cta.grid.engine.enqueue(
+            ("tensor", cta), Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}")
+        )
+
+    return Op(run, ins.operands[:2])
+
+
+@instruction("tcgen05.commit")
+def _commit(program: Any, f: Function, ins: Instruction) -> Op:
+    multicast = "multicast::cluster" in ins.parts
+    barrier, cta_mask = ins.operands[0], ins.operands[1] if multicast else Imm(0)
+
+    def run(group: Group, mask: int, barrier: Any, cta_mask: Any) -> None:
+        lane = mask & -mask
+        cta = group.warp.cta
+        at = one(barrier, lane) & _WINDOW
+        if multicast:
+            ranks = [r for r in range(16) if one(cta_mask, lane) >> r & 1]
+            targets = [cta.cluster.ctas[r] for r in ranks]
+        else:
+            targets = [cta.cluster.owner(at)]
+
+        def arrive() -> None:
+            for target in targets:
+                target.mbarrier(at & _OFFSET | target.base).arrive()
+
+        what = f"the tcgen05.commit of line {ins.line}"
+        cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what))
+
+    return Op(run, (barrier, cta_mask))

@@ -1,0 +1,282 @@
+"""Tensor-core instructions with register operands: wgmma, mma, ldmatrix, stmatrix (PTX ISA 9.7.14, 9.7.15).
+
+A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps have issued it. Accumulators
+that are in flight hold poison in the registers and live here as one matrix until `wgmma.wait_group` gives
+them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.access import Access
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
+from overlap_gemm.emulator.ops.convergence import gathered
+from overlap_gemm.emulator.ops.registry import destinations, instruction
+from overlap_gemm.emulator.ops.sync import fail
+from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, Op, Unsupported
+from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Reg, Vec
+from overlap_gemm.emulator.ptx.lanes import FULL, as_array, one
+from overlap_gemm.emulator.units import mma, smem_desc
+from overlap_gemm.emulator.units.wgmma import WARP_ROWS, Wgmma
+
+POISON = 0x7FFFDEAD  # a NaN, in accumulator registers that are in flight
+
+
+def rows_of(values: Any) -> np.ndarray:
+    """Registers of a warp as `uint32 [registers, 32]`."""
+    values = values if isinstance(values, tuple | list) else (values,)
+    return np.stack([as_array(v, 32) for v in values])
+
+
+# -- wgmma ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Accumulator:
+    """D of consecutive wgmmas of a warpgroup on the same registers.
+
+    Attributes:
+        shape: Static part of the first of them.
+        parts: Each warp's registers before the first, or None where it does not read them.
+        matrix: D as `float32 [64, n]`, once the first has been carried out.
+        issued: Operations that each warp has issued.
+        done: Operations carried out.
+    """
+
+    shape: Wgmma
+    parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    matrix: np.ndarray | None = None
+    issued: list[int] = field(default_factory=lambda: [0] * 4)
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Product:
+    """One wgmma of a warpgroup."""
+
+    accumulator: Accumulator
+    shape: Wgmma
+    a: Any
+    b: smem_desc.SmemDescriptor
+    reads_d: bool
+    warps: int = 0
+    a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    done: bool = False
+
+
+class WarpState:
+    """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups."""
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.flying: dict[tuple[int, ...], Accumulator] = {}
+        self.open: list[Product] = []
+        self.groups: deque[list[Product]] = deque()
+
+
+def _state(warp: Warp) -> WarpState:
+    state = warp.state.get("wgmma")
+    if state is None:
+        state = warp.state["wgmma"] = WarpState()
+    return state
+
+
+@instruction("wgmma.fence")
+def _fence(program: Any, f: Function, ins: Instruction) -> Op:
+    return Op(lambda group, mask: None)
+
+
+@instruction("wgmma.mma_async")
+def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
+    if "sp" in ins.parts:
+        raise Unsupported(ins.opcode)
+    size = next(p for p in ins.parts if p.startswith("m64n"))
+    types = ins.parts[ins.parts.index(size) + 1 :]
+    d_type, a_type, b_type = types[:3]
+    if d_type not in ("f32", "f16") or a_type in ("s8", "u8", "b1"):
+        raise Unsupported(ins.opcode)
+    d, a, b, scale_d, *immediates = ins.operands
+    numbers = [o.value for o in immediates if isinstance(o, Imm)]
+    in_registers = isinstance(a, Vec)
+    transposed = numbers[2:]
+    shape = Wgmma(
+        int(size[4:].split("k")[0]), a_type, b_type, d_type,
+        a_mn_major=bool(transposed[0]) if transposed and not in_registers else False,
+        b_mn_major=bool(transposed[-1]) if transposed else False,
+        negate_a=numbers[0] == -1, negate_b=numbers[1] == -1,
+    )  # fmt: skip
+    assert isinstance(d, Vec)
+    registers = tuple(r for r in d.items if isinstance(r, Reg))
+    slots = tuple(program.base + r.slot for r in registers)
+
+    def run(group: Group, mask: int, a: Any, b: Any, scale_d: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        warp, R = group.warp, group.R
+        state, w, cta = _state(warp), warp.index % 4, warp.cta
+        reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
+        key = (warp.index // 4, state.sequence)
+        state.sequence += 1
+        products: dict[Any, Product] = cta.state.setdefault("wgmma", {})
+        product = products.get(key)
+        flying = state.flying.get(slots)
+        if product is None:
+            accumulator = flying or Accumulator(shape)
+            try:
+                left = None if in_registers else smem_desc.decode_wgmma(one(a, 1))
+                product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)), reads_d)
+            except ValueError as why:
+                raise fail(group, ins, str(why)) from None
+            products[key] = product
+            if "proxy" in cta.grid.checks.enabled:
+                reads = shape.smem_reads(left, product.b)
+                cta.grid.checks.async_read(cta, reads, f"wgmma of {warp}", ins.line)
+        accumulator = product.accumulator
+        if flying is None:
+            state.flying[slots] = accumulator
+            if reads_d:
+                accumulator.parts[w] = rows_of([R[s] for s in slots])
+            for s in slots:
+                R[s] = POISON
+        if in_registers:
+            product.a_parts[w] = rows_of(a)
+        accumulator.issued[w] += 1
+        product.warps += 1
+        state.open.append(product)
+        if product.warps == 4:
+            del products[key]
+            what = f"the wgmma of line {ins.line}"
+            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what)
+            cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
+        return None
+
+    return Op(run, (a, b, scale_d), (), head=True, uses=registers, defs=registers)
+
+
+def _multiply(cta: Cta, product: Product) -> None:
+    shape, accumulator = product.shape, product.accumulator
+    b = shape.operand_b(cta.smem, product.b)
+    if product.a is None:
+        a = np.concatenate([shape.operand_a_registers(p) for p in product.a_parts])  # type: ignore[arg-type]
+    else:
+        a = shape.operand_a(cta.smem, product.a)
+    out = a @ b.T
+    if product.reads_d:
+        if accumulator.matrix is None:
+            parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
+            accumulator.matrix = np.concatenate(parts)
+        out += accumulator.matrix
+    if shape.d_type == "f16":
+        out = out.astype(np.float16).astype(np.float32)
+    accumulator.matrix = out
+    accumulator.done += 1
+    product.done = True
+    for warp in cta.warps:
+        for waiting in warp.state.pop("wgmma_wait", ()):
+            waiting.wake()
+
+
+@instruction("wgmma.commit_group")
+def _commit(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        state = _state(group.warp)
+        state.groups.append(state.open)
+        state.open = []
+
+    return Op(run)
+
+
+@instruction("wgmma.wait_group")
+def _wait(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int, allowed: int) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        warp, state = group.warp, _state(group.warp)
+        due = [p for g in list(state.groups)[: max(0, len(state.groups) - allowed)] for p in g]
+        if not all(p.done for p in due):
+            warp.state.setdefault("wgmma_wait", []).append(group)
+            group.park("its wgmma groups")
+            return BLOCK_RESULT
+        while len(state.groups) > allowed:
+            state.groups.popleft()
+        w = warp.index % 4
+        busy = {id(p.accumulator) for g in (*state.groups, state.open) for p in g}
+        for slots, accumulator in list(state.flying.items()):
+            if id(accumulator) in busy:
+                continue
+            assert accumulator.matrix is not None
+            part = accumulator.matrix[WARP_ROWS * w : WARP_ROWS * (w + 1)]
+            for slot, row in zip(slots, mma.c_registers(part, accumulator.shape.d_type), strict=True):
+                group.R[slot] = row
+            del state.flying[slots]
+        return None
+
+    return Op(run, (ins.operands[0],), (), head=True)
+
+
+# -- warp-level matrices -------------------------------------------------------------------------
+
+
+@instruction("mma.sync")
+def _mma(program: Any, f: Function, ins: Instruction) -> Op:
+    types = [p for p in ins.parts if p in ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2")]
+    if not ins.parts[3].startswith("m16n8k") or len(types) != 4 or ins.parts[4:6] != ("row", "col"):
+        raise Unsupported(ins.opcode)
+    d_type, a_type, b_type, _ = types
+
+    def run(group: Group, mask: int, a: Any, b: Any, c: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        return list(mma.mma_sync(rows_of(a), rows_of(b), rows_of(c), a_type, b_type, d_type))
+
+    return Op(run, ins.operands[1:4], destinations(ins), head=True)
+
+
+def _matrix_access(ins: Instruction, store: bool) -> tuple[Access, int, bool]:
+    if "m8n8" not in ins.parts or ins.parts[-1] != "b16":
+        raise Unsupported(ins.opcode)
+    count = int(next(p for p in ins.parts if p in ("x1", "x2", "x4"))[1:])
+    return Access(ins, "shared", 4, 4, store), count, "trans" in ins.parts
+
+
+@instruction("ldmatrix")
+def _ldmatrix(program: Any, f: Function, ins: Instruction) -> Op:
+    access, count, trans = _matrix_access(ins, store=False)
+    outputs = destinations(ins)
+
+    def run(group: Group, mask: int, address: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        lanes = (1 << 8 * count) - 1
+        rows = access.load(group, lanes, "shared", _lane_addresses(address))
+        words = np.stack(rows, axis=1)[: 8 * count]
+        out = list(mma.ldmatrix(words, trans))
+        return out if count > 1 else out[0]
+
+    return Op(run, (ins.operands[1],), outputs, head=True)
+
+
+@instruction("stmatrix")
+def _stmatrix(program: Any, f: Function, ins: Instruction) -> Op:
+    access, count, trans = _matrix_access(ins, store=True)
+
+    def run(group: Group, mask: int, address: Any, values: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        words = mma.stmatrix(rows_of(values), trans).reshape(8 * count, 8).view(np.uint32)
+        full = np.zeros((4, 32), np.uint32)
+        full[:, : 8 * count] = words.T
+        access.store(group, (1 << 8 * count) - 1, "shared", _lane_addresses(address), tuple(full))
+        return None
+
+    return Op(run, ins.operands[:2], (), head=True)
+
+
+def _lane_addresses(address: Any) -> np.ndarray:
+    return as_array(address, 32).astype(np.uint32) if address.__class__ is int else address
