@@ -57,3 +57,42 @@ def cluster_ranks(dst: cute.Tensor, step: cutlass.Constexpr, ctas: cutlass.Int32
     cluster_kernel(dst, step).launch(
         grid=(ctas, 1, 1), block=(32, 1, 1), cluster=(4, 1, 1), smem=1024, stream=stream
     )
+
+
+@cute.kernel
+def store_at_kernel(table: cute.Tensor, value: cutlass.Int32):
+    pointer = cute.make_ptr(cutlass.Int32, table[0], cute.AddressSpace.gmem, assumed_align=4)
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+
+
+@cute.jit
+def store_at(table: cute.Tensor, value: cutlass.Int32, stream: cuda.CUstream):
+    """Stores a value at the address that the table holds."""
+    store_at_kernel(table, value).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+
+@cute.kernel
+def send_left_kernel(
+    table: cute.Tensor, inbox: cute.Tensor, flag: cute.Tensor, out: cute.Tensor, value: cutlass.Int32
+):
+    tid, _, _ = cute.arch.thread_idx()
+    there = cute.make_ptr(cutlass.Int32, table[0], cute.AddressSpace.gmem, assumed_align=4)
+    cute.make_tensor(there, cute.make_layout(4))[tid] = value
+    cute.arch.sync_warp(0xF)
+    if tid == 0:
+        flag_there = cute.make_ptr(cutlass.Int32, table[1], cute.AddressSpace.gmem, assumed_align=4)
+        cute.arch.store(flag_there, cutlass.Int32(1), sem="release", scope="sys")
+        seen = cutlass.Int32(0)
+        while seen != 1:
+            seen = cute.arch.load(flag.iterator, cutlass.Int32, sem="acquire", scope="sys")
+    cute.arch.sync_warp(0xF)
+    out[tid] = inbox[tid]
+
+
+@cute.jit
+def send_left(
+    table: cute.Tensor, inbox: cute.Tensor, flag: cute.Tensor, out: cute.Tensor, value: cutlass.Int32,
+    stream: cuda.CUstream,
+):  # fmt: skip
+    """Sends a value to the addresses in the table, waits for the own flag, copies the own inbox to out."""
+    send_left_kernel(table, inbox, flag, out, value).launch(grid=(1, 1, 1), block=(4, 1, 1), stream=stream)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack, load_module
 
-from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.host import elf, seam
 from overlap_gemm.emulator.host.runtime_api import DeviceProperties, static_shared_bytes
+from overlap_gemm.emulator.machine.errors import EmulatorError
 from overlap_gemm.emulator.units import swizzle
 from overlap_gemm.emulator.units.tma import TensorMap
 

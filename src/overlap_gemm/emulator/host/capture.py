@@ -19,7 +19,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ..errors import EmulatorError
+from ..machine.errors import EmulatorError
 
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes that follow it
 _FATBIN_MAGIC = 0xBA55ED50

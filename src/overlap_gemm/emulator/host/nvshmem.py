@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import EmulatorError
+from ..machine.errors import EmulatorError
 
 DEVICE_STATE = "nvshmemi_device_state_d"
 DEVICE_STATE_BYTES = 848

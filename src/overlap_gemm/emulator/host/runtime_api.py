@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ..errors import EmulatorError
+from ..machine.errors import EmulatorError
 from ..machine.launch import Dim3
 from ..ptx.parse import entry_params
 from ..units.tma import encode_tiled

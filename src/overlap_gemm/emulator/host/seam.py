@@ -26,7 +26,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ..errors import EmulatorError
+from ..machine.errors import EmulatorError
 from .capture import keep_ptx
 from .elf import absolute_symbols
 from .nvshmem import linked_for
@@ -142,16 +142,19 @@ class Seam:
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
         from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
+        function = CudaDialectJitCompiledFunction
         settings = CuTeDSL._get_dsl().envar
         yield replaced(settings, "shared_libs", library)
         yield replaced(settings, "_arch", device.arch)
         for dsl in (BaseDSL, CutlassBaseDSL):
             yield replaced(dsl, "_runtime_can_run_compiled", lambda *_: True)
-        yield replaced(CudaDialectJitCompiledFunction, "num_devices", 1)
+        yield replaced(function, "num_devices", 1)
         yield replaced(BaseDSL, "generate_mlir", self._ending(_linking_nvshmem(BaseDSL.generate_mlir)))
         yield replaced(Compiler, "compile", keep_ptx(self._checked(Compiler.compile)))
-        load = CudaDialectJitCompiledFunction._load_cuda_library
-        yield replaced(CudaDialectJitCompiledFunction, "_load_cuda_library", self._ending(load))
+        yield replaced(function, "__init__", _marking_bound(function.__init__))
+        yield replaced(function, "__call__", _refusing_unbound(function.__call__))
+        load = function._load_cuda_library
+        yield replaced(function, "_load_cuda_library", self._ending(load))
         yield replaced(
             JitExecutor, "run_compiled_program", self._ending(JitExecutor.run_compiled_program, called)
         )
@@ -171,10 +174,19 @@ class Seam:
         self, pack: Callable[[Any], None], called: Callable[[], None]
     ) -> Iterator[contextlib.AbstractContextManager[None]]:
         """TVM-FFI functions pack in C++, so their tensors are taken from the Python arguments."""
+        from cutlass.cute.runtime import _Tensor
         from cutlass.cutlass_dsl import tvm_ffi_provider as provider
 
+        as_ffi = _Tensor.__tvm_ffi_object__
+
+        def on_device_object(tensor: Any) -> Any:
+            pack(tensor)
+            return on_device(as_ffi(tensor))
+
+        yield replaced(_Tensor, "__tvm_ffi_object__", on_device_object)
+
         for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
-            call = self._ending(kind.__call__, called)
+            call = _refusing_unbound(self._ending(kind.__call__, called))
 
             def present(argument: Any) -> Any:
                 if not hasattr(argument, "__dlpack__"):
@@ -219,6 +231,31 @@ class Seam:
             return compiled
 
         return compile_and_check
+
+
+_BOUND = "_overlap_gemm_emulated"
+
+
+def _marking_bound(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_and_mark(function: Any, *args: Any, **kwargs: Any) -> None:
+        setattr(function, _BOUND, True)
+        init(function, *args, **kwargs)
+
+    return init_and_mark
+
+
+def _refusing_unbound(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def check_and_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(function, _BOUND):
+            raise EmulatorError(
+                "this function was compiled outside the emulator, for the device: "
+                "call cute.compile inside `with Emulator(...)`"
+            )
+        return call(function, *args, **kwargs)
+
+    return check_and_call
 
 
 def _linking_nvshmem(trace: Callable[..., Any]) -> Callable[..., Any]:

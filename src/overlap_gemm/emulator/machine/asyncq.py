@@ -49,12 +49,9 @@ class AsyncEngine:
         self.pending: list[Event] = []
         self.queues: dict[Any, deque[Event]] = {}
         self.moved: Callable[[], None] = lambda: None
-        self.trace: Any = None
 
     def submit(self, event: Event) -> Event:
         """Adds an unordered event."""
-        if self.trace is not None:
-            self.trace.issued(event)
         if self.mode == "immediate" and all(e.done for e in event.after):
             self._do(event)
         else:
@@ -64,8 +61,6 @@ class AsyncEngine:
 
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
-        if self.trace is not None:
-            self.trace.issued(event)
         if self.mode == "immediate":
             self._do(event)
         else:
@@ -112,8 +107,6 @@ class AsyncEngine:
     def _do(self, event: Event) -> None:
         event.run()
         event.done = True
-        if self.trace is not None:
-            self.trace.happened(event)
         self.moved()
 
     @staticmethod

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -55,19 +55,6 @@ class Launch:
     const_image: Mapping[str, bytes] = field(default_factory=dict)
 
 
-class Tracer(Protocol):
-    """What a trace is told."""
-
-    def ran(self, warp: Any, end: int, instructions: int) -> None:
-        """A warp's turn ended when `end` instructions had run, after that many of its own."""
-
-    def issued(self, event: Any) -> None:
-        """An async event was issued."""
-
-    def happened(self, event: Any) -> None:
-        """An async event took effect."""
-
-
 class Machine:
     """GPUs of one or more ranks that share one address space.
 
@@ -80,7 +67,6 @@ class Machine:
         checks: Names out of `CHECKS`; all of them by default.
         resident: CTAs of a rank that are resident at once; the number of SMs by default.
         progress: Called now and then during `run` with the number of warp instructions so far.
-        trace: Told what runs when.
 
     Attributes:
         memory: Registry of global memory.
@@ -100,7 +86,6 @@ class Machine:
         checks: tuple[str, ...] = CHECKS,
         resident: int | None = None,
         progress: Callable[[int], None] | None = None,
-        trace: Tracer | None = None,
     ) -> None:
         if arch not in SM_COUNT:
             raise ValueError(f"{arch=} must be one of {', '.join(SM_COUNT)}")
@@ -117,7 +102,6 @@ class Machine:
         self.engine = AsyncEngine(mode, seed)
         self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
         self.engine.moved = self.scheduler.moved
-        self.engine.trace = self.scheduler.trace = trace
         self.intercepts: dict[str, Callable[..., Any]] = {}
         self._queues: dict[tuple[int, int], deque[Launch]] = {}
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}

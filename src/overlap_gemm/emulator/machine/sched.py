@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlap_gemm.emulator.machine.errors import Deadlock, EmulatorError
 from overlap_gemm.emulator.ptx.emit import BLOCK
@@ -57,7 +57,6 @@ class Scheduler:
         self._warped = 0
         self._patience = 10_000
         self.tick: Callable[[], None] | None = None
-        self.trace: Any = None
 
     def ready(self, warp: Warp) -> None:
         """Queues a warp that has something to run."""
@@ -115,8 +114,6 @@ class Scheduler:
             before = self.executed
             self._turn(warp, self.rng.randint(1, QUANTUM) if random_order else QUANTUM)
             self.clock += self.executed - before
-            if self.trace is not None:
-                self.trace.ran(warp, self.executed, self.executed - before)
             self.engine.step()
             turns += 1
             if not turns & 255 and self.tick is not None:
@@ -158,6 +155,7 @@ class Scheduler:
             except Exception as error:
                 raise program.locate(error, group, pc) from error
             self.executed += count
+            warp.counted += count
         if not warp.queued and any(not g.why for g in warp.groups):
             warp.queued = True
             starved = self.schedule.starved

@@ -150,6 +150,7 @@ class Warp:
         self.cluster_token: int | None = None
         self.local: np.ndarray | None = None
         self.state: dict[str, Any] = {}
+        self.counted = 0
 
     @property
     def symbols(self) -> dict[str, int]:

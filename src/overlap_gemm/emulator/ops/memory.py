@@ -307,7 +307,9 @@ def _uniform(row: np.ndarray, mask: int) -> Any:
 # -- hints ---------------------------------------------------------------------------------------
 
 
-@instruction("prefetch", "prefetchu", "applypriority", "discard")
+@instruction(
+    "prefetch", "prefetchu", "applypriority", "discard", "griddepcontrol.launch_dependents", "setmaxnreg"
+)
 def _hint(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: None)
 

@@ -1,0 +1,351 @@
+"""Stand-ins for the CUDA that a script sees: torch.cuda, cuda.bindings, cuda.core, the DSL's queries.
+
+Work is ordered as CUDA orders it, or more strictly: launches of one stream run in order; where a script
+makes one stream wait for another, or for an event, the host waits instead. Times are the emulation's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..machine.errors import EmulatorError
+from .runtime_api import DeviceProperties
+from .seam import replaced
+
+MEMORY_BYTES = 96 << 30
+L2_BYTES = 126 << 20
+
+
+class CudaDevices:
+    """What torch.cuda and its kin ask of the emulator.
+
+    Args:
+        properties: Of every device.
+        count: Number of devices.
+        current: Index of the calling thread's device.
+        synchronize: Waits until the calling rank's launches have run.
+    """
+
+    def __init__(
+        self,
+        properties: DeviceProperties,
+        count: int,
+        current: Callable[[], int],
+        synchronize: Callable[[], None],
+    ) -> None:
+        self.properties = properties
+        self.count = count
+        self.current = current
+        self.synchronize = synchronize
+        self.handles = itertools.count(0x10)
+
+    def attribute(self, number: int) -> int:
+        """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""
+        if number == 38:  # L2 cache size
+            return L2_BYTES
+        return self.properties.attribute(number)
+
+
+def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Every replacement, to be entered; leaving them restores what was there."""
+    yield from _torch_cuda(devices)
+    yield from _bindings(devices)
+    yield from _benchmarks(devices)
+
+
+def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
+    default = _make_stream_class(devices)
+    streams = SimpleNamespace(default=default(handle=0), current=None)
+    streams.current = streams.default
+
+    @contextlib.contextmanager
+    def stream(which: Any) -> Iterator[None]:
+        if which is None:
+            yield
+            return
+        before, streams.current = streams.current, which
+        try:
+            yield
+        finally:
+            streams.current = before
+
+    class Event:
+        """`torch.cuda.Event`: recording notes the time, waiting makes the host wait."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._time: float | None = None
+            self.cuda_event = next(devices.handles)
+
+        def record(self, stream: Any = None) -> None:
+            self._time = time.perf_counter()
+
+        def wait(self, stream: Any = None) -> None:
+            devices.synchronize()
+
+        def synchronize(self) -> None:
+            devices.synchronize()
+            self._time = self._time or time.perf_counter()
+
+        def query(self) -> bool:
+            devices.synchronize()
+            return True
+
+        def elapsed_time(self, end: Any) -> float:
+            if self._time is None or end._time is None:
+                raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            return max((end._time - self._time) * 1e3, 1e-6)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise EmulatorError("CUDA graphs are not emulated: run the script without them")
+
+    def device_properties(_device: Any = None) -> SimpleNamespace:
+        major, minor = devices.properties.capability
+        return SimpleNamespace(
+            name=f"overlap_gemm emulator {devices.properties.arch}",
+            major=major,
+            minor=minor,
+            total_memory=MEMORY_BYTES,
+            multi_processor_count=devices.properties.num_sms,
+            L2_cache_size=L2_BYTES,
+            warp_size=32,
+            max_threads_per_multi_processor=2048,
+            shared_memory_per_block_optin=devices.attribute(97),
+        )
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "device_count": lambda: devices.count,
+        "current_device": devices.current,
+        "set_device": nothing,
+        "device": lambda *_: contextlib.nullcontext(),
+        "synchronize": lambda *_: devices.synchronize(),
+        "get_device_capability": lambda *_: devices.properties.capability,
+        "get_device_name": lambda *_: device_properties().name,
+        "get_device_properties": device_properties,
+        "can_device_access_peer": lambda *_: True,
+        "empty_cache": nothing,
+        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "reset_peak_memory_stats": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "is_current_stream_capturing": lambda: False,
+        "Stream": default,
+        "ExternalStream": lambda handle, *_: default(handle=handle),
+        "Event": Event,
+        "stream": stream,
+        "current_stream": lambda *_: streams.current,
+        "default_stream": lambda *_: streams.default,
+        "set_stream": lambda which: setattr(streams, "current", which),
+        "CUDAGraph": refuse,
+        "graph": refuse,
+    }.items():
+        yield replaced(torch.cuda, name, value)
+
+
+def _make_stream_class(devices: CudaDevices) -> type:
+    class Stream:
+        """`torch.cuda.Stream`: a handle; launches carry it."""
+
+        def __init__(
+            self, device: Any = None, priority: int = 0, handle: int | None = None, **_: Any
+        ) -> None:
+            self.cuda_stream = next(devices.handles) if handle is None else handle
+            self.device = torch.device("cuda", devices.current())
+            self.priority = priority
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+
+        def __hash__(self) -> int:
+            return hash(self.cuda_stream)
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.cuda_stream
+
+        def synchronize(self) -> None:
+            devices.synchronize()
+
+        def wait_stream(self, _stream: Any) -> None:
+            devices.synchronize()
+
+        def wait_event(self, _event: Any) -> None:
+            devices.synchronize()
+
+        def record_event(self, event: Any = None) -> Any:
+            event = event or torch.cuda.Event()
+            event.record(self)
+            return event
+
+        def query(self) -> bool:
+            devices.synchronize()
+            return True
+
+        def __enter__(self) -> Any:
+            self._entered = torch.cuda.stream(self)  # type: ignore[arg-type]
+            self._entered.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._entered.__exit__(*error)
+
+    return Stream
+
+
+def _bindings(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
+    import cuda.bindings.driver as driver
+    import cuda.bindings.runtime as runtime
+    import cuda.core
+
+    times: dict[int, float] = {}
+
+    def record(event: Any, *_: Any) -> None:
+        devices.synchronize()
+        times[int(event)] = time.perf_counter()
+
+    def elapsed(start: Any, end: Any) -> float:
+        return max((times[int(end)] - times[int(start)]) * 1e3, 1e-6)
+
+    def synchronize(*_: Any) -> None:
+        devices.synchronize()
+
+    def attribute(number: Any, _device: Any) -> int:
+        return devices.attribute(int(number))
+
+    def accept(*_: Any) -> None:
+        return None
+
+    driver_functions: dict[str, Callable[..., Any]] = {
+        "cuInit": accept,
+        "cuDriverGetVersion": lambda: 13000,
+        "cuDeviceGetCount": lambda: devices.count,
+        "cuDeviceGet": lambda index: driver.CUdevice(index),
+        "cuDeviceGetAttribute": attribute,
+        "cuCtxGetCurrent": lambda: driver.CUcontext(1),
+        "cuCtxGetDevice": lambda: driver.CUdevice(devices.current()),
+        "cuCtxSetCurrent": accept,
+        "cuDevicePrimaryCtxRetain": lambda _: driver.CUcontext(1),
+        "cuDevicePrimaryCtxRelease": accept,
+        "cuCtxSynchronize": synchronize,
+        "cuStreamCreate": lambda *_: driver.CUstream(next(devices.handles)),
+        "cuStreamDestroy": accept,
+        "cuStreamSynchronize": synchronize,
+        "cuEventCreate": lambda *_: driver.CUevent(next(devices.handles)),
+        "cuEventRecord": record,
+        "cuEventSynchronize": synchronize,
+        "cuEventElapsedTime": elapsed,
+        "cuEventDestroy": accept,
+    }
+    runtime_functions: dict[str, Callable[..., Any]] = {
+        "cudaGetDevice": lambda: devices.current(),
+        "cudaSetDevice": accept,
+        "cudaGetDeviceCount": lambda: devices.count,
+        "cudaDeviceGetAttribute": attribute,
+        "cudaDriverGetVersion": lambda: 13000,
+        "cudaDeviceSynchronize": synchronize,
+        "cudaStreamCreate": lambda: runtime.cudaStream_t(next(devices.handles)),
+        "cudaStreamDestroy": accept,
+        "cudaStreamSynchronize": synchronize,
+        "cudaEventCreate": lambda *_: runtime.cudaEvent_t(next(devices.handles)),
+        "cudaEventRecord": record,
+        "cudaEventSynchronize": synchronize,
+        "cudaEventElapsedTime": elapsed,
+        "cudaEventDestroy": accept,
+        "cudaLibraryUnload": accept,
+    }
+    for module, success, functions in (
+        (driver, driver.CUresult.CUDA_SUCCESS, driver_functions),
+        (runtime, runtime.cudaError_t.cudaSuccess, runtime_functions),
+    ):
+        for name, function in functions.items():
+            yield replaced(module, name, _with_status(success, function))
+
+    class Device:
+        """`cuda.core.Device`."""
+
+        def __init__(self, device_id: int = 0) -> None:
+            self.device_id = device_id
+
+        def set_current(self) -> None:
+            return None
+
+        def sync(self) -> None:
+            devices.synchronize()
+
+        def create_stream(self, *_: Any, **__: Any) -> Any:
+            return torch.cuda.Stream()
+
+        @property
+        def compute_capability(self) -> Any:
+            major, minor = devices.properties.capability
+            return SimpleNamespace(major=major, minor=minor)
+
+    yield replaced(cuda.core, "Device", Device)
+    with contextlib.suppress(ImportError):
+        import cuda.core.experimental as experimental
+
+        yield replaced(experimental, "Device", Device)
+
+
+def _with_status(success: Any, function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    def call(*args: Any) -> tuple[Any, ...]:
+        result = function(*args)
+        return (success,) if result is None else (success, result)
+
+    return call
+
+
+def hardware_info(properties: DeviceProperties) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """`cutlass.utils.HardwareInfo`, which host code of persistent kernels asks for the number of clusters."""
+    from cutlass.utils import HardwareInfo
+
+    def init(self: Any, device_id: int = 0) -> None:
+        self.device_id = device_id
+
+    def max_active_clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
+        if not 0 < cluster_size <= 32:
+            raise ValueError(f"Cluster size must be between 1 and 32, {cluster_size} is not supported")
+        return max(properties.num_sms // cluster_size, 1)
+
+    yield replaced(HardwareInfo, "__init__", init)
+    yield replaced(HardwareInfo, "get_max_active_clusters", max_active_clusters)
+    yield replaced(HardwareInfo, "get_l2_cache_size_in_bytes", lambda self: L2_BYTES)
+    yield replaced(HardwareInfo, "get_device_multiprocessor_count", lambda self: properties.num_sms)
+
+
+def _benchmarks(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
+    import cutlass.cute.testing
+    import cutlass.testing
+
+    def benchmark(
+        callable: Callable[..., Any],
+        *,
+        kernel_arguments: Any = None,
+        workspace_generator: Callable[[], Any] | None = None,
+        **_: Any,
+    ) -> float:
+        """Runs the kernel once; microseconds that the emulation took."""
+        arguments = workspace_generator() if workspace_generator is not None else kernel_arguments
+        devices.synchronize()
+        start = time.perf_counter()
+        callable(*arguments.args, **arguments.kwargs)
+        devices.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    for module in (cutlass.testing, cutlass.cute.testing):
+        if hasattr(module, "benchmark"):
+            yield replaced(module, "benchmark", benchmark)

@@ -1,0 +1,274 @@
+"""`Emulator`: the machine, opened to CuTe DSL and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..machine.errors import EmulatorError, Report
+from ..machine.launch import SM_COUNT, Launch, Machine
+from . import nvshmem
+from .cuda_device import hardware_info
+from .memory import Symmetric, SymmetricHeap, extent, poison_
+from .registry import Registry
+from .runtime_api import DeviceProperties, KernelCall
+from .seam import SEAM
+
+Mode = Literal["immediate", "random", "lazy"]
+
+
+class FindingsError(EmulatorError):
+    """A run ended, and the checks found something.
+
+    Attributes:
+        report: What the run recorded.
+    """
+
+    def __init__(self, report: Report) -> None:
+        lines = [f"{len(report.findings)} finding(s) in the emulated kernels:", *map(str, report.findings)]
+        super().__init__("\n  ".join(lines))
+        self.report = report
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A queued launch's memory, which must outlive it."""
+
+    rank: int
+    keys: tuple[int, ...]
+    tensors: tuple[Any, ...]
+
+
+class Emulator:
+    """Runs compiled CuTe DSL functions on the CPU while it is open (a context manager).
+
+    A function compiled inside the block, called with CPU tensors and any stream, runs in the emulator. With
+    one rank a call runs before it returns. With several, calls inside ``with emu.rank(r):`` are queued, and
+    `run` executes
+    all queued launches of all ranks together: launches of one (rank, stream) in order, everything else
+        concurrently.
+
+    Memory: the tensors of a call may be touched by its kernel until it ends. Memory that a kernel reaches in
+    another way (an address in a table, a raw pointer argument) must be made known with `register`, or come
+    from `empty` or `symmetric`. Anything else is reported.
+
+    Args:
+        arch: What ``cute.compile`` targets by default, and what the device says it is. Kernels compiled for
+            another target run all the same.
+        ranks: Number of ranks; each is a device of its own.
+        mode: When asynchronous operations complete: ``"immediate"``, at issue; ``"random"``, in random
+            order and after random delays; ``"lazy"``, as late as the PTX ISA allows.
+        seed: Of every random choice; a run is a function of it.
+        num_sms: Streaming multiprocessors the device claims; the default is that of the real one.
+        heap_bytes: Address space of a rank's symmetric heap.
+        collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
+        options: Further options of the machine, see `overlap_gemm.emulator.machine.launch.Machine`.
+
+    Attributes:
+        machine: The machine behind it.
+    """
+
+    def __init__(
+        self,
+        arch: str = "sm_100a",
+        ranks: int = 1,
+        mode: Mode = "immediate",
+        seed: int = 0,
+        *,
+        num_sms: int | None = None,
+        heap_bytes: int = 1 << 30,
+        collect: bool = False,
+        **options: Any,
+    ) -> None:
+        self.machine = Machine(arch, ranks, mode, seed, **options)
+        self.device = DeviceProperties(arch, num_sms or SM_COUNT[arch])
+        self.ranks = ranks
+        self._collect = collect
+        self._heap = SymmetricHeap(ranks, heap_bytes)
+        self._registry = Registry(self.machine.memory)
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._pending: list[_Pending] = []
+        self._peer_tables: torch.Tensor | None = None
+
+    # --- life
+
+    def __enter__(self) -> Emulator:
+        self._opened = contextlib.ExitStack()
+        SEAM.open(self.device, self._launch, self._pack, self._called)
+        self._opened.callback(SEAM.close)
+        for change in hardware_info(self.device):
+            self._opened.enter_context(change)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._opened.close()
+        queued = len(self._pending)
+        self._heap.close()
+        if queued and kind is None:
+            raise EmulatorError(f"{queued} queued launches were never run: call run() before the block ends")
+
+    @property
+    def report(self) -> Report:
+        """What all runs so far recorded: findings, warp instructions, seconds, printed lines."""
+        return self.machine.report
+
+    # --- ranks and runs
+
+    @contextlib.contextmanager
+    def rank(self, rank: int) -> Iterator[None]:
+        """Calls of this thread inside the block are rank `rank`'s."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"{rank=} must be in 0..{self.ranks - 1}")
+        before = getattr(self._local, "rank", None)
+        self._local.rank = rank
+        try:
+            yield
+        finally:
+            self._local.rank = before
+
+    def run(self) -> Report:
+        """Executes everything queued.
+
+        Returns:
+            `report`.
+
+        Raises:
+            EmulatorError: A kernel broke off: a fault, a deadlock, an instruction that is not modelled, a
+                trap.
+            FindingsError: It ran to its end and checks found something (not with ``collect=True``).
+        """
+        before = len(self.report.findings)
+        try:
+            self.machine.run()
+        finally:
+            with self._lock:
+                pending, self._pending = self._pending, []
+            for item in pending:
+                self._registry.release(item.keys)
+        if len(self.report.findings) > before and not self._collect:
+            raise FindingsError(self.report)
+        return self.report
+
+    def _current_rank(self) -> int:
+        rank = getattr(self._local, "rank", None)
+        if rank is None:
+            if self.ranks > 1:
+                raise EmulatorError(f"which of the {self.ranks} ranks calls? Use `with emu.rank(r):`")
+            return 0
+        return int(rank)
+
+    # --- what the seam tells
+
+    def _pack(self, tensor: Any) -> None:
+        packed = self._local.__dict__.setdefault("packed", [])
+        packed.append(tensor)
+
+    def _launch(self, call: KernelCall) -> None:
+        rank = self._current_rank()
+        tensors = tuple(self._local.__dict__.get("packed", ()))
+        with self._lock:
+            keys = tuple(
+                self._registry.hold(*where, rank=rank, name="argument")
+                for where in map(extent, tensors)
+                if where[1]
+            )
+            self._pending.append(_Pending(rank, keys, tensors))
+            self.machine.submit(
+                Launch(
+                    call.ptx,
+                    call.entry,
+                    call.grid,
+                    call.block,
+                    call.cluster,
+                    call.dynamic_smem,
+                    call.params,
+                    rank,
+                    call.stream,
+                    call.cooperative,
+                    call.programmatic,
+                    self._constants(call.ptx, rank),
+                )
+            )
+
+    def _called(self) -> None:
+        self._local.__dict__.pop("packed", None)
+        if self.ranks == 1:
+            self.run()
+
+    def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:
+        """Initial `.const` bytes: NVSHMEM's device state, for kernels linked with it."""
+        if nvshmem.DEVICE_STATE not in ptx:
+            return {}
+        bases = self._heap.bases
+        if self._peer_tables is None:
+            self._peer_tables = torch.tensor(bases, dtype=torch.int64).repeat(self.ranks, 1)
+            for r, table in enumerate(self._peer_tables):
+                self._registry.hold(*extent(table), rank=r, name="NVSHMEM peer table")
+        table = self._peer_tables[rank].data_ptr()
+        state = nvshmem.device_state(rank, self.ranks, bases[rank], self._heap.size, table)
+        return {nvshmem.DEVICE_STATE: state}
+
+    # --- memory
+
+    def adopt(self, storage: torch.UntypedStorage, rank: int) -> None:
+        """Lets kernels touch a storage for as long as it lives."""
+        if storage.nbytes():
+            with self._lock:
+                key = self._registry.hold(storage.data_ptr(), storage.nbytes(), rank=rank, name="tensor")
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            self._registry.release([key])
+
+    def has_pending(self, rank: int) -> bool:
+        """Whether launches of a rank are queued."""
+        return any(item.rank == rank for item in self._pending)
+
+    def register(self, tensor: torch.Tensor, rank: int = 0, name: str = "registered") -> torch.Tensor:
+        """Lets kernels touch a tensor that they reach by address; returns it. Lasts as long as the emulator.
+
+        Args:
+            tensor: Any CPU tensor.
+            rank: Whose memory it is.
+            name: For reports.
+        """
+        address, nbytes = extent(tensor)
+        with self._lock:
+            self._registry.hold(address, nbytes, rank=rank, name=name)
+            self._registry.keep_alive(tensor)
+        return tensor
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, name: str = "empty"
+    ) -> torch.Tensor:
+        """A registered tensor, poisoned: every byte 0xFF."""
+        return self.register(poison_(torch.empty(*shape, dtype=dtype)), rank, name)
+
+    def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "symmetric") -> Symmetric:
+        """The same tensor on every rank, poisoned, registered for all, with a multicast address.
+
+        Args:
+            shape: Of each rank's tensor.
+            dtype: Of each rank's tensor.
+            name: For reports.
+        """
+        shape = tuple(shape)
+        if not math.prod(shape):
+            raise ValueError(f"{shape=} holds no element")
+        with self._lock:
+            symmetric = self._heap.allocate(shape, dtype)
+            for rank, address in enumerate(symmetric.addresses):
+                self.machine.memory.register(address, symmetric.nbytes, rank, name, kind="symmetric")
+            self.machine.memory.register_multicast(
+                symmetric.multicast, symmetric.nbytes, list(symmetric.addresses)
+            )
+        return symmetric
