@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 from cutlass import Int32, cute
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import add_bias
-from overlap_gemm.kernels.roles import CtaTile, OwnTileSender
+from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
 from overlap_gemm.kernels.work import Work
 from overlap_gemm.schedules import LinearOrder
 
@@ -47,34 +46,13 @@ class PlainGemm:
     def await_partials(self, context: GemmContext, tile: CtaTile, own: Any) -> None:
         """Waits for nobody."""
 
-    def combine(
-        self,
-        mainloop: Any,
-        res: Any,
-        ops: Any,
-        context: GemmContext,
-        fragment: Any,
-        tile: CtaTile,
-        subtile: int,
-        thread: Int32,
-        own: Any,
-    ) -> None:
+    def combine(self, writer: SubtileWriter, fragment: cute.Tensor, subtile: Any) -> None:
         """Adds the bias."""
-        finish_subtile(self.config, mainloop, res, ops, context.bias, fragment, tile, subtile, thread)
+        finish_subtile(self.config, writer, fragment, subtile)
 
-    def write(
-        self,
-        mainloop: Any,
-        res: Any,
-        ops: Any,
-        fragment: Any,
-        stages: Any,
-        stage: Int32,
-        thread: Int32,
-        own: Any,
-    ) -> None:
+    def store(self, writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:
         """Writes the output subtile into its stage."""
-        mainloop.store_to_stage(res, ops, thread, fragment, stages.tiled[(None, None, stage)])
+        store_output(writer, fragment, stage)
 
     @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, context: Any, tma_out: Any, out: Any) -> None:
@@ -83,18 +61,15 @@ class PlainGemm:
         ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, own)
 
 
-def finish_subtile(
-    config: GemmConfig,
-    mainloop: Any,
-    res: Any,
-    ops: Any,
-    bias: Any,
-    fragment: Any,
-    tile: CtaTile,
-    subtile: int,
-    thread: Int32,
-) -> None:
+def finish_subtile(config: GemmConfig, writer: SubtileWriter, fragment: cute.Tensor, subtile: Any) -> None:
     """What every complete subtile gets before it is stored: the bias."""
-    if cutlass.const_expr(config.bias):
-        column = tile.column + subtile % config.epi_columns * config.epi_tile[1]
-        add_bias(fragment, mainloop.fragment_columns(res, ops, thread), bias, column)
+    if config.bias:
+        column = writer.tile.column + subtile % config.epi_columns * config.epi_tile[1]
+        coordinates = writer.mainloop.fragment_columns(writer.res, writer.ops, writer.thread)
+        add_bias(fragment, coordinates, writer.context.bias, column)
+
+
+def store_output(writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:
+    """Writes a complete subtile into ``stage`` as the output's TMA store expects it."""
+    target = writer.stages.tiled[(None, None, stage)]
+    writer.mainloop.store_to_stage(writer.res, writer.ops, writer.thread, fragment, target)

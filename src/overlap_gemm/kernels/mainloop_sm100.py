@@ -26,6 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.work import Work
 
 NUM_ACC_STAGES = 2
@@ -264,24 +265,27 @@ class MainloopSm100:
         tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
         return Accumulator(copy, tmem, shape), state
 
-    def subtile(self, acc: Accumulator, index: int) -> cute.Tensor:
-        """This thread's fp32 values of subtile ``index``, in registers."""
-        fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-        cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
-        cute.arch.fence_view_async_tmem_load()
-        return fragment
-
     @cute.jit
-    def release(self, res: Resources, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Frees the accumulator, once all its subtiles are in registers."""
-        with cute.arch.elect_one():
-            res.acc.consumer_release(state)
+    def drain(
+        self,
+        res: Resources,
+        acc: Accumulator,
+        state: pipeline.PipelineState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Hands the accumulator to ``writer`` by subtiles; frees it as soon as the last is in registers."""
+        subtiles = self.config.subtiles
+        for index in cutlass.range(subtiles, unroll=1):
+            fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+            cute.arch.fence_view_async_tmem_load()
+            if index == subtiles - 1:
+                with cute.arch.elect_one():
+                    res.acc.consumer_release(state)
+            ring_state = writer.write(fragment, index, ring_state)
         state.advance()
-        return state
-
-    def pass_turn(self, res: Resources, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """One epilogue group: nobody to pass the turn to."""
-        return state
+        return state, ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""

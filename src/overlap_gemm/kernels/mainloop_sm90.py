@@ -29,6 +29,7 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.roles import SubtileWriter
 
 LOAD_WARP = 0
 COMM_WARP = 1
@@ -265,22 +266,25 @@ class MainloopSm90:
             turn.wait(next_turn)
         return acc, ConsumerState(read, next_turn)
 
-    def subtile(self, acc: cute.Tensor, index: int) -> cute.Tensor:
-        """This thread's fp32 values of subtile ``index``: part of the accumulator's registers."""
+    def drain(
+        self,
+        res: Resources,
+        acc: cute.Tensor,
+        state: ConsumerState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> tuple[ConsumerState, pipeline.PipelineState]:
+        """Hands the accumulator's registers to ``writer`` by subtiles; then lets the other group in."""
         cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
-        # A thread's values of one 64-row instruction are contiguous, by column: so are those of a subtile.
-        return cute.make_tensor(acc.iterator + index * values, cute.make_layout(((2, 2, values // 4), 1, 1)))
-
-    def release(self, res: Resources, state: ConsumerState) -> ConsumerState:
-        """The accumulator is this thread's registers: nothing to free."""
-        return state
-
-    def pass_turn(self, res: Resources, state: ConsumerState) -> ConsumerState:
-        """Lets the other group into the epilogue."""
-        if self.config.epilogue_groups == 1:
-            return state
-        return ConsumerState(state.ab, self._arrive(res.turn, state.turn))
+        layout = cute.make_layout(((2, 2, values // 4), 1, 1))
+        for index in range(cfg.subtiles):
+            # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's.
+            fragment = cute.make_tensor(acc.iterator + index * values, layout)
+            ring_state = writer.write(fragment, index, ring_state)
+        if cfg.epilogue_groups > 1:
+            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn))
+        return state, ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""

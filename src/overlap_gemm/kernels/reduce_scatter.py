@@ -37,7 +37,7 @@ from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import add_sources, pack
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.gemm import finish_subtile
+from overlap_gemm.kernels.gemm import finish_subtile, store_output
 from overlap_gemm.kernels.geometry import (
     CLAIM_OFFSET,
     CONTROL_BYTES,
@@ -45,7 +45,7 @@ from overlap_gemm.kernels.geometry import (
     EPOCH_OFFSET,
     TICKET_OFFSET,
 )
-from overlap_gemm.kernels.roles import CtaTile, OwnTileSender
+from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
 from overlap_gemm.kernels.work import Work
 from overlap_gemm.schedules import RotatedShards
 
@@ -132,52 +132,32 @@ class ReduceScatter:
             cute.arch.sync_warp()
 
     @cute.jit
-    def combine(
-        self,
-        mainloop: Any,
-        res: Any,
-        ops: Any,
-        context: Context,
-        fragment: Any,
-        tile: CtaTile,
-        subtile: cutlass.Constexpr[int],
-        thread: Int32,
-        own: Any,
-    ) -> None:
+    def combine(self, writer: SubtileWriter, fragment: cute.Tensor, subtile: Any) -> None:
         """Own tile: sums all partials in rank order into ``fragment`` and adds the bias."""
+        cfg, context = self.config, writer.context
         exchange = context.exchange
-        if own:
+        if writer.own:
             address = (
                 context.base
                 + context.slots
-                + Int64(tile.index) * self._tile_bytes
-                + (subtile * self.config.slot_subtile_bytes + thread * CHUNK_BYTES)
+                + Int64(writer.tile.index) * self._tile_bytes
+                + (subtile * cfg.slot_subtile_bytes + writer.thread * CHUNK_BYTES)
             )
             total = cute.make_rmem_tensor(cute.size(fragment), cutlass.Float32)
             total.fill(0.0)
-            add_sources(total, self.config, address, context.source_bytes, Int32(0), exchange.rank)
+            add_sources(total, cfg, address, context.source_bytes, Int32(0), exchange.rank)
             total.store(total.load() + fragment.load().reshape(total.shape))
-            add_sources(total, self.config, address, context.source_bytes, exchange.rank, exchange.world - 1)
+            add_sources(total, cfg, address, context.source_bytes, exchange.rank, exchange.world - 1)
             fragment.store(total.load().reshape(fragment.shape))
-            finish_subtile(self.config, mainloop, res, ops, context.bias, fragment, tile, subtile, thread)
+            finish_subtile(cfg, writer, fragment, subtile)
 
     @cute.jit
-    def write(
-        self,
-        mainloop: Any,
-        res: Any,
-        ops: Any,
-        fragment: Any,
-        stages: Any,
-        stage: Int32,
-        thread: Int32,
-        own: Any,
-    ) -> None:
+    def store(self, writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:
         """Own subtile: as the output's TMA store expects it. Foreign: packed."""
-        if own:
-            mainloop.store_to_stage(res, ops, thread, fragment, stages.tiled[(None, None, stage)])
+        if writer.own:
+            store_output(writer, fragment, stage)
         else:
-            pack(fragment, stages.packed[(None, thread, stage)])
+            pack(fragment, writer.stages.packed[(None, writer.thread, stage)])
 
     # -- comm lane
 

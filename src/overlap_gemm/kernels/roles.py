@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.kernels.config import GemmConfig
@@ -51,18 +51,51 @@ def epilogue_role(
         own = j >= work.num_foreign
         acc, state = mainloop.accumulate(res, ops, state)
         op.await_partials(context, tile, own)
-        for s in cutlass.range_constexpr(cfg.subtiles):
-            fragment = mainloop.subtile(acc, s)
-            if cutlass.const_expr(s == cfg.subtiles - 1):
-                state = mainloop.release(res, state)
-            op.combine(mainloop, res, ops, context, fragment, tile, s, thread, own)
-            ring.acquire(ring_state)
-            op.write(mainloop, res, ops, fragment, stages, ring_state.index, thread, own)
-            ring.commit(ring_state)
-            ring_state.advance()
-        state = mainloop.pass_turn(res, state)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, context, thread, tile, own)
+        state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
+
+
+@dataclass(frozen=True)
+class SubtileWriter:
+    """Moves one subtile from registers to the ring: combine, acquire a stage, write, commit.
+
+    Attributes:
+        mainloop: knows how its fragments lie.
+        op: decides what becomes of them.
+        res: the mainloop's resources.
+        ops: operands.
+        ring: the ring.
+        stages: the ring's stages.
+        context: the op's run-time values.
+        thread: index in the epilogue group.
+        tile: the CTA tile.
+        own: whether this rank owns the tile.
+    """
+
+    mainloop: Any
+    op: Any
+    res: Any
+    ops: Any
+    ring: Any
+    stages: Any
+    context: Any
+    thread: Any
+    tile: Any
+    own: Any
+
+    @cute.jit
+    def write(
+        self, fragment: cute.Tensor, subtile: Any, state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """Writes this thread's fp32 values of ``subtile``; returns the ring state behind it."""
+        self.op.combine(self, fragment, subtile)
+        self.ring.acquire(state)
+        self.op.store(self, fragment, state.index)
+        self.ring.commit(state)
+        state.advance()
+        return state
 
 
 class CtaTile(NamedTuple):

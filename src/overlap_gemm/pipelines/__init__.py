@@ -8,5 +8,6 @@
 
 from overlap_gemm.pipelines.publication import LaggedPublication
 from overlap_gemm.pipelines.ring import EpilogueRing
+from overlap_gemm.pipelines.tma_store import PipelineTmaStoreAsync
 
-__all__ = ["EpilogueRing", "LaggedPublication"]
+__all__ = ["EpilogueRing", "LaggedPublication", "PipelineTmaStoreAsync"]
