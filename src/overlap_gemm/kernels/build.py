@@ -6,8 +6,9 @@
     compiled = compile_kernel(kernel)                      # needs no GPU; once per configuration
     compiled(a, b, out, bias, exchange, num_clusters, stream)
 
-Arguments of the compiled function, all run-time values (tensors by DLPack or as ``cute`` tensors, integers as
-ints):
+Arguments of the compiled function, all run-time values. Tensors as ``cute`` tensors with dynamic layouts (or
+by DLPack with ``--enable-tvm-ffi``). Integers inside ``exchange`` are ``Int32`` or ``Int64`` objects: the
+DSL's own calling path packs a plain ``int`` there wrongly, without a check.
 
 ``a``
     (M, K) of ``config.in_dtype``; M is the global number of rows, K this rank's share. ``a_major="k"``: K
