@@ -1,14 +1,6 @@
 """`ParallelStyle` classes for `torch.distributed.tensor.parallel.parallelize_module`.
 
-A Llama block with sequence parallelism, its hidden states `[b, s / P, h]` between the blocks:
-
-    parallelize_module(block, mesh, {
-        "input_layernorm": SequenceParallel(use_local_output=True),
-        "self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj"),
-        "self_attn.[qkv]_proj": OverlapColwiseParallel(),
-        "self_attn.o_proj": OverlapRowwiseParallel(output_layouts=Shard(1)),
-        ...
-    })
+    parallelize_module(model, mesh, llama_plan())      # a LlamaForCausalLM of Hugging Face's transformers
 
 Parameters become DTensors as with torch's own styles, so optimizers, gradient clipping and distributed
 checkpoints work on them unchanged.
@@ -20,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
 
 from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
 from .nn import column_parallel_gemm
@@ -174,6 +166,47 @@ class OverlapSharedGather(ParallelStyle):
         for linear, out in zip(linears, outs, strict=True):
             linear.forward.product = (stand_in, out)
         return stand_in
+
+
+def llama_plan(*, rows: Length = None, backend: str = "auto") -> dict[str, ParallelStyle]:
+    """Tensor and sequence parallelism for Hugging Face's `LlamaForCausalLM`.
+
+    It fits any model whose parts have the same names. Embeddings are computed whole; from the first layer on
+    the hidden states are `[b, s / P, h]`, also within the norms and between the blocks. The logits come as a
+    DTensor sharded by vocabulary: take `.full_tensor()`, or the loss under torch's `loss_parallel()`. P must
+    divide the heads, and s (torch's `SequenceParallel` wants that).
+
+    Args:
+        rows: s, if it is always the same; otherwise the ranks exchange it in each call.
+        backend: As for `overlap_gemm.all_gather_gemm`.
+
+    Returns:
+        What `parallelize_module(model, mesh, ...)` takes.
+    """
+    norm = SequenceParallel(use_local_output=True)
+    column = OverlapColwiseParallel(backend=backend)
+    row = OverlapRowwiseParallel(output_layouts=Shard(1), backend=backend)
+    layer = {
+        "input_layernorm": norm,
+        "self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj", rows=rows, backend=backend),
+        "self_attn.[qkv]_proj": column,
+        "self_attn.o_proj": row,
+        "post_attention_layernorm": norm,
+        "mlp": OverlapSharedGather("gate_proj", "up_proj", rows=rows, backend=backend),
+        "mlp.gate_proj": column,
+        "mlp.up_proj": column,
+        "mlp.down_proj": row,
+    }
+    return {
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        ),
+        **{f"model.layers.*.{name}": style for name, style in layer.items()},
+        "model.norm": norm,
+        "lm_head": OverlapColwiseParallel(
+            input_layouts=Shard(1), use_local_output=False, rows=rows, backend=backend
+        ),
+    }
 
 
 class _ColwiseForward:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LONGEST_FILE = 450
+LONGEST_FILE = 550
+"""The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
 
 
 def lint_imports(*arguments: str) -> subprocess.CompletedProcess:

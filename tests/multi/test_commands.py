@@ -57,10 +57,13 @@ def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it(ranks):
 TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --rows 9 --rounds 1")
 
 
-def test_demo(tmp_path):
-    done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *TINY, "--out", tmp_path)
+@pytest.mark.parametrize("backend", ["auto", "decomposed"])
+def test_demo(tmp_path, backend):
+    options = [*TINY, "--backend", backend, "--out", tmp_path]
+    done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert f"as '{'sequential' if backend == 'auto' else backend}'" in done.stdout
     last = done.stdout[done.stdout.index("PASS") :]
     assert "2 CPU ranks" in last
     assert "equals the unsharded model" in " ".join(last.split())

@@ -11,9 +11,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_gemm
 
+from ..backends.base import Problem
+from ..backends.select import choose
+from ..parallel import llama_plan
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
 from ..runtime.spans import Span, record
@@ -37,6 +41,7 @@ def demo(
     head_dim: Annotated[int, typer.Option(min=2, help="Width of an attention head (even).")] = 32,
     rows: Annotated[int, typer.Option(min=1, help="Rows M of the timed ops.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per timing.")] = 11,
+    backend: Annotated[str, typer.Option(help="How the model's ops are carried out.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="Train on this file; default: our license.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the timeline picture.")] = Path("out"),
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
@@ -59,11 +64,20 @@ def demo(
     sequence = -(-sequence // world.size) * world.size
     model = llama.build(world.size, layers, head_dim, sequence).to(world.device)
     size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
-    llama.shard(model, _mesh(world), sequence)
+    parallelize_module(model, _mesh(world), llama_plan(rows=sequence, backend=backend))
     console.print(
         f"1. Train a Llama ({layers} layers, hidden {model.config.hidden_size}, {size}) on {text.name}, "
         f"{batch} x {sequence} bytes a step"
     )
+    problem = Problem(
+        "all_gather_gemm",
+        batch * sequence,
+        model.config.hidden_size,
+        torch.float32,
+        world.device.type,
+        world.size,
+    )
+    console.print(f"   backend={backend!r} carries its ops out as {choose(problem, backend).backend.name!r}")
     data = llama.batches(text, batch, sequence, world.device)
     losses, seconds = _train(console, model, data, steps)
     console.print("2. Compare with the unsharded model: same weights, same batch, both against float64")

@@ -1,4 +1,4 @@
-"""The demo's model: a Llama of the `transformers` package, sharded, trained on bytes, and checked."""
+"""The demo's model: a Llama of the `transformers` package, trained on bytes, and checked."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -8,12 +8,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from ..parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
 VOCABULARY = 256
 """Tokens are bytes."""
@@ -49,43 +45,6 @@ def build(ranks: int, layers: int, head_dim: int, sequence: int, seed: int = 0) 
             eos_token_id=None,
         )
     )
-
-
-def shard(model: LlamaForCausalLM, mesh: DeviceMesh, sequence: int, backend: str = "auto") -> None:
-    """Makes the linears tensor-parallel; between them the hidden states are sharded along the sequence.
-
-    Args:
-        model: Changed in place.
-        mesh: One dimension, of which P divides `sequence` and the heads.
-        sequence: Tokens of every sequence that will be passed.
-        backend: As for `overlap_gemm.all_gather_gemm`.
-    """
-    norm = SequenceParallel(use_local_output=True)
-    column = OverlapColwiseParallel(backend=backend)
-    row = OverlapRowwiseParallel(output_layouts=Shard(1), backend=backend)
-    enter = PrepareModuleInput(
-        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-    )
-    head = OverlapColwiseParallel(
-        input_layouts=Shard(1), use_local_output=False, rows=sequence, backend=backend
-    )
-    plan = {
-        "model.layers.0": enter,
-        "model.layers.*.input_layernorm": norm,
-        "model.layers.*.self_attn": OverlapSharedGather(
-            "q_proj", "k_proj", "v_proj", rows=sequence, backend=backend
-        ),
-        "model.layers.*.self_attn.[qkv]_proj": column,
-        "model.layers.*.self_attn.o_proj": row,
-        "model.layers.*.post_attention_layernorm": norm,
-        "model.layers.*.mlp": OverlapSharedGather("gate_proj", "up_proj", rows=sequence, backend=backend),
-        "model.layers.*.mlp.gate_proj": column,
-        "model.layers.*.mlp.up_proj": column,
-        "model.layers.*.mlp.down_proj": row,
-        "model.norm": norm,
-        "lm_head": head,
-    }
-    parallelize_module(model, mesh, plan)
 
 
 def default_text() -> Path:
@@ -166,7 +125,7 @@ def compare(sharded: LlamaForCausalLM, tokens: Tensor) -> list[Comparison]:
     angles), which every model here has in common.
 
     Args:
-        sharded: What `shard` made.
+        sharded: What `parallelize_module` made of a `build`.
         tokens: A batch, the same on every rank.
     """
     weights = {name: whole(value.detach()) for name, value in sharded.state_dict().items()}

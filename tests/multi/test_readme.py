@@ -1,0 +1,46 @@
+"""The README's examples run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_readme_opens_with_the_two_commands():
+    first = re.search(r"```\n(.*?)```", README, flags=re.DOTALL)
+    assert first is not None
+    assert [line.split("#")[0].strip() for line in first[1].splitlines()] == [
+        "bash launch/demo.sh",
+        "bash launch/test.sh",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(0, "all_gather_gemm runs as 'decomposed'"), (1, "[1, 128, 256]")]
+)
+def test_example(number, says, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(EXAMPLES[number] + "\nprint(list(logits.shape))" * (number == 1))
+    done = subprocess.run(
+        ["bash", ROOT / "launch" / "torchrun.sh", "-n", "2", "python", script],
+        env={**os.environ, "OVERLAP_GEMM_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(says) == 2, done.stdout
+
+
+def test_every_file_the_documents_link_to_exists():
+    for document in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
+        folder = (ROOT / document).parent
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / document).read_text()):
+            assert (folder / target).exists(), f"{document} links to {target}"
