@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from . import ops as _ops  # noqa: F401  registers torch.ops.overlap_gemm
-from .backends.base import OPS, Problem
-from .backends.select import Choice, check_name, choose
+from .backends.base import DUAL, OPS, Problem
+from .backends.select import Choice, check_name, choose, preferring
 from .runtime import agree
 from .runtime.group import GroupLike, group_name, group_rank, group_size, resolve
 from .sharding import Shards
@@ -240,8 +241,11 @@ def explain(
         features = _total(name, "columns", columns, weights[0].shape[0], x, ranks)
     else:
         features = weights[0].shape[0]
-    problem = Problem(name, batch, features, x.dtype, x.device.type, group_size(ranks))
-    return choose(problem, backend)
+    problem = Problem.of(name, batch, features, x, resolve(ranks))
+    choice = choose(problem, backend)
+    if name in DUAL:  # the gradient's exchange moves a tensor of the same size the other way
+        choice = replace(choice, backward=choose(replace(problem, op=DUAL[name]), preferring(backend)))
+    return choice
 
 
 def _as_list(bias: Tensor | Sequence[Tensor] | None) -> list[Tensor]:

@@ -21,7 +21,7 @@ from .backends.base import Backend, Op, Problem
 from .backends.collectives import all_gather_rows as _all_gather_rows
 from .backends.collectives import gemm
 from .backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
-from .backends.select import choose
+from .backends.select import choose, preferring
 from .runtime import agree
 from .runtime.group import Group, resolve
 from .sharding import Shards
@@ -30,7 +30,7 @@ from .sharding import Shards
 def _begin(op: Op, x: Tensor, rows: int, features: int, group: str, backend: str) -> tuple[Backend, Group]:
     """Chooses the backend; in debug mode all ranks compare notes first."""
     ranks = resolve(group)
-    problem = Problem(op, rows, features, x.dtype, x.device.type, ranks.size)
+    problem = Problem.of(op, rows, features, x, ranks)
     agree.check(ranks, backend=backend, **vars(problem))
     return choose(problem, backend).backend, ranks
 
@@ -184,7 +184,7 @@ def _backward_all_gather_gemm(ctx: Any, grads: list[Tensor | None]) -> tuple[Any
         stacked, weight = _columns(grad_outs), _rows(weights)
         if grad_gathered is None:
             grad_x = torch.ops.overlap_gemm.gemm_reduce_scatter(
-                stacked, weight.t(), None, ctx.chunk, ctx.group, ctx.backend
+                stacked, weight.t(), None, ctx.chunk, ctx.group, preferring(ctx.backend)
             )
         else:
             grad_x = torch.ops.overlap_gemm.reduce_scatter_rows(
@@ -237,7 +237,14 @@ def _backward_gemm_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     gathered: Any = None
     if needs_x:
         gathered, grad_x = torch.ops.overlap_gemm.all_gather_gemm(
-            grad, [weight.t()], [], x.shape[0], ctx.chunk, needs_weight or needs_bias, ctx.group, ctx.backend
+            grad,
+            [weight.t()],
+            [],
+            x.shape[0],
+            ctx.chunk,
+            needs_weight or needs_bias,
+            ctx.group,
+            preferring(ctx.backend),
         )
     elif needs_weight or needs_bias:
         gathered = torch.ops.overlap_gemm.all_gather_rows(grad, x.shape[0], ctx.chunk, ctx.group)
@@ -286,7 +293,9 @@ def _backward_gemm_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad_x = (
-        torch.ops.overlap_gemm.local_gemm(grad, weight.t(), None, ctx.group, ctx.backend) if needs_x else None
+        torch.ops.overlap_gemm.local_gemm(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
+        if needs_x
+        else None
     )
     return (
         grad_x, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None, None, None
@@ -297,7 +306,7 @@ def _backward_local_gemm(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad_x = (
-        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, ctx.backend)
+        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
         if needs_x
         else None
     )
@@ -338,7 +347,7 @@ def _backward_gemm_all_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     ranks = resolve(ctx.group)
     grad = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
     grad_x = (
-        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, ctx.backend)
+        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
         if needs_x
         else None
     )

@@ -9,6 +9,8 @@ import pytest
 from overlap_gemm.runtime import compile_cache
 from overlap_gemm.runtime.compile_cache import CompileCache
 
+ARCH = "sm_90a"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -35,7 +37,7 @@ def build(config: Config):
         scale(x).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
     x = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (cute.sym_int32(),), assumed_align=16)
-    return cute.compile[cute.GPUArch("sm_100a")](launch, x, cuda.CUstream(0))
+    return cute.compile(launch, x, cuda.CUstream(0), options=f"--gpu-arch {ARCH} {compile_cache.OPTIONS}")
 
 
 class CountedBuild:
@@ -48,7 +50,7 @@ class CountedBuild:
 
 
 def fetch(cache, counted):
-    return cache.get(counted.config, "sm_100a", counted)
+    return cache.get(counted.config, ARCH, counted)
 
 
 def origins(cache):

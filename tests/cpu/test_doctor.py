@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from overlap_gemm.backends.select import UNBUILT
+from overlap_gemm.backends.select import BACKENDS
 from overlap_gemm.cli import app, doctor
 
 
@@ -42,8 +42,14 @@ def test_every_backend_of_the_library_is_listed(run):
     found = findings(run("--json"))
     assert found["sequential"]["value"].startswith("usable on")
     assert found["decomposed"]["value"].startswith("usable on")
-    for name, reason in UNBUILT.items():
-        assert (found[name]["status"], found[name]["value"]) == ("absent", reason)
+    assert {backend.name for backend in BACKENDS} <= set(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_the_fused_backend_says_what_it_needs(run):
+    fused = findings(run("--json"))["fused"]
+    assert fused["status"] == "absent"
+    assert "GPU" in fused["value"]
 
 
 def test_the_table_names_every_finding(run):

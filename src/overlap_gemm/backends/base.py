@@ -13,6 +13,15 @@ from ..sharding import Shards
 Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
 OPS: tuple[Op, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather")
 
+DUAL: dict[Op, Op] = {
+    "all_gather_gemm": "gemm_reduce_scatter",
+    "gemm_reduce_scatter": "all_gather_gemm",
+}
+"""The op whose communication the gradient of an op needs."""
+
+VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
+"""Why a portable backend does not serve virtual ranks."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,6 +38,7 @@ class Problem:
         dtype: Of operands and result.
         device_type: "cpu" or "cuda".
         world_size: Ranks of the group, P.
+        virtual: Whether the ranks are virtual (`runtime.virtual`), which torch.distributed does not know.
     """
 
     op: Op
@@ -37,6 +47,12 @@ class Problem:
     dtype: torch.dtype
     device_type: str
     world_size: int
+    virtual: bool = False
+
+    @classmethod
+    def of(cls, op: Op, rows: int, features: int, x: Tensor, group: Group) -> "Problem":
+        """The problem of calling `op` with `x` in `group`."""
+        return cls(op, rows, features, x.dtype, x.device.type, group.size, group.is_virtual)
 
     @property
     def bytes(self) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
-from .base import Problem
+from .base import VIRTUAL, Problem
 from .collectives import gemm, sum_in_rank_order
 
 LEAST_CHUNK_ROWS = 256
@@ -98,8 +98,8 @@ class Decomposed:
     name = "decomposed"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything."""
-        return None
+        """Carries out everything that torch.distributed has a group for."""
+        return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """Cutting a GEMM into chunks of few rows costs more than it hides."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..sharding import Shards
-from .base import Problem
+from .base import VIRTUAL, Problem
 from .collectives import all_gather_rows, gemm, reduce_scatter_rows
 
 
@@ -16,8 +16,8 @@ class Sequential:
     name = "sequential"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything."""
-        return None
+        """Carries out everything that torch.distributed has a group for."""
+        return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """The last resort is always worth taking when it is reached."""

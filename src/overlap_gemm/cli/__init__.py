@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, demo, doctor
+from . import bench, compile_check, demo, doctor, emulate
 
 app = typer.Typer(
     help="Tensor-parallel GEMMs that overlap with their communication.",
@@ -12,6 +12,8 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
+app.command()(emulate.emulate)
+app.command()(compile_check.compile_check)
 
 
 @app.callback()

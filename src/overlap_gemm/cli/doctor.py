@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 
 from ..backends.base import Problem
-from ..backends.select import BACKENDS, UNBUILT
+from ..backends.select import BACKENDS
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -126,8 +126,6 @@ def _nvshmem_bitcode() -> Finding:
 
 def backends() -> Iterator[Finding]:
     """What two ranks on this machine could use, in the order in which `backend="auto"` tries it."""
-    for name, reason in UNBUILT.items():
-        yield Finding("backends", name, reason, "absent")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problem = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, device, world_size=2)
     for backend in BACKENDS:

@@ -51,13 +51,13 @@ def check(group: Group, **facts: Any) -> None:
     Raises:
         RuntimeError: The ranks disagree; the message names the fact, and which rank has what.
     """
-    if checking() and group.size > 1:
+    if checking() and group.process_group is not None:
         _compare(group, facts)
 
 
 def report(op: str, group: Group, error: Exception) -> None:
     """In debug mode, tells the other ranks, which are about to call `op`, that this one will not."""
-    if checking() and group.size > 1:
+    if checking() and group.process_group is not None:
         everyone: list[Any] = [None] * group.size
         facts = {"op": op, "error": f"{type(error).__name__}: {error}"}
         dist.all_gather_object(everyone, facts, group=group.process_group)
@@ -82,6 +82,8 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
     """
     if group.size == 1:
         return length
+    if group.process_group is None:
+        raise ValueError(f"{op}: virtual ranks cannot ask each other for {what}; pass the total")
     check(group, op=op, step=f"exchange of {what}")
     carrier = torch.device("cpu") if "cpu" in group.device_types else device
     lengths = torch.empty(group.size, dtype=torch.int64, device=carrier)

@@ -3,8 +3,8 @@
 A disk entry is the DSL's own export of a compiled function (an ELF object with host launcher and cubin)
 beside a JSON file that says what it is. The JSON is written last, so an entry that has it is whole;
 its digest is checked before the object is loaded, because a damaged ELF object would bring the process down.
-The DSL exports only for the architecture the process runs on (the device's, or ``CUTE_DSL_ARCH``): use a
-memory-only cache (``CompileCache(folder=None)``) for cross-compiling.
+Functions are TVM-FFI functions (``OPTIONS``): their calls cost a few microseconds, where the DSL's own
+argument conversion costs about a hundred, and they check the arguments they are given.
 
 The key is everything that could change the machine code: the configuration's ``repr`` (a frozen dataclass
 prints its fields), the architecture, the DSL version, and the text of all source that makes device code.
@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +37,11 @@ logger = logging.getLogger(__name__)
 DEVICE_ROOMS = ("device", "pipelines", "kernels", "transports", "schedules")
 """Folders of the package whose source text decides what a kernel compiles to."""
 
-PREFIX = "overlap_gemm"
-"""Symbol prefix of exported functions; each entry is its own object, so one prefix serves all."""
+OPTIONS = "--enable-tvm-ffi"
+"""What to pass to ``cute.compile`` for a function that this cache shall keep."""
+
+SYMBOL = "overlap_gemm"
+"""Name of the exported function; each entry is its own object, so one name serves all."""
 
 
 @cache
@@ -87,8 +91,8 @@ class CompileCache:
         Args:
             config: anything whose ``repr`` states every compile-time choice.
             arch: target, e.g. ``"sm_90a"``.
-            build: compiles it (``cute.compile``); called at most once per process and key, and not at all
-                where the disk has the entry.
+            build: compiles it (``cute.compile`` with `OPTIONS`); called at most once per process and key, and
+                not at all where the disk has the entry.
 
         Returns:
             The DSL's callable, from memory, from disk or fresh.
@@ -128,11 +132,14 @@ class CompileCache:
             return None
         from cutlass.cute.runtime import load_module
 
-        return load_module(str(binary))[PREFIX]
+        return load_module(str(binary), enable_tvm_ffi=True)[SYMBOL]
 
     def _store(self, key: str, name: str, function: Any) -> None:
         assert self.folder is not None
-        content = function.dump_to_object(PREFIX)
+        with tempfile.TemporaryDirectory() as scratch:
+            exported = Path(scratch) / "kernel.o"
+            function.export_to_c(str(exported), function_name=SYMBOL)
+            content = exported.read_bytes()
         description = {
             "kernel": name,
             "dsl": dsl_version(),

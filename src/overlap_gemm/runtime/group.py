@@ -25,13 +25,18 @@ class Group:
         name: What torch.ops calls carry instead of the object; `LOCAL` for a world of one.
         rank: This process's rank within the group.
         size: Ranks of the group, P.
-        process_group: torch.distributed's object, None for `LOCAL`.
+        process_group: torch.distributed's object, None for `LOCAL` and for virtual ranks.
     """
 
     name: str
     rank: int
     size: int
     process_group: dist.ProcessGroup | None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether this is a rank of a `runtime.virtual.VirtualWorld`."""
+        return self.name in _virtual
 
     def global_rank(self, rank: int) -> int:
         """The world rank of the group's `rank`, the number a user knows a process by."""
@@ -47,6 +52,19 @@ class Group:
         if self.process_group is None:
             return {"cpu", "cuda"}
         return {device.type for device in self.process_group._device_types}
+
+
+_virtual: dict[str, Group] = {}
+
+
+def add_virtual(group: Group) -> None:
+    """Makes `group`, a rank of a `runtime.virtual.VirtualWorld`, known to `resolve`."""
+    _virtual[group.name] = group
+
+
+def remove_virtual(group: Group) -> None:
+    """Takes back `add_virtual`."""
+    del _virtual[group.name]
 
 
 def group_name(group: GroupLike) -> str:
@@ -82,6 +100,8 @@ def resolve(name: str) -> Group:
     """The group called `name`. A pure host look-up: no communication."""
     if name == LOCAL:
         return Group(LOCAL, 0, 1, None)
+    if name in _virtual:
+        return _virtual[name]
     process_group = dist.distributed_c10d._resolve_process_group(name)
     return Group(name, process_group.rank(), process_group.size(), process_group)
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -98,12 +98,21 @@ class Emulator:
         self._pending: list[_Pending] = []
         self._peer_tables: torch.Tensor | None = None
 
+    _current: ClassVar[Emulator | None] = None
+
+    @classmethod
+    def current(cls) -> Emulator | None:
+        """The emulator that this process has open."""
+        return cls._current
+
     # --- life
 
     def __enter__(self) -> Emulator:
         self._opened = contextlib.ExitStack()
         SEAM.open(self.device, self._launch, self._pack, self._called)
         self._opened.callback(SEAM.close)
+        Emulator._current = self
+        self._opened.callback(setattr, Emulator, "_current", None)
         for change in hardware_info(self.device):
             self._opened.enter_context(change)
         return self

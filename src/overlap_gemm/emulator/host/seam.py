@@ -189,6 +189,8 @@ class Seam:
             call = _refusing_unbound(self._ending(kind.__call__, called))
 
             def present(argument: Any) -> Any:
+                if isinstance(argument, tuple):
+                    return tuple(map(present, argument))
                 if not hasattr(argument, "__dlpack__"):
                     return argument
                 pack(argument)

@@ -1,0 +1,105 @@
+"""`overlap-gemm compile-check`: every kernel configuration, compiled and looked at, without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from ..kernels.config import SMEM_BYTES, GemmConfig
+from ..kernels.lint import PtxasReport, find_ptxas, ptx_findings, ptxas_findings, run_ptxas
+from ..tuning.space import every_config
+from .console import rank_zero_console
+
+ARCHS = ("sm_90a", "sm_100a")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One compiled kernel.
+
+    Attributes:
+        config: its configuration.
+        exchanges: GEMM reduce-scatter, or the plain GEMM of the same configuration.
+        report: what ptxas says; None where there is no ptxas.
+        findings: what is wrong with it.
+    """
+
+    config: GemmConfig
+    exchanges: bool
+    report: PtxasReport | None
+    findings: tuple[str, ...]
+
+
+def check(config: GemmConfig, exchanges: bool) -> Checked:
+    """Compiles a configuration, assembles it where ptxas is at hand, and applies the lint rules."""
+    from ..kernels.build import compile_kernel, make_kernel
+    from ..transports.peer_bulk import PeerBulk
+
+    # The DSL names its dump file without the configuration: a folder per compile keeps them apart.
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = make_kernel(config, PeerBulk() if exchanges else None)
+        ptx = compile_kernel(kernel, f"--keep-ptx --dump-dir={folder}").__ptx__
+    findings = ptx_findings(ptx, exchanges)
+    report = run_ptxas(ptx, config.arch) if find_ptxas() else None
+    if report is not None:
+        findings += ptxas_findings(report)
+    return Checked(config, exchanges, report, tuple(findings))
+
+
+def smem_bytes(config: GemmConfig) -> int:
+    """Dynamic shared memory of a CTA that its stages fill; barriers and padding come on top."""
+    return config.ab_stages * config.ab_stage_bytes + config.ring_stages * config.stage_bytes
+
+
+def compile_check(
+    arch: Annotated[list[str] | None, typer.Option(help="Architectures; default: all.")] = None,
+    match: Annotated[str, typer.Option(help="Only configurations whose name contains this.")] = "",
+) -> None:
+    """Compiles every kernel; fails on spills, C75xx warnings, and synchronisation too weak for a peer."""
+    console = rank_zero_console(0)
+    archs = arch or list(ARCHS)
+    for name in archs:
+        if name not in ARCHS:
+            raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}, got {name}")
+    configs = [config for name in archs for config in every_config(name) if match in config.name]
+    if not configs:
+        raise typer.BadParameter(f"no configuration's name contains {match!r}")
+    if find_ptxas() is None:
+        console.print("[yellow]ptxas is not on PATH[/]: registers, spills and C75xx warnings are not checked")
+    table = Table(title="kernels as ptxas sees them")
+    for heading in ("configuration", "op", "registers", "barriers", "spilled B", "stages A/B", "smem KiB"):
+        table.add_column(
+            heading, justify="left" if heading in ("configuration", "op") else "right", no_wrap=True
+        )
+    wrong: list[Checked] = []
+    jobs = [(config, exchanges) for config in configs for exchanges in (False, True)]
+    for config, exchanges in track(jobs, "compiling"):
+        checked = check(config, exchanges)
+        assert smem_bytes(config) <= SMEM_BYTES
+        if checked.findings:
+            wrong.append(checked)
+        facts = checked.report
+        table.add_row(
+            config.name,
+            "GEMM-RS" if exchanges else "GEMM",
+            *(
+                ("?",) * 3
+                if facts is None
+                else map(str, (facts.registers, facts.barriers, facts.spill_bytes))
+            ),
+            str(config.ab_stages),
+            f"{smem_bytes(config) / 1024:.0f}",
+        )
+    console.print(table)
+    for checked in wrong:
+        for finding in checked.findings:
+            op = "GEMM-RS" if checked.exchanges else "GEMM"
+            console.print(f"[red]{checked.config.name} {op}[/]: {finding}")
+    console.print(f"{len(jobs)} kernels compiled, {len(wrong)} with findings")
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,177 @@
+"""Symmetric memory: a block of the same size on every rank of a group, at addresses its peers can reach.
+
+Three providers behind one surface, `SymmetricMemory`:
+
+- `TorchSymmetric`: ``torch.distributed._symmetric_memory``, CUDA backend. Inside one NVLink domain; per
+  process group; needs no further package. The default.
+- `NvshmemSymmetric`: nvshmem4py. Beyond peer access; world-collective (every rank of the job allocates
+  together).
+- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator (`runtime.virtual`).
+
+Allocation and `close` are collective and explicit; nothing is freed by the garbage collector, because a free
+that one rank's collector starts alone hangs the others. Before any rank goes on, all ranks have agreed that
+every allocation worked (`agree`), so one rank's failure is an error on every rank and not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import Group
+
+T = TypeVar("T")
+
+
+class SymmetricMemoryError(RuntimeError):
+    """A rank of the group could not allocate or map its block; raised on every rank, with who failed."""
+
+
+class SymmetricMemory(Protocol):
+    """A block of ``nbytes`` bytes on every rank.
+
+    Attributes:
+        local: this rank's block, uint8 ``[nbytes]``.
+        bases: int64 ``[P]`` on the block's device: the address at which this rank's kernels reach each rank's
+            block, 0 where they cannot.
+        multicast: address that reaches all blocks at once (NVLS), 0 where there is none.
+    """
+
+    local: Tensor
+    bases: Tensor
+    multicast: int
+
+    def close(self) -> None:
+        """Frees the block. Collective; no rank's kernel may still use it."""
+
+
+def agree(group: Group, attempt: Callable[[], T], what: str) -> T:
+    """Runs ``attempt`` on every rank and returns its result only if it worked on all of them.
+
+    Args:
+        group: the ranks that attempt it together.
+        attempt: may raise; must not communicate.
+        what: names the attempt in the error.
+
+    Raises:
+        SymmetricMemoryError: on every rank, with the ranks that failed and why.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = attempt()
+    except Exception as error:  # any failure must reach the peers, who would otherwise wait for this rank
+        failure = error
+    reasons: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    if group.process_group is not None:
+        reasons = [None] * group.size
+        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(reasons, mine, group=group.process_group)
+    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failed:
+        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
+        raise SymmetricMemoryError(
+            f"{what} failed on {len(failed)} of {group.size} ranks ({listed})"
+        ) from failure
+    assert result is not None
+    return result
+
+
+class TorchSymmetric:
+    """A block of torch's symmetric memory, CUDA backend.
+
+    Args:
+        group: its ranks must share one NVLink (peer access) domain.
+        nbytes: size of each rank's block.
+        device: this rank's CUDA device.
+
+    Raises:
+        SymmetricMemoryError: on every rank, if any of them could not allocate or map.
+    """
+
+    def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        assert group.process_group is not None, "a group of one needs no symmetric memory"
+        self._group = group
+        self.local = agree(
+            group,
+            lambda: symm_mem.empty(nbytes, dtype=torch.uint8, device=device),
+            f"allocating {nbytes} bytes",
+        )
+        # The rendezvous communicates; it is entered only by ranks that all have their block.
+        handle = symm_mem.rendezvous(self.local, group.process_group)
+        self._handle = handle
+        offset = self.local.data_ptr() - int(handle.buffer_ptrs[group.rank])
+        self.bases = torch.tensor(
+            [int(base) + offset for base in handle.buffer_ptrs], dtype=torch.int64, device=device
+        )
+        self.multicast = int(handle.multicast_ptr) + offset if handle.multicast_ptr else 0
+        dist.barrier(group.process_group)  # a peer's mapping must exist before anybody stores through it
+
+    def close(self) -> None:
+        """Frees the block after all ranks' work on it has ended."""
+        torch.cuda.synchronize(self.local.device)
+        dist.barrier(self._group.process_group)
+        del self._handle, self.local, self.bases
+
+
+class NvshmemSymmetric:
+    """A block of NVSHMEM's symmetric heap.
+
+    NVSHMEM is one world per process: allocation and `close` are collective over all ranks of the job, in the
+        same order. PEs are world ranks (`Group.global_rank`).
+
+    Args:
+        group: the ranks that will use the block.
+        nbytes: size of each rank's block.
+        device: this rank's CUDA device; NVSHMEM must be initialised on it (`init_nvshmem`).
+    """
+
+    def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
+        import nvshmem.core as nvshmem
+        from nvshmem import bindings
+
+        init_nvshmem(device)
+        self._device = device
+        # Collective in NVSHMEM itself, which fails on all PEs together; so it cannot be an attempt of
+        # `agree`.
+        self.local = nvshmem.tensor((nbytes,), dtype=torch.uint8)
+        # bindings.ptr, not get_peer_tensor: the latter leaks for the own PE and cannot say "not reachable".
+        address = self.local.data_ptr()
+        reached = [bindings.ptr(address, group.global_rank(rank)) for rank in range(group.size)]
+        self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
+        self.multicast = 0
+
+    def close(self) -> None:
+        """Frees the block; collective over all ranks of the job."""
+        import nvshmem.core as nvshmem
+
+        torch.cuda.synchronize(self._device)
+        nvshmem.free_tensor(self.local)
+        del self.local, self.bases
+
+
+def init_nvshmem(device: torch.device) -> None:
+    """Initialises NVSHMEM over torch.distributed's world, once. Collective.
+
+    Args:
+        device: this rank's CUDA device, made current here (NVSHMEM binds the current one).
+    """
+    import nvshmem.core as nvshmem
+    from cuda.core import Device
+
+    if nvshmem.init_status() >= nvshmem.InitStatus.STATUS_IS_INITIALIZED:
+        return
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # NVSHMEM expects a live CUDA context
+    rank, size = dist.get_rank(), dist.get_world_size()
+    box = [nvshmem.get_unique_id() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    current = Device(device.index)
+    current.set_current()
+    nvshmem.init(device=current, uid=box[0], rank=rank, nranks=size, initializer_method="uid")

@@ -1,0 +1,161 @@
+"""Virtual ranks: P ranks of a group in one process, on one GPU or in the emulator.
+
+This is how the whole fused path, from the public op to the flags between ranks, runs where there is one GPU
+or none:
+
+    with Emulator(arch="sm_100a", ranks=4) as emulator, VirtualWorld(4, emulator=emulator) as world:
+        outs = [gemm_reduce_scatter(x[r], w[r], group=world.names[r], backend="fused") for r in range(4)]
+        world.synchronize()
+
+A call queues its rank's kernel and returns at once, as on a CUDA stream; outputs are there after
+`synchronize`. On a GPU each rank has a stream, and the SMs are divided among the ranks, because kernels that
+wait for each other must be resident together. What one GPU cannot show: ordering and visibility across NVLink
+(everything meets in one L2 cache).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .executor import CudaExecutor, EmulatorExecutor, Executor, cuda_executor
+from .group import Group, add_virtual, remove_virtual
+
+if TYPE_CHECKING:
+    from ..emulator import Emulator
+
+_numbers = itertools.count()
+_worlds: dict[str, VirtualWorld] = {}
+
+
+@dataclass
+class VirtualSymmetric:
+    """One rank's view of a block that every virtual rank has (`symmetric.SymmetricMemory`)."""
+
+    local: Tensor
+    bases: Tensor
+    multicast: int
+
+    def close(self) -> None:
+        """Drops this rank's view; the memory goes with the last one."""
+        del self.local, self.bases
+
+
+class VirtualWorld:
+    """P ranks in this process.
+
+    Args:
+        size: P, at least 1.
+        emulator: an open emulator with ``ranks=size``; or
+        device: a CUDA device that the ranks share.
+
+    Attributes:
+        ranks: a `Group` per rank.
+        names: their names, to be passed as ``group=`` of an op.
+
+    Raises:
+        ValueError: neither or both of emulator and device, or a size that does not fit.
+    """
+
+    def __init__(
+        self, size: int, *, emulator: Emulator | None = None, device: torch.device | None = None
+    ) -> None:
+        if (emulator is None) == (device is None):
+            raise ValueError("a virtual world lives in an emulator or on a CUDA device: pass one of the two")
+        if size < 1:
+            raise ValueError(f"size={size} must be at least 1")
+        if emulator is not None and emulator.ranks != size:
+            raise ValueError(
+                f"{size} virtual ranks need an emulator of as many; it has ranks={emulator.ranks}"
+            )
+        self._emulator = emulator
+        self._executors = _executors(size, emulator, device)
+        number = next(_numbers)
+        self.ranks = tuple(
+            Group(f"virtual-{number}-{rank}-of-{size}", rank, size, None) for rank in range(size)
+        )
+        self.names = tuple(group.name for group in self.ranks)
+        self._blocks: dict[Hashable, list[VirtualSymmetric]] = {}
+        for group in self.ranks:
+            add_virtual(group)
+            _worlds[group.name] = self
+
+    def executor(self, rank: int) -> Executor:
+        """Where ``rank``'s kernels run."""
+        return self._executors[rank]
+
+    def symmetric(self, key: Hashable, rank: int, nbytes: int) -> VirtualSymmetric:
+        """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks."""
+        if key not in self._blocks:
+            self._blocks[key] = self._allocate(nbytes)
+        view = self._blocks[key][rank]
+        assert view.local.numel() == nbytes, (
+            f"{key} has {view.local.numel()} bytes, rank {rank} wants {nbytes}"
+        )
+        return view
+
+    def _allocate(self, nbytes: int) -> list[VirtualSymmetric]:
+        size, multicast = len(self.ranks), 0
+        if self._emulator is not None:
+            block = self._emulator.symmetric((nbytes,), torch.uint8)
+            blocks, multicast = list(block.tensors), block.multicast
+        else:
+            device = self._executors[0].device
+            blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
+        addresses = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
+        bases = addresses.to(blocks[0].device)
+        return [VirtualSymmetric(block, bases, multicast) for block in blocks]
+
+    def synchronize(self) -> None:
+        """Runs or awaits everything the ranks have queued.
+
+        Raises:
+            CommTimeoutError: a wait in a kernel expired.
+            EmulatorError: the emulator found something.
+        """
+        from .workspace import raise_if_failed
+
+        try:
+            if self._emulator is not None:
+                self._emulator.run()
+            else:
+                torch.cuda.synchronize(self._executors[0].device)
+        finally:
+            raise_if_failed()
+
+    def close(self) -> None:
+        """Forgets the ranks; their groups are unknown afterwards. Closing twice does nothing more."""
+        from .workspace import close_group
+
+        for group in self.ranks:
+            if _worlds.pop(group.name, None) is not None:
+                close_group(group)
+                remove_virtual(group)
+        self._blocks.clear()
+
+    def __enter__(self) -> VirtualWorld:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def virtual_world(group: Group) -> VirtualWorld | None:
+    """The world a virtual rank belongs to, None for other groups."""
+    return _worlds.get(group.name)
+
+
+def _executors(size: int, emulator: Emulator | None, device: torch.device | None) -> tuple[Executor, ...]:
+    if emulator is not None:
+        return tuple(EmulatorExecutor(emulator, rank) for rank in range(size))
+    assert device is not None
+    whole: CudaExecutor = cuda_executor(device.index or 0)
+    if whole.num_sms < size:
+        raise ValueError(f"{size} virtual ranks need as many SMs; {whole.device} has {whole.num_sms}")
+    share = whole.num_sms // size
+    return tuple(replace(whole, num_sms=share, stream=torch.cuda.Stream(whole.device)) for _ in range(size))

@@ -1,0 +1,177 @@
+"""Workspaces: the memory that fused kernels exchange tiles through, and the reports of expired waits.
+
+A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that needs
+it, and
+serves every later call of that class: calls never allocate. It begins with ``zeroed`` bytes that are zero at
+    birth (control words and flags) and are never reset. Where things lie in it is the kernels' business
+    (`kernels.geometry`); that its layout depends on the class alone, never on a call's shape, is this
+    module's.
+
+One stream at a time: a call on another stream than the last one waits for that one's work.
+
+`close` is collective and explicit. The garbage collector frees nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..device.failure import RECORD_WORDS, Failure, read_record
+from .executor import Executor
+from .group import Group
+from .symmetric import SymmetricMemory, TorchSymmetric, agree
+from .virtual import virtual_world
+
+DEFAULT_LIMIT = 8 << 30
+"""Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
+
+DEFAULT_TIMEOUT = 30.0
+"""Seconds a kernel waits for a peer, unless ``OVERLAP_GEMM_TIMEOUT`` says otherwise; 0 waits for ever."""
+
+
+class CommTimeoutError(RuntimeError):
+    """A kernel gave up waiting for a peer. The CUDA context of the process is unusable afterwards.
+
+    Attributes:
+        failure: the record the waiting lane left.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(
+            f"{failure.op.name.lower()}: rank {failure.rank} ({failure.role.name.lower()}) gave up on "
+            f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
+            f"expected epoch {failure.expected}, seen {failure.seen}. "
+            f"Rank {failure.source} is dead, stalled, or did not make the same calls."
+        )
+
+
+def timeout_ns() -> int:
+    """How long a kernel waits for a peer, in nanoseconds; 0 for ever.
+
+    Raises:
+        ValueError: ``OVERLAP_GEMM_TIMEOUT`` is not a number of seconds.
+    """
+    text = os.environ.get("OVERLAP_GEMM_TIMEOUT", str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 2**32:
+        raise ValueError(f"OVERLAP_GEMM_TIMEOUT must be a number of seconds, 0 for no limit; got {text!r}")
+    return int(seconds * 1e9)
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """What workspaces are told apart by; equal on all ranks, since it comes from the shape of a call.
+
+    Attributes:
+        zeroed: leading bytes that are zero at birth.
+        nbytes: size of each rank's block.
+    """
+
+    zeroed: int
+    nbytes: int
+
+
+@dataclass
+class Workspace:
+    """One group's block, and this rank's failure record for kernels that use it.
+
+    Attributes:
+        group: who shares it.
+        size: its class.
+        memory: the block on every rank.
+        record: int32 ``[RECORD_WORDS]`` in host memory; see `device.failure`.
+    """
+
+    group: Group
+    size: SizeClass
+    memory: SymmetricMemory
+    record: torch.Tensor
+    _stream: torch.cuda.Stream | None = field(default=None, repr=False)
+
+    def order_after_last_use(self, device: torch.device) -> None:
+        """Makes torch's current stream wait for the last call, if that was on another stream."""
+        if device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
+
+    def raise_if_failed(self) -> None:
+        """Raises CommTimeoutError if a kernel has left a record; reads host memory only."""
+        if self.record[0].item():
+            failure = read_record([word & 0xFFFFFFFF for word in self.record.tolist()])
+            assert failure is not None
+            raise CommTimeoutError(failure)
+
+
+_pool: dict[tuple[str, SizeClass], Workspace] = {}
+
+
+def obtain(group: Group, size: SizeClass, executor: Executor) -> Workspace:
+    """The group's workspace of a class; allocated, collectively, at its first use.
+
+    Args:
+        group: the ranks; all of them make the same sequence of calls.
+        size: the class.
+        executor: where this rank's kernels run.
+
+    Raises:
+        SymmetricMemoryError: on every rank, if one of them could not allocate or would pass its limit.
+    """
+    key = (group.name, size)
+    if key not in _pool:
+        agree(group, lambda: _check_limit(size.nbytes), "reserving a workspace")
+        memory = _allocate(group, size, executor)
+        _pool[key] = Workspace(group, size, memory, executor.host_words(RECORD_WORDS))
+    return _pool[key]
+
+
+def _check_limit(nbytes: int) -> bool:
+    limit = int(os.environ.get("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT))
+    if memory_bytes() + nbytes > limit:
+        raise ValueError(
+            f"workspaces hold {memory_bytes()} bytes and {nbytes} more are needed, over the limit of {limit} "
+            f"(OVERLAP_GEMM_WORKSPACE_LIMIT): close groups no longer in use, or raise it"
+        )
+    return True
+
+
+def _allocate(group: Group, size: SizeClass, executor: Executor) -> SymmetricMemory:
+    memory: SymmetricMemory
+    if (world := virtual_world(group)) is not None:
+        memory = world.symmetric(size, group.rank, size.nbytes)
+        memory.local[: size.zeroed].zero_()
+    else:
+        memory = TorchSymmetric(group, size.nbytes, executor.device)
+        memory.local[: size.zeroed].zero_()
+        torch.cuda.synchronize(executor.device)
+        dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
+    return memory
+
+
+def memory_bytes(group: Group | None = None) -> int:
+    """Bytes of this process's workspaces: of one group, or of all."""
+    return sum(w.size.nbytes for w in _pool.values() if group is None or w.group.name == group.name)
+
+
+def raise_if_failed() -> None:
+    """Raises CommTimeoutError if a wait of any kernel of this process has expired."""
+    for workspace in _pool.values():
+        workspace.raise_if_failed()
+
+
+def close_group(group: Group | None = None) -> None:
+    """Frees a group's workspaces, or all. Collective; no call of the group may be under way."""
+    for key, workspace in list(_pool.items()):
+        if group is None or workspace.group.name == group.name:
+            workspace.memory.close()
+            del _pool[key]

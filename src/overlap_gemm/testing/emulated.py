@@ -1,0 +1,166 @@
+"""GEMM reduce-scatter on virtual ranks: launches with changing data, judged against float64.
+
+What the fused kernel promises is narrower than a tolerance, and so is the judgement. Peers' partials are
+rounded to the slot type once, the own partial not at all, the sum is taken in float32 in rank order, and the
+result is rounded once. With u the unit roundoff of the two types, every element is within
+
+    u_slot * sum over peers of |partial|  +  u_out * |result|  +  float32's own error
+
+of the exact result (Higham, Accuracy and Stability of Numerical Algorithms, sections 2 and 4), and nearly
+every element is bit for bit what that recipe gives when it is carried out by torch (`recipe`): the two differ
+only where float32 products summed in another order land on the other side of a rounding boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import overlap_gemm
+
+from ..runtime.virtual import VirtualWorld
+from ..sharding import Shards
+from .cases import LAYOUTS, Case, Operands, operands
+
+BIT_EQUAL_SHARE = 0.99
+"""Least share of elements that equal the recipe bit for bit; a wrong order or rounding loses more."""
+
+FLOAT32_ROUNDOFF = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One launch's results on all ranks against float64.
+
+    Attributes:
+        largest_error: largest absolute error of any element.
+        share_of_bound: largest error as a share of that element's bound; above 1 is wrong.
+        bit_equal: share of the elements equal to the recipe.
+    """
+
+    largest_error: float
+    share_of_bound: float
+    bit_equal: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the results are what the kernel promises."""
+        return self.share_of_bound <= 1 and self.bit_equal >= BIT_EQUAL_SHARE
+
+
+def judge(case: Case, given: Operands, outs: Sequence[Tensor], slot: torch.dtype) -> Judgement:
+    """Compares the ranks' results with what the sum over ranks must be.
+
+    Args:
+        case: what was computed.
+        given: on these operands.
+        outs: the ranks' rows, in rank order.
+        slot: dtype in which partials travelled.
+    """
+    ranks = len(outs)
+    layout = LAYOUTS["gemm_reduce_scatter"]
+    rows = Shards.even(case.m, ranks)
+    partials = []
+    magnitude = torch.zeros(case.m, case.n, dtype=torch.float64)
+    for rank in range(ranks):
+        x = layout.part(given.x, layout.x, rank, ranks)
+        weight = layout.part(given.weight, layout.weight, rank, ranks)
+        assert x is not None and weight is not None
+        partials.append(x.double() @ weight.double().t())
+        magnitude += x.double().abs() @ weight.double().abs().t()
+    exact = sum(partials, torch.zeros_like(magnitude))
+    if given.bias is not None:
+        exact = exact + given.bias.double()
+    out = torch.cat(list(outs)).double()
+    assert out.shape == exact.shape, f"{list(out.shape)} rows and columns came back, not {list(exact.shape)}"
+    peers = sum((p.abs() for p in partials), torch.zeros_like(magnitude))
+    for rank in range(ranks):
+        own = slice(*rows.range(rank))
+        peers[own] -= partials[rank][own].abs()
+    bound = (
+        _roundoff(slot) * peers
+        + _roundoff(case.dtype) * exact.abs() * (1 + 2.0**-6)
+        + FLOAT32_ROUNDOFF * (case.k + 2 * ranks) * (magnitude + exact.abs())
+    )
+    error = (out - exact).abs()
+    # A comparison with NaN is false: an element that was never written must not pass.
+    share = torch.where(error <= bound, error / bound.clamp_min(1e-300), torch.inf)
+    recipe_out = recipe(case, partials, given.bias, rows, slot)
+    if not out.numel():
+        return Judgement(0.0, 0.0, 1.0)
+    equal = torch.cat(list(outs)) == recipe_out
+    return Judgement(error.max().item(), share.max().item(), equal.double().mean().item())
+
+
+def recipe(
+    case: Case, partials: Sequence[Tensor], bias: Tensor | None, rows: Shards, slot: torch.dtype
+) -> Tensor:
+    """The sum as the kernel forms it: partials rounded by peers, added in float32 in rank order."""
+    blocks = []
+    for owner in range(rows.parts):
+        own = slice(*rows.range(owner))
+        total = torch.zeros(rows.size(owner), case.n)
+        for rank, partial in enumerate(partials):
+            addend = partial[own].float()
+            total += addend if rank == owner else addend.to(slot).float()
+        if bias is not None:
+            total += bias.float()
+        blocks.append(total.to(case.dtype))
+    return torch.cat(blocks)
+
+
+def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tuple[Operands, list[Tensor]]]:
+    """Runs the op through the public API on every virtual rank, each time on other data.
+
+    All launches are queued before any of them runs, so ranks are free to run ahead of each other as far as
+    the protocol lets them.
+
+    Args:
+        case: sizes, dtype, bias; `case.seed` counts up from launch to launch.
+        world: the ranks.
+        launches: how many.
+
+    Yields:
+        The operands and the ranks' results of each launch, after all have ended.
+    """
+    layout = LAYOUTS["gemm_reduce_scatter"]
+    ranks = len(world.ranks)
+    queued = []
+    with poisoned_allocations():
+        for launch in range(launches):
+            given = operands(case.with_seed(case.seed + launch))
+            outs = []
+            for group in world.ranks:
+                x = layout.part(given.x, layout.x, group.rank, ranks)
+                weight = layout.part(given.weight, layout.weight, group.rank, ranks)
+                assert x is not None and weight is not None
+                outs.append(
+                    overlap_gemm.gemm_reduce_scatter(
+                        x, weight, group=group.name, bias=given.bias, backend="fused"
+                    )
+                )
+            queued.append((given, outs))
+        world.synchronize()
+    yield from queued
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Fills new uninitialised tensors with NaN, so that what a kernel did not write cannot pass."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2

@@ -1,0 +1,142 @@
+"""What the fused backend decides on the host: whether it can, with which operands, configuration, memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import overlap_gemm
+from overlap_gemm.backends.base import Problem
+from overlap_gemm.backends.fused import Fused, aligned, major, size_class
+from overlap_gemm.backends.select import choose, preferring
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.geometry import ReduceScatterShape
+from overlap_gemm.tuning.space import candidates, configured, default_config, estimate
+
+PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=2)
+
+# --- choice ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "Hopper or Blackwell"),
+        ({"op": "gemm_all_reduce"}, "gemm_all_reduce"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"features": 100}, "N=100 must be a multiple of 8"),
+    ],
+)
+def test_it_names_what_stands_in_its_way(changes, reason):
+    assert reason in (Fused().why_not(replace(PROBLEM, **changes)) or "")
+
+
+def test_asking_for_it_without_a_device_raises_with_the_reason():
+    x, weight = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(8, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="Hopper or Blackwell GPU, or the emulator"):
+        overlap_gemm.gemm_reduce_scatter(x, weight, backend="fused")
+
+
+def test_auto_passes_over_it_and_says_why():
+    choice = choose(PROBLEM)
+    assert choice.backend.name == "decomposed"
+    assert "fused: no, fused kernels need" in str(choice)
+
+
+def test_a_backward_pass_takes_another_backend_where_there_is_no_dual():
+    problem = replace(PROBLEM, op="all_gather_gemm")
+    choice = choose(problem, preferring("fused"))
+    assert choice.backend.name == "decomposed"
+    assert choice.verdicts[0][0] == "fused" and "all_gather_gemm" in (choice.verdicts[0][1] or "")
+    assert choose(problem, preferring("sequential")).backend.name == "sequential"
+
+
+def test_explain_tells_the_backward_too():
+    x, weight = torch.randn(8, 16), torch.randn(8, 16)
+    text = str(overlap_gemm.explain("gemm_reduce_scatter", x, weight, backend="sequential"))
+    assert "backward: all_gather_gemm runs as 'sequential'" in text
+
+
+def test_virtual_ranks_have_no_portable_backend():
+    with pytest.raises(ValueError, match="virtual ranks"):
+        choose(replace(PROBLEM, virtual=True))
+    with pytest.raises(ValueError, match="virtual ranks"):
+        choose(replace(PROBLEM, virtual=True), "sequential")
+
+
+# --- operands ---
+
+
+def test_an_operand_that_tma_can_read_is_taken_as_it_is():
+    x = torch.randn(5, 24, dtype=torch.bfloat16)
+    assert aligned(x) is x and major(x, "m") == "k"
+    transposed = torch.randn(24, 8, dtype=torch.bfloat16).t()
+    assert aligned(transposed) is transposed and major(transposed, "n") == "n"
+    window = torch.randn(5, 64, dtype=torch.bfloat16)[:, 8:32]
+    assert aligned(window) is window
+
+
+@given(st.integers(1, 20), st.integers(0, 40), st.booleans(), st.integers(0, 9))
+def test_any_other_is_copied_with_zeros_behind_k(rows, depth, transpose, offset):
+    storage = torch.randn(rows * depth + offset, dtype=torch.bfloat16)[offset:]
+    matrix = storage.view(depth, rows).t() if transpose else storage.view(rows, depth)
+    ready = aligned(matrix)
+    inner, outer = (1, 0) if major(ready, "other") == "k" else (0, 1)
+    assert ready.data_ptr() % 16 == 0
+    assert ready.stride(inner) == 1 and ready.stride(outer) % 8 == 0
+    assert ready.shape[0] == rows and ready.shape[1] >= max(depth, 1)
+    assert torch.equal(ready[:, :depth], matrix)
+    assert not ready[:, depth:].any()
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize("rows", [1, 100, 1024, 8192])
+def test_the_default_is_the_candidate_with_the_least_estimate(arch, rows):
+    shape = ReduceScatterShape.even(rows, 4096, 8)
+    chosen = default_config(arch, "bf16", shape, 132)
+    assert chosen in candidates(arch, "bf16")
+    assert estimate(chosen, shape, 132) == min(
+        estimate(config, shape, 132) for config in candidates(arch, "bf16")
+    )
+
+
+def test_a_small_problem_gets_smaller_tiles_than_a_large_one():
+    def area(rows):
+        tile = default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, 2048, 2), 148).cta_tile
+        return tile[0] * tile[1]
+
+    assert area(256) < area(16384)
+
+
+def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
+    shape = ReduceScatterShape.even(4096, 4096, 4)
+    with configured(mma="1cta", tile=(128, 64)):
+        assert default_config("sm_100a", "bf16", shape, 148).tile == (128, 64)
+        with configured(ring_stages=6, inflight=4):
+            config = default_config("sm_100a", "bf16", shape, 148)
+            assert (config.tile, config.ring_stages) == ((128, 64), 6)
+    with configured(mma="cooperative"):
+        assert default_config("sm_90a", "bf16", shape, 132).mma == "cooperative"
+        with pytest.raises(ValueError, match="mma"):
+            default_config("sm_100a", "bf16", shape, 148)
+    with configured(tile=(17, 3)), pytest.raises(ValueError, match="tile"):
+        default_config("sm_100a", "bf16", shape, 148)
+
+
+# --- memory ---
+
+
+@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8))
+def test_a_workspace_class_holds_every_call_of_it(rows, columns, world):
+    config, shape = GemmConfig(), ReduceScatterShape.even(rows, columns, world)
+    size = size_class(config, shape)
+    buffer = (size.nbytes - size.zeroed) // 2
+    assert buffer >= shape.buffer_bytes(config)
+    assert buffer % 16 == 0 and size.zeroed % 16 == 0
+    # Calls of half to the whole of a class share it, so that growing a batch does not allocate every time.
+    assert buffer <= max(2 * shape.buffer_bytes(config), 1 << 20)

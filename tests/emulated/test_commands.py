@@ -1,0 +1,57 @@
+"""`overlap-gemm emulate` and `compile-check`."""
+
+import pytest
+from typer.testing import CliRunner
+
+from overlap_gemm.cli import app, compile_check
+from overlap_gemm.testing import emulated
+
+SMALL = ["emulate", "gemm_reduce_scatter", "--m", "100", "--n", "64", "--k", "64", "--launches", "1"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--arch", "sm_100a", "--tile", "128x64", "--cta-group", "1", "--mode", "lazy"),
+        ("--arch", "sm_90a", "--tile", "64x128", "--dtype", "f16", "--world-size", "3"),
+    ],
+)
+def test_a_right_run_ends_with_code_0_and_its_figures(options):
+    result = invoke(*SMALL, *options)
+    assert result.exit_code == 0, result.output
+    for word in ("largest error", "right: 1 launches", "warp-instructions", "0 findings"):
+        assert word in result.output
+
+
+def test_a_wrong_result_ends_with_code_1(monkeypatch):
+    right = emulated.judge
+
+    def against_other_data(case, given, outs, slot):
+        return right(case, emulated.operands(case.with_seed(99)), outs, slot)
+
+    monkeypatch.setattr(emulated, "judge", against_other_data)
+    result = invoke(*SMALL)
+    assert result.exit_code == 1
+    assert "wrong: 1 launches" in result.output
+
+
+def test_a_tile_that_is_none_is_refused():
+    assert "must look like 128x128" in invoke(*SMALL, "--tile", "wide").output
+
+
+def test_compile_check_lists_what_ptxas_says():
+    result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1")
+    assert result.exit_code == 0, result.output
+    assert "sm_100a_1cta_128x64_c1x1_bf16" in result.output
+    assert "2 kernels compiled, 0 with findings" in result.output
+
+
+def test_compile_check_fails_on_a_finding(monkeypatch):
+    monkeypatch.setattr(compile_check, "ptx_findings", lambda ptx, exchanges: ["planted finding"])
+    result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1")
+    assert result.exit_code == 1
+    assert "planted finding" in result.output

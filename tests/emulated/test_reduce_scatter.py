@@ -1,0 +1,74 @@
+"""GEMM reduce-scatter through the public op on virtual ranks: compiled PTX, run in the emulator."""
+
+import pytest
+import torch
+
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.tuning.space import configured
+
+KINDS = {
+    "sm_100a": [
+        {"mma": "1cta", "tile": (128, 64)},
+        {"mma": "1cta", "tile": (128, 128)},
+        {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},
+    ],
+    "sm_90a": [
+        {"mma": "pingpong", "tile": (64, 128)},
+        {"mma": "cooperative", "tile": (128, 128)},
+    ],
+}
+CONFIGS = [(arch, fields) for arch, choices in KINDS.items() for fields in choices]
+NAMES = [f"{arch}-{fields['mma']}-{fields['tile'][0]}x{fields['tile'][1]}" for arch, fields in CONFIGS]
+
+SHAPES = {
+    "even": (256, 128, 128),
+    "ragged": (200, 136, 72),
+    "fewer-rows-than-ranks": (2, 64, 64),
+    "k-tail": (128, 64, 100),
+    "narrow": (130, 8, 64),
+}
+
+
+def run(arch, fields, ranks, sizes, *, mode="immediate", seed=0, launches=1, dtype=torch.bfloat16, **options):
+    case = Case("gemm_reduce_scatter", *sizes, dtype, seed=seed)
+    slot = {"f32": torch.float32}.get(fields.get("slot_dtype", ""), dtype)
+    with (
+        configured(**fields),
+        Emulator(arch, ranks, mode, seed, **options) as emulator,
+        VirtualWorld(ranks, emulator=emulator) as world,
+    ):
+        verdicts = [judge(case, given, outs, slot) for given, outs in run_launches(case, world, launches)]
+    assert len(verdicts) == launches
+    assert all(verdict.holds for verdict in verdicts), verdicts
+    return emulator.report
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
+def test_every_kernel_on_every_world(arch, fields, ranks):
+    run(arch, fields, ranks, SHAPES["ragged"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("arch", "fields"), CONFIGS[::3], ids=NAMES[::3])
+def test_every_shape(arch, fields, shape):
+    run(arch, fields, 3, SHAPES[shape])
+
+
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
+def test_whenever_asynchronous_operations_complete(arch, fields, mode, seed):
+    run(arch, fields, 2, SHAPES["ragged"], mode=mode, seed=seed, launches=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("slot", ["same", "f32"])
+@pytest.mark.parametrize("arch", KINDS)
+def test_types(arch, slot, dtype):
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    fields = {**KINDS[arch][0], "slot_dtype": name if slot == "same" else slot}
+    run(arch, fields, 3, SHAPES["ragged"], dtype=dtype)

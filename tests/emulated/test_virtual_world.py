@@ -1,0 +1,101 @@
+"""Virtual ranks, their workspaces, and what happens when one of them is missing."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.runtime.symmetric import SymmetricMemoryError
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError, memory_bytes
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.tuning.space import configured
+
+CASE = Case("gemm_reduce_scatter", 256, 64, 64, torch.bfloat16)
+SMALL = {"mma": "1cta", "tile": (128, 64)}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    with configured(**SMALL):
+        yield
+
+
+def call(world, ranks, rows=256):
+    x, weight = torch.randn(rows, 32, dtype=torch.bfloat16), torch.randn(64, 32, dtype=torch.bfloat16)
+    return [overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[r], backend="fused") for r in ranks]
+
+
+@pytest.fixture
+def world():
+    with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        yield world
+
+
+def test_a_world_fits_its_emulator():
+    with Emulator("sm_100a", 2) as emulator, pytest.raises(ValueError, match="ranks=2"):
+        VirtualWorld(3, emulator=emulator)
+    with pytest.raises(ValueError, match="one of the two"):
+        VirtualWorld(2)
+
+
+def test_calls_of_one_size_class_share_a_workspace_which_close_gives_back(world):
+    call(world, (0, 1))
+    held = memory_bytes()
+    assert held > 0
+    call(world, (0, 1))
+    call(world, (0, 1), rows=200)
+    world.synchronize()
+    assert memory_bytes() == held
+    world.close()
+    assert memory_bytes() == 0
+
+
+def test_the_limit_of_all_workspaces_is_kept(world, monkeypatch):
+    monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "1000")
+    with pytest.raises(SymmetricMemoryError, match="OVERLAP_GEMM_WORKSPACE_LIMIT"):
+        call(world, (0, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_calls_is_named(world, monkeypatch, rank):
+    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "0.001")
+    call(world, (rank,))
+    with pytest.raises(CommTimeoutError) as caught:
+        world.synchronize()
+    failure = caught.value.failure
+    assert (failure.rank, failure.source, failure.op) == (rank, 1 - rank, Op.GEMM_REDUCE_SCATTER)
+    assert (failure.role, failure.expected, failure.seen) == (Role.EPILOGUE_PARTIAL, 1, 0)
+    assert f"rank {1 - rank} is dead, stalled" in str(caught.value).lower()
+
+
+def test_a_timeout_that_is_no_number_is_refused(world, monkeypatch):
+    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="soon"):
+        call(world, (0,))
+
+
+def test_shards_cut_in_groups_of_rows(world):
+    """[M, batch, K] is cut along M: a shard is whole groups of `batch` rows."""
+    x = torch.randn(5, 40, 64, dtype=torch.bfloat16)
+    weight = torch.randn(64, 64, dtype=torch.bfloat16) / 8
+    outs = [
+        overlap_gemm.gemm_reduce_scatter(
+            x[..., 32 * r : 32 * r + 32], weight[:, 32 * r : 32 * r + 32], group=name, backend="fused"
+        )
+        for r, name in enumerate(world.names)
+    ]
+    world.synchronize()
+    assert [list(out.shape) for out in outs] == [[3, 40, 64], [2, 40, 64]]
+    exact = x.double() @ weight.double().t()
+    assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("mode", ["immediate", "lazy"])
+def test_many_launches_with_changing_data_and_no_reset(mode):
+    with Emulator("sm_100a", 2, mode, seed=3) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        verdicts = [judge(CASE, given, outs, torch.bfloat16) for given, outs in run_launches(CASE, world, 12)]
+    assert len(verdicts) == 12
+    assert all(verdict.holds for verdict in verdicts), verdicts
