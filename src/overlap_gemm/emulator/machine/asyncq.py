@@ -11,9 +11,20 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.trace import Trace
 
 MODES = ("immediate", "random", "lazy")
+# What `lazy` lets happen first when it must let something happen; by seed, because a late load hides what a
+# late product shows, and the other way round. Global writes are always last.
+_ORDERS = (
+    ("tensor", "load", "read", "write"),
+    ("load", "tensor", "read", "write"),
+    ("read", "load", "tensor", "write"),
+    ("tensor", "read", "load", "write"),
+)
 
 
 @dataclass(eq=False)
@@ -25,7 +36,8 @@ class Event:
         grid: The launch that issued it.
         owner: The CTA whose memory it reads or writes, for the exit check; None for none.
         what: For messages.
-        late: Whether it comes last of all in `lazy` mode (the write of a bulk store).
+        kind: `load` (into shared memory), `tensor` (core operation), `read` or `write` (the two halves of a
+            bulk store); `lazy` mode goes by it.
         after: Events that must have happened before.
     """
 
@@ -33,7 +45,7 @@ class Event:
     grid: Any
     owner: Any
     what: str
-    late: bool = False
+    kind: str = "load"
     after: tuple[Event, ...] = ()
     done: bool = field(default=False, init=False)
 
@@ -48,10 +60,14 @@ class AsyncEngine:
         self.rng = random.Random(seed ^ 0x5EED)
         self.pending: list[Event] = []
         self.queues: dict[Any, deque[Event]] = {}
+        self._order = _ORDERS[seed % len(_ORDERS)]
         self.moved: Callable[[], None] = lambda: None
+        self.trace: Trace | None = None
 
     def submit(self, event: Event) -> Event:
         """Adds an unordered event."""
+        if self.trace is not None:
+            self.trace.issued(event)
         if self.mode == "immediate" and all(e.done for e in event.after):
             self._do(event)
         else:
@@ -61,6 +77,8 @@ class AsyncEngine:
 
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
+        if self.trace is not None:
+            self.trace.issued(event)
         if self.mode == "immediate":
             self._do(event)
         else:
@@ -78,10 +96,13 @@ class AsyncEngine:
         if not self.pending and not self.queues:
             return False
         ready = self._ready()
-        if self.mode == "lazy":
-            soon = [r for r in ready if not (isinstance(r, Event) and r.late)]
-            ready = soon or ready
+        if self.mode == "lazy" and ready:
+            rank = [self._order.index(self._head(r).kind) for r in ready]
+            ready = [r for r, place in zip(ready, rank, strict=True) if place == min(rank)]
         return self._one(ready)
+
+    def _head(self, ready: Any) -> Event:
+        return ready if isinstance(ready, Event) else self.queues[ready][0]
 
     def _ready(self) -> list[Any]:
         ready: list[Any] = [e for e in self.pending if all(a.done for a in e.after)]
@@ -107,6 +128,8 @@ class AsyncEngine:
     def _do(self, event: Event) -> None:
         event.run()
         event.done = True
+        if self.trace is not None:
+            self.trace.happened(event)
         self.moved()
 
     @staticmethod

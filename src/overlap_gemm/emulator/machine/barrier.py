@@ -42,16 +42,17 @@ class MBarrier(Waiters):
         tx: Transaction count (bytes expected less bytes completed).
         phase: Parity of the current, incomplete phase.
         completed: Number of phases completed since `mbarrier.init`.
+        fenced: Whether its initialisation has been made visible to other CTAs and to the async proxy.
     """
 
-    __slots__ = ("address", "completed", "count", "pending", "phase", "tx")
+    __slots__ = ("address", "completed", "count", "fenced", "pending", "phase", "tx")
 
     def __init__(self, address: int, count: int) -> None:
         super().__init__()
         if not 1 <= count < 1 << 20:
             raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
         self.address, self.count, self.pending = address, count, count
-        self.tx, self.phase, self.completed = 0, 0, 0
+        self.tx, self.phase, self.completed, self.fenced = 0, 0, 0, False
 
     def expect(self, nbytes: int) -> None:
         """`expect-tx`."""

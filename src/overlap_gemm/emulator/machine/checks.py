@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Cta, Group
     from overlap_gemm.emulator.ptx.ir import Instruction
 
-CHECKS = ("proxy", "exit")
+CHECKS = ("proxy", "exit", "mbarrier")
+# Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
+STRICT_CHECKS = ("tmem",)
 
 
 class Checks:
@@ -50,6 +52,49 @@ class Checks:
     def async_write(self, cta: Cta, offsets: NDArray[np.int64]) -> None:
         """An async unit overwrote shared memory: generic writes before it no longer matter."""
         cta.dirty[offsets >> 4] = 0
+
+    # -- initialisation of mbarriers -------------------------------------------------------------
+
+    def mbarrier_init(self, group: Group, barrier: MBarrier) -> None:
+        """`mbarrier.init`: a fence of this warp must follow."""
+        group.warp.state.setdefault("mbarrier_init", []).append(barrier)
+
+    def mbarrier_fence(self, group: Group) -> None:
+        """`fence.mbarrier_init`, or a fence at least as strong."""
+        for barrier in group.warp.state.pop("mbarrier_init", ()):
+            barrier.fenced = True
+
+    def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
+        """Another CTA or the async proxy operates on a barrier."""
+        if not barrier.fenced and "mbarrier" in self.enabled:
+            self.report.add(
+                "mbarrier-init",
+                f"{what} (line {line}) uses {barrier}, but no fence.mbarrier_init followed its init",
+                key=barrier.address,
+            )
+
+    # -- tensor memory ---------------------------------------------------------------------------
+
+    def tmem_use(
+        self,
+        cta: Cta,
+        kinds: tuple[str, ...],
+        first: int,
+        columns: int,
+        halves: tuple[int, ...],
+        what: str,
+        line: int,
+    ) -> None:
+        """A product or a dealloc touches cells: no warp may have an access of `kinds` to them open."""
+        found = cta.tmem_order.conflict(kinds, first, columns, halves) if "tmem" in self.enabled else None
+        if found is not None:
+            kind, warp = found
+            self.report.add(
+                "tmem-unwaited",
+                f"{what} (line {line}) uses columns {first}..{first + columns - 1} of {cta}, where a "
+                f"tcgen05.{kind} of warp {warp} has not been waited for with tcgen05.wait::{kind}",
+                line,
+            )
 
     # -- synchronisation hooks -------------------------------------------------------------------
 

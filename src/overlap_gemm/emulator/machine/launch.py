@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlap_gemm.emulator.machine.asyncq import AsyncEngine
-from overlap_gemm.emulator.machine.checks import CHECKS, Checks
+from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS, Checks
 from overlap_gemm.emulator.machine.errors import Report
 from overlap_gemm.emulator.machine.grid import Grid, bank
 from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
 from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
 from overlap_gemm.emulator.ptx.program import Program, program
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.trace import Trace
 
 Dim3 = tuple[int, int, int]
 SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
@@ -64,9 +67,10 @@ class Machine:
         mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
         seed: Of every random choice; a run is a function of its inputs and this.
         schedule: How warps take turns.
-        checks: Names out of `CHECKS`; all of them by default.
+        checks: Names out of `CHECKS`, the default, and `STRICT_CHECKS`.
         resident: CTAs of a rank that are resident at once; the number of SMs by default.
         progress: Called now and then during `run` with the number of warp instructions so far.
+        trace: Records what each warp and each async operation did when.
 
     Attributes:
         memory: Registry of global memory.
@@ -86,10 +90,11 @@ class Machine:
         checks: tuple[str, ...] = CHECKS,
         resident: int | None = None,
         progress: Callable[[int], None] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         if arch not in SM_COUNT:
             raise ValueError(f"{arch=} must be one of {', '.join(SM_COUNT)}")
-        unknown = set(checks) - set(CHECKS)
+        unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS)
         if unknown or ranks < 1:
             raise ValueError(f"{ranks=} must be positive and checks among {CHECKS}, not {sorted(unknown)}")
         self.arch, self.ranks, self.sm_count = arch, ranks, SM_COUNT[arch]
@@ -102,6 +107,7 @@ class Machine:
         self.engine = AsyncEngine(mode, seed)
         self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
         self.engine.moved = self.scheduler.moved
+        self.scheduler.trace = self.engine.trace = trace
         self.intercepts: dict[str, Callable[..., Any]] = {}
         self._queues: dict[tuple[int, int], deque[Launch]] = {}
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}

@@ -14,6 +14,7 @@ from overlap_gemm.emulator.ptx.emit import BLOCK
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.asyncq import AsyncEngine
     from overlap_gemm.emulator.machine.warp import Group, Warp
+    from overlap_gemm.emulator.trace import Trace
 
 QUANTUM = 64  # items a warp runs before the next one
 
@@ -57,6 +58,7 @@ class Scheduler:
         self._warped = 0
         self._patience = 10_000
         self.tick: Callable[[], None] | None = None
+        self.trace: Trace | None = None
 
     def ready(self, warp: Warp) -> None:
         """Queues a warp that has something to run."""
@@ -114,6 +116,8 @@ class Scheduler:
             before = self.executed
             self._turn(warp, self.rng.randint(1, QUANTUM) if random_order else QUANTUM)
             self.clock += self.executed - before
+            if self.trace is not None:
+                self.trace.ran(warp, self.executed, self.executed - before)
             self.engine.step()
             turns += 1
             if not turns & 255 and self.tick is not None:

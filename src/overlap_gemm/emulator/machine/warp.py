@@ -16,6 +16,7 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
 from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 from overlap_gemm.emulator.ptx.lanes import FULL, LANE_IDS, merge
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class Cta:
         self._tmem: np.ndarray | None = None
         self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
         self.tmem_waiters: list[Group] = []
+        self.tmem_order = TmemOrder()
         self.dirty = np.zeros(len(self.smem) >> 4, np.uint16)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}

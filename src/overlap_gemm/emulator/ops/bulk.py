@@ -169,8 +169,8 @@ def _load_box(
         return run
 
     for cta, signalled in places:
-        signalled.mbarrier(barrier & _OFFSET | signalled.base)
         what = f"the TMA load of line {line} into {cta} at {dst & _OFFSET:#x}"
+        grid.checks.mbarrier_use(signalled.mbarrier(barrier & _OFFSET | signalled.base), what, line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
 
 
@@ -253,9 +253,9 @@ def copy_out(
                     notify(machine.watch, (moved >> 4).tolist())
         _wake(group, "bulk_wait")
 
-    first = Event(read, grid, cta, f"{what} reading shared memory")
+    first = Event(read, grid, cta, f"{what} reading shared memory", "read")
     grid.engine.submit(first)
-    second = grid.engine.submit(Event(write, grid, None, what, late=True, after=(first,)))
+    second = grid.engine.submit(Event(write, grid, None, what, "write", after=(first,)))
     bulk_groups(group, lane).open.append((first, second))
 
 
@@ -381,8 +381,8 @@ def _copy_in(
         return run
 
     for cta, signalled in places:
-        signalled.mbarrier(barrier & _OFFSET | signalled.base)
         what = f"the bulk copy of line {ins.line} into {cta} at {dst & _OFFSET:#x}"
+        grid.checks.mbarrier_use(signalled.mbarrier(barrier & _OFFSET | signalled.base), what, ins.line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
 
 

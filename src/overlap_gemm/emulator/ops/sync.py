@@ -144,7 +144,8 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
-            cta.mbarriers[offset] = MBarrier(a & _WINDOW, n)
+            cta.mbarriers[offset] = barrier = MBarrier(a & _WINDOW, n)
+            cta.grid.checks.mbarrier_init(group, barrier)
         group.effects += 1
 
     return Op(run, ins.operands[:2])
@@ -180,6 +181,8 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
         cta.grid.checks.release(group, ins)
         for a, n in _per_lane(mask, address, amount):
             barrier = cta.mbarrier(a & _WINDOW)
+            if a >> 24 & 0xFF != cta.rank_in_cluster:
+                cta.grid.checks.mbarrier_use(barrier, f"mbarrier.arrive of {group.warp}", ins.line)
             state = barrier.phase | barrier.completed << 1
             cta.grid.checks.arrive(group, barrier)
             if drops:
@@ -266,10 +269,16 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
         def proxy(group: Group, mask: int) -> None:
             group.warp.grid.checks.proxy_fence(group, spaces)
+            if spaces != ["global"]:
+                group.warp.grid.checks.mbarrier_fence(group)
 
         return Op(proxy)
 
+    orders_init = "mbarrier_init" in ins.parts or {"cluster", "gpu", "sys"} & set(ins.parts)
+
     def run(group: Group, mask: int, *operands: Any) -> None:
         group.warp.grid.checks.fence(group, ins)
+        if orders_init:
+            group.warp.grid.checks.mbarrier_fence(group)
 
     return Op(run, tuple(o for o in ins.operands if not isinstance(o, Mem)))

@@ -66,6 +66,9 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         cta, n, first = group.warp.cta, one(columns, mask), one(address, mask) & 0xFFFF
         if not (cta.tmem_owner[first : first + n] == first + 1).all():
             raise fail(group, ins, f"columns {first}..{first + n - 1} are not one allocation")
+        cta.grid.checks.tmem_use(
+            cta, ("ld", "st"), first, n, (0, 1), f"tcgen05.dealloc of {group.warp}", ins.line
+        )
         cta.tmem_owner[first : first + n] = 0
         waiting, cta.tmem_waiters = cta.tmem_waiters, []
         for other in waiting:
@@ -86,12 +89,15 @@ def _relinquish(program: Any, f: Function, ins: Instruction) -> Op:
 # -- loads and stores ----------------------------------------------------------------------------
 
 
-def _check_lanes(group: Group, ins: Instruction, address: int) -> None:
-    """A warp reaches only the 32 lanes that its place in the warpgroup gives it (9.7.16.2.2)."""
+def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> None:
+    """A warp reaches the 32 lanes that its place in the warpgroup gives it (9.7.16.2.2), where allocated."""
     mine = 32 * (group.warp.index % 4)
     lane = address >> 16
     if not mine <= lane < mine + 32:
         raise fail(group, ins, f"lane {lane} of tensor memory; this warp reaches lanes {mine} to {mine + 31}")
+    first = address & 0xFFFF
+    if not group.warp.cta.tmem_owner[first : first + columns].all():
+        raise fail(group, ins, f"columns {first} to {first + columns - 1} of tensor memory are not allocated")
 
 
 def _shape(ins: Instruction) -> tuple[str, int, bool]:
@@ -108,12 +114,14 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     outputs = destinations(ins)
     split = ins.operands[2].value if len(ins.operands) > 2 and isinstance(ins.operands[2], Imm) else 0
     several = len(outputs) > 1
+    lanes, columns = tmem.extent(shape, repeat, packed, split)
 
     def run(group: Group, mask: int, address: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         at = one(address, mask)
-        _check_lanes(group, ins, at)
+        _check_cells(group, ins, at, columns)
+        group.warp.cta.tmem_order.begin("ld", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
         try:
             values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
         except ValueError as why:
@@ -129,12 +137,14 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     address, *rest = ins.operands
     split = rest[0].value if isinstance(rest[0], Imm) else 0
     source = rest[-1]
+    lanes, columns = tmem.extent(shape, repeat, packed, split)
 
     def run(group: Group, mask: int, address: Any, values: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         at = one(address, mask)
-        _check_lanes(group, ins, at)
+        _check_cells(group, ins, at, columns)
+        group.warp.cta.tmem_order.begin("st", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:
             tmem.store(group.warp.cta.tmem, at, rows, shape, repeat, packed, split)
@@ -148,7 +158,13 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
 # The registers of a tcgen05.ld hold their values at once: CuTe DSL's PTX uses them before tcgen05.wait::ld
 # (the assembler tracks the dependence), so a delayed delivery would reject kernels that are right on
 # hardware.
-@instruction("tcgen05.fence", "tcgen05.wait")
+@instruction("tcgen05.wait")
+def _wait(program: Any, f: Function, ins: Instruction) -> Op:
+    kind = ins.parts[1].split("::")[1]
+    return Op(lambda group, mask: group.warp.cta.tmem_order.wait(kind, group.warp.index))
+
+
+@instruction("tcgen05.fence")
 def _fence(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: None)
 
@@ -202,14 +218,20 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
             for c in ctas:
                 cta.grid.checks.async_read(c, reads, f"tcgen05.mma of {group.warp}", ins.line)
 
+        checks, what = cta.grid.checks, f"tcgen05.mma of {group.warp}"
+        strict = "tmem" in checks.enabled
+
         def multiply() -> None:
+            for c in ctas if strict else ():
+                checks.tmem_use(c, ("ld", "st"), *product.d_cells(len(ctas)), what, ins.line)
+                checks.tmem_use(c, ("st",), *product.a_cells(), what, ins.line)
             try:
                 product.run([c.smem for c in ctas], [c.tmem for c in ctas])
             except (ValueError, IndexError) as why:
                 raise fail(group, ins, str(why)) from None
 
         cta.grid.engine.enqueue(
-            ("tensor", cta), Event(multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}")
+            ("tensor", cta), Event(multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}", "tensor")
         )
 
     return Op(run, (d, a, b, descriptor, disabled, enable, shift))
@@ -244,7 +266,7 @@ def _cp(program: Any, f: Function, ins: Instruction) -> Op:
                 tmem.copy_from_smem(c.smem, c.tmem, source, at, shape)
 
         cta.grid.engine.enqueue(
-            ("tensor", cta), Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}")
+            ("tensor", cta), Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}", "tensor")
         )
 
     return Op(run, ins.operands[:2])
@@ -270,6 +292,6 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
                 target.mbarrier(at & _OFFSET | target.base).arrive()
 
         what = f"the tcgen05.commit of line {ins.line}"
-        cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what))
+        cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what, "tensor"))
 
     return Op(run, (barrier, cta_mask))

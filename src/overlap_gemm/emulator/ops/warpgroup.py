@@ -152,7 +152,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         if product.warps == 4:
             del products[key]
             what = f"the wgmma of line {ins.line}"
-            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what)
+            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor")
             cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
         return None
 

@@ -187,6 +187,18 @@ class Mma:
             reads.append(self.a.chunk_addresses(shape.m // ctas, shape.k, size_a, shape.a_mn_major))
         return np.concatenate(reads)
 
+    def d_cells(self, ctas: int) -> tuple[int, int, tuple[int, ...]]:
+        """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
+        first, rows = self.d & 0xFFFF, self.shape.m // ctas
+        halves = ((self.d >> 20) & 1,) if (ctas, rows) == (1, 64) else (0, 1)
+        return first, self.shape.n // 2 if (ctas, rows) == (2, 64) else self.shape.n, halves
+
+    def a_cells(self) -> tuple[int, int, tuple[int, ...]]:
+        """The same of A, no columns where it is in shared memory."""
+        if isinstance(self.a, SmemDescriptor):
+            return 0, 0, ()
+        return self.a & 0xFFFF, _K_BYTES // 4, (0, 1)
+
     def _operand_b(self, smem: Smem, rows: int) -> F32:
         shape = self.shape
         size = numeric.ELEMENT_BYTES[shape.b_type]

@@ -36,6 +36,12 @@ def num_registers(shape: str, repeat: int) -> int:
     return _REGISTERS_PER_REPEAT[shape] * repeat
 
 
+def extent(shape: str, repeat: int, packed: bool = False, split: int = 0) -> tuple[int, int]:
+    """Lanes and columns that an access spans."""
+    _, lanes, columns = _relative_index(shape, repeat, packed, split)
+    return lanes, columns
+
+
 def load(tmem: Tmem, address: int, shape: str, repeat: int, packed: bool = False, split: int = 0) -> U32:
     """`tcgen05.ld`: the registers of one warp, `uint32 [registers, 32]`.
 

@@ -1,0 +1,197 @@
+"""What each warp and each asynchronous operation did when, as a Chrome/Perfetto trace and as a picture.
+
+Time is instruction time: the number of warp instructions the machine has executed so far. It orders events
+and shows who waits for whom; it is no estimate of the time a GPU would take::
+
+    trace = Trace(roles={4: "mma", 5: "load"})
+    with Emulator("sm_100a", trace=trace):
+        compiled(a, b, c, stream)
+    trace.save_json("gemm.json")  # open in ui.perfetto.dev
+    trace.save_png("gemm.png")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
+
+_COLOURS = {
+    "active": "#2a9d5c",
+    "wait": "#d8d8d8",
+    "load": "#3465a4",
+    "tensor": "#c4572b",
+    "store": "#8a5fb0",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One interval of one row.
+
+    Attributes:
+        place: launch, rank and CTA it belongs to.
+        row: warp number, or the kind of an asynchronous operation (`load`, `tensor`, `store`).
+        begin: instruction time.
+        end: instruction time, not before `begin`.
+        kind: `active`, `wait`, or as `row`.
+        what: what the warp waits for, or the operation.
+        instructions: warp instructions executed in it.
+    """
+
+    place: Place
+    row: int | str
+    begin: int
+    end: int
+    kind: str
+    what: str
+    instructions: int = 0
+
+
+@dataclass
+class _Open:
+    begin: int
+    what: str = ""
+    instructions: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class Trace:
+    """Records a run; give it to the emulator as `trace=`.
+
+    Attributes:
+        roles: names of warps by their number in the CTA, or a function of the number.
+        spans: what was recorded, in the order it ended.
+    """
+
+    roles: Mapping[int, str] | Callable[[int], str] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list, repr=False)
+    _warps: dict[tuple[Place, int], _Open] = field(default_factory=dict, repr=False)
+    _issued: dict[int, int] = field(default_factory=dict, repr=False)
+    _now: int = field(default=0, repr=False)
+
+    # -- called by the machine
+
+    def ran(self, warp: Any, end: int, instructions: int) -> None:
+        """A warp's turn ended at `end`, after `instructions` of its own."""
+        self._now = end
+        key = (_place(warp.grid, warp.cta), int(warp.index))
+        state = self._warps.get(key)
+        begin = end - instructions
+        if state is None or state.waiting:
+            if state is not None:
+                self._close(key, state, begin)
+            state = self._warps[key] = _Open(begin)
+        state.instructions += instructions
+        if all(group.why for group in warp.groups):
+            self._close(key, state, end)
+            del self._warps[key]
+            if warp.groups:
+                self._warps[key] = _Open(end, "; ".join(sorted({g.why for g in warp.groups})), waiting=True)
+
+    def issued(self, event: Any) -> None:
+        """An asynchronous operation was issued."""
+        self._issued[id(event)] = self._now
+
+    def happened(self, event: Any) -> None:
+        """An asynchronous operation took effect."""
+        begin = self._issued.pop(id(event), self._now)
+        place = _place(event.grid, event.owner)
+        row = "store" if event.kind in ("read", "write") else event.kind
+        self.spans.append(Span(place, row, begin, self._now, row, event.what))
+
+    def _close(self, key: tuple[Place, int], state: _Open, end: int) -> None:
+        kind = "wait" if state.waiting else "active"
+        self.spans.append(Span(*key, state.begin, end, kind, state.what, state.instructions))
+
+    # -- output
+
+    def name(self, row: int | str) -> str:
+        """What a row is called: `warp 4 (mma)`, `tensor`."""
+        if isinstance(row, str):
+            return row
+        role = self.roles(row) if callable(self.roles) else self.roles.get(row, "")
+        return f"warp {row} ({role})" if role else f"warp {row}"
+
+    def chrome(self) -> dict[str, Any]:
+        """The trace in Chrome's JSON format; one instruction is shown as one microsecond."""
+        places = sorted({s.place for s in self.spans})
+        events: list[dict[str, Any]] = []
+        for pid, place in enumerate(places):
+            launch, rank, cta = place
+            events.append(_metadata("process_name", pid, 0, f"launch {launch} rank {rank} CTA {cta}"))
+            for tid, row in enumerate(self._rows(place)):
+                events.append(_metadata("thread_name", pid, tid, self.name(row)))
+                for number, span in enumerate(s for s in self.spans if (s.place, s.row) == (place, row)):
+                    events.extend(_chrome_span(span, pid, tid, number))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save_json(self, path: str | Path) -> None:
+        """Writes `chrome()` to a file."""
+        Path(path).write_text(json.dumps(self.chrome()))
+
+    def save_png(self, path: str | Path, max_ctas: int = 4) -> None:
+        """Draws one row per warp and kind of operation of the first `max_ctas` CTAs.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if not self.spans:
+            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+        import matplotlib
+
+        matplotlib.use("Agg", force=False)
+        from matplotlib import pyplot
+        from matplotlib.patches import Patch
+
+        places = sorted({s.place for s in self.spans})[:max_ctas]
+        rows = [(place, row) for place in places for row in self._rows(place)]
+        figure, axes = pyplot.subplots(figsize=(14, 1 + 0.28 * len(rows)), layout="constrained")
+        for y, (place, row) in enumerate(rows):
+            for kind in {s.kind for s in self.spans if (s.place, s.row) == (place, row)}:
+                bars = [
+                    (s.begin, max(s.end - s.begin, 1))
+                    for s in self.spans
+                    if (s.place, s.row, s.kind) == (place, row, kind)
+                ]
+                axes.broken_barh(bars, (y - 0.4, 0.8), color=_COLOURS.get(kind, "#777777"), linewidth=0)
+        labels = [f"rank {p[1]} CTA {p[2]}  {self.name(row)}" for p, row in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("instruction time (warp instructions executed by the machine)")
+        shown = {s.kind for s in self.spans}
+        axes.legend(
+            handles=[Patch(color=c, label=k) for k, c in _COLOURS.items() if k in shown],
+            loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
+        )  # fmt: skip
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+    def _rows(self, place: Place) -> list[int | str]:
+        rows = {s.row for s in self.spans if s.place == place}
+        return sorted(rows, key=lambda r: (isinstance(r, str), r))
+
+
+def _place(grid: Any, cta: Any) -> Place:
+    return grid.number, grid.launch.rank, cta.ctaid if cta is not None else (0, 0, 0)
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _chrome_span(span: Span, pid: int, tid: int, number: int) -> list[dict[str, Any]]:
+    common = {"pid": pid, "tid": tid, "cat": span.kind}
+    if isinstance(span.row, int):
+        name = span.what if span.kind == "wait" else "active"
+        args = {"instructions": span.instructions}
+        return [
+            {**common, "ph": "X", "name": name, "ts": span.begin, "dur": span.end - span.begin, "args": args}
+        ]
+    identity = {"name": span.what, "id": f"{pid}.{tid}.{number}"}  # operations in flight overlap
+    return [{**common, **identity, "ph": ph, "ts": ts} for ph, ts in (("b", span.begin), ("e", span.end))]

@@ -1,0 +1,109 @@
+"""Order of late events, and the checks on mbarrier initialisation and tensor memory: planted, and silent."""
+
+import numpy as np
+import pytest
+
+from overlap_gemm.emulator.machine.asyncq import AsyncEngine, Event
+from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS
+from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.tmem_order import TmemOrder
+
+from .handwritten import run
+
+SMEM = ".shared .align 128 .b8 buffer[512]; .shared .align 8 .b64 bar; .shared .align 4 .b32 slot;"
+COPY = """
+mov.u32 %r0, %tid.x;
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra JOIN;
+mov.u32 %r1, bar; mov.u32 %r2, buffer;
+mbarrier.init.shared.b64 [%r1], 1;
+FENCE
+mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 512;
+cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%d0], 512, [%r1];
+WAIT:
+mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;
+@!%p1 bra WAIT;
+JOIN:
+bar.warp.sync -1;
+"""
+TMEM = """
+mov.u32 %r1, slot;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+ld.shared.b32 %r2, [%r1];
+OPERATIONS
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+"""
+LD, LD_WAIT = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2];", "tcgen05.wait::ld.sync.aligned;"
+ST, ST_WAIT = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r2], {%r3};", "tcgen05.wait::st.sync.aligned;"
+
+
+def kinds(machine):
+    return [finding.kind for finding in machine.report.findings]
+
+
+@pytest.mark.parametrize(
+    "fence, found",
+    [
+        ("", ["mbarrier-init"]),
+        ("fence.mbarrier_init.release.cluster;", []),
+        ("fence.proxy.async.shared::cta;", []),
+        ("fence.acq_rel.cta;", ["mbarrier-init"]),
+        ("fence.proxy.async.global;", ["mbarrier-init"]),
+    ],
+)
+def test_mbarrier_initialisation_must_be_fenced(fence, found):
+    source = np.arange(128, dtype=np.uint32)
+    assert kinds(run(COPY.replace("FENCE", fence), [source], SMEM)) == found
+
+
+@pytest.mark.parametrize(
+    "operations, found",
+    [
+        (LD, ["tmem-unwaited"]),
+        (LD + LD_WAIT, []),
+        (LD + ST_WAIT, ["tmem-unwaited"]),
+        (ST, ["tmem-unwaited"]),
+        (ST + ST_WAIT, []),
+        (LD + LD_WAIT + ST + ST_WAIT, []),
+    ],
+)
+def test_tensor_memory_accesses_must_be_waited_for(operations, found):
+    body = TMEM.replace("OPERATIONS", operations)
+    assert kinds(run(body, [], SMEM, checks=CHECKS + STRICT_CHECKS)) == found
+    assert kinds(run(body, [], SMEM)) == []  # strict: on request only
+
+
+def test_tensor_memory_must_be_allocated():
+    body = TMEM.replace("OPERATIONS", "add.u32 %r2, %r2, 32;" + LD)
+    with pytest.raises(EmulatorError, match="columns 32 to 32 of tensor memory are not allocated"):
+        run(body, [], SMEM)
+
+
+def test_open_accesses_by_column_and_half():
+    order = TmemOrder()
+    order.begin("ld", 3, lane=96 + 16, lanes=16, first=64, columns=8)
+    assert order.conflict(("ld",), 71, 1) == ("ld", 3)
+    assert order.conflict(("ld",), 72, 8) is None
+    assert order.conflict(("st",), 64, 8) is None
+    assert order.conflict(("ld",), 64, 8, halves=(0,)) is None
+    order.wait("ld", 2)
+    assert order.conflict(("ld", "st"), 64, 8, halves=(1,)) == ("ld", 3)
+    order.wait("ld", 3)
+    assert order.conflict(("ld", "st"), 0, 512) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lazy_order_depends_on_the_seed_and_writes_come_last(seed):
+    happened = []
+    engine = AsyncEngine("lazy", seed)
+    for kind in ("write", "load", "tensor", "read") * 2:
+        event = Event(lambda kind=kind: happened.append(kind), None, None, kind, kind)
+        engine.enqueue(("pipe", kind), event) if kind == "tensor" else engine.submit(event)
+    assert not happened
+    while engine.idle_step():
+        pass
+    assert happened[-2:] == ["write", "write"] and len(happened) == 8
+    assert happened[::2] == happened[1::2]  # one kind after the other
+    first = {0: "tensor", 1: "load", 2: "read", 3: "tensor"}[seed % 4]
+    second = {0: "load", 1: "tensor", 2: "load", 3: "read"}[seed % 4]
+    assert happened[:4:2] == [first, second]
