@@ -1,13 +1,17 @@
-"""``python -m overlap_gemm.emulator [OPTIONS] SCRIPT ARGS...``: runs a CuTe DSL script without a GPU."""
+"""``python -m overlap_gemm.emulator [mutate] [OPTIONS] SCRIPT ARGS...``: CuTe DSL scripts without a GPU."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import mutate_command
 from .host.emulator import Emulator
 from .host.script import run_script
+from .trace import Trace
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,10 +28,22 @@ def run(
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     num_sms: Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="The same as a PNG.")] = None,
 ) -> None:
-    """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged."""
-    with Emulator(arch, ranks, mode, seed, num_sms=num_sms, collect=collect) as emulator:  # type: ignore[arg-type]
-        run_script(emulator, script, arguments or [])
+    """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged. `mutate --help` tells of the other command."""
+    recorder = Trace() if trace or picture else None
+    options = {"num_sms": num_sms, "collect": collect, "trace": recorder}
+    emulator = Emulator(arch, ranks, mode, seed, **options)  # type: ignore[arg-type]
+    try:
+        with emulator:
+            run_script(emulator, script, arguments or [])
+    finally:  # a trace is wanted most where the run broke off
+        if recorder is not None and recorder.spans:
+            if trace:
+                recorder.save_json(trace)
+            if picture:
+                recorder.save_png(picture)
     report = emulator.report
     typer.echo(f"emulator: {report.instructions} warp instructions in {report.seconds:.2f} s", err=True)
     for finding in report.findings:
@@ -36,5 +52,13 @@ def run(
         raise typer.Exit(1)
 
 
+def main() -> None:
+    """Runs a script, or `mutate`."""
+    if sys.argv[1:2] == ["mutate"]:
+        mutate_command.app(sys.argv[2:], prog_name="python -m overlap_gemm.emulator mutate")
+    else:
+        app(prog_name="python -m overlap_gemm.emulator")
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -276,7 +276,10 @@ class GemmSm100:
                     ab_state.advance()
                 acc.producer_commit(acc_state)
                 acc_state.advance()
-            acc.producer_tail(acc_state)
+            # Not acc.producer_tail: it waits in CTAs of even rank only, and tensor memory is freed next.
+            for _s in cutlass.range_constexpr(ACC_STAGES):
+                acc.producer_acquire(acc_state)
+                acc_state.advance()
         tmem.relinquish_alloc_permit()
         tmem.free(base)
 

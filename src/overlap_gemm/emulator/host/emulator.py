@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -69,6 +69,7 @@ class Emulator:
         num_sms: Streaming multiprocessors the device claims; the default is that of the real one.
         heap_bytes: Address space of a rank's symmetric heap.
         collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
+        rewrite: Changes the PTX of each launch before it runs (`overlap_gemm.emulator.mutate`).
         options: Further options of the machine, see `overlap_gemm.emulator.machine.launch.Machine`.
 
     Attributes:
@@ -85,12 +86,14 @@ class Emulator:
         num_sms: int | None = None,
         heap_bytes: int = 1 << 30,
         collect: bool = False,
+        rewrite: Callable[[str], str] | None = None,
         **options: Any,
     ) -> None:
         self.machine = Machine(arch, ranks, mode, seed, **options)
         self.device = DeviceProperties(arch, num_sms or SM_COUNT[arch])
         self.ranks = ranks
         self._collect = collect
+        self._rewrite = rewrite
         self._heap = SymmetricHeap(ranks, heap_bytes)
         self._registry = Registry(self.machine.memory)
         self._local = threading.local()
@@ -192,7 +195,7 @@ class Emulator:
             self._pending.append(_Pending(rank, keys, tensors))
             self.machine.submit(
                 Launch(
-                    call.ptx,
+                    self._rewrite(call.ptx) if self._rewrite is not None else call.ptx,
                     call.entry,
                     call.grid,
                     call.block,

@@ -1,0 +1,384 @@
+"""Removes or weakens one synchronisation operation of a kernel at a time, and sees whether a test notices.
+
+A test that passes says little about synchronisation unless it fails without it. `enumerate_mutations` lists
+the operations of a PTX module and how each can be broken, `apply` breaks one, and `run` does so for all of
+them::
+
+    def check(options):
+        with Emulator("sm_100a", **options):
+            compiled(a, b, c, stream)
+        torch.testing.assert_close(c, reference)
+
+    for outcome in mutate.run(check, mutate.settings(warps=6)):
+        print(outcome)
+
+A mutation is detected when the check raises under at least one setting: a wrong result, a deadlock, a fault
+or a finding of the emulator's own checks. One that is never detected means a gap in the test, an operation
+that is not needed, or one that only documents itself: `reasons` is the place to say which.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .machine.checks import CHECKS, STRICT_CHECKS
+from .machine.errors import KernelTrap
+from .machine.sched import Schedule
+from .ptx.parse import parse
+
+Check = Callable[[dict[str, Any]], object]
+
+# -- what can be broken --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One way to break one operation.
+
+    Attributes:
+        function: the function it is in.
+        opcode: the operation.
+        ordinal: its number among those of the same opcode in the module, from 0.
+        change: `remove`, or what is weakened: `wait for one group less`, `.sys -> .gpu`, ...
+        line: its line in the PTX.
+        start: where the statement begins in the text.
+        end: where it ends, its semicolon included.
+        replacement: the text to put there.
+    """
+
+    function: str
+    opcode: str
+    ordinal: int
+    change: str
+    line: int
+    start: int = field(repr=False)
+    end: int = field(repr=False)
+    replacement: str = field(repr=False)
+
+    @property
+    def key(self) -> str:
+        """A name that survives recompiling: opcode, number and change."""
+        return f"{self.opcode}#{self.ordinal}: {self.change}"
+
+
+Rewrite = Callable[[str, str, str], str]  # (guard, opcode, operands) -> statement
+
+
+def _remove(guard: str, opcode: str, operands: str) -> str:
+    return ""
+
+
+def _succeed(guard: str, opcode: str, operands: str) -> str:
+    """A wait that is over at once: its predicate is true."""
+    return f"{guard}setp.eq.u32 {operands.split(',')[0].split('|')[0]}, 0, 0;"
+
+
+def _one_group_less(guard: str, opcode: str, operands: str) -> str:
+    return f"{guard}{opcode} {int(operands) + 1};"
+
+
+def _reads_only(guard: str, opcode: str, operands: str) -> str:
+    return f"{guard}{opcode}.read {operands};"
+
+
+def _replace(old: str, new: str) -> Rewrite:
+    def rewrite(guard: str, opcode: str, operands: str) -> str:
+        return f"{guard}{opcode.replace(old, new)} {operands}".rstrip() + ";"
+
+    return rewrite
+
+
+_MEMORY = r"(ld|st|atom|red|multimem\.\w+)\b.*"
+# (opcode, change, how); every rule that matches an opcode gives a mutation.
+_RULES: tuple[tuple[re.Pattern[str], str, Rewrite], ...] = tuple(
+    (re.compile(pattern), change, rewrite)
+    for pattern, change, rewrite in (
+        (r"mbarrier\.(try|test)_wait\b.*", "remove", _succeed),
+        (r"mbarrier\.arrive\b.*", "remove", _remove),
+        (r"cp\.async\.mbarrier\.arrive\b.*", "remove", _remove),
+        (r"tcgen05\.(commit|wait|fence)\b.*", "remove", _remove),
+        (r"wgmma\.(fence|commit_group|wait_group)\b.*", "remove", _remove),
+        (r"cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all)\b.*", "remove", _remove),
+        (r"(cp\.async\.(bulk\.)?|wgmma\.)wait_group\b.*", "wait for one group less", _one_group_less),
+        (r"cp\.async\.bulk\.wait_group$", "full -> .read", _reads_only),
+        (r"(fence|membar)\b.*", "remove", _remove),
+        (r"(bar|barrier)\.(cta\.)?(sync|arrive|warp\.sync|cluster\.(arrive|wait))\b.*", "remove", _remove),
+        (r"griddepcontrol\.wait", "remove", _remove),
+        (r"(st|red)\..*release.*", "remove", _remove),
+        (rf"(fence.*|{_MEMORY})\.sys\b.*", ".sys -> .gpu", _replace(".sys", ".gpu")),
+        (rf"{_MEMORY}\.acquire\b.*", ".acquire -> .relaxed", _replace(".acquire", ".relaxed")),
+        (rf"{_MEMORY}\.release\b.*", ".release -> .relaxed", _replace(".release", ".relaxed")),
+        (rf"{_MEMORY}\.acq_rel\b.*", ".acq_rel -> .relaxed", _replace(".acq_rel", ".relaxed")),
+    )
+)
+_STATEMENT = re.compile(r"(?P<guard>@\s*!?\s*[\w$%]+\s+)?(?P<opcode>[A-Za-z_][\w.:]*)\s*(?P<operands>[^;]*);")
+_STRONG_LOAD = re.compile(r"ld\.(volatile|relaxed|acquire)\b.*|multimem\.ld_reduce\.(relaxed|acquire)\b.*")
+_SPIN_LENGTH = 24  # instructions: a longer loop around a strong load does more than wait
+
+
+def enumerate_mutations(ptx: str) -> list[Mutation]:
+    """All mutations of a PTX module, in the order of its text."""
+    found: list[Mutation] = []
+    counts: Counter[str] = Counter()
+    place = _Places(ptx)
+
+    def add(function: str, line: int, opcode: str, change: str, rewrite: Rewrite, ordinal: int) -> None:
+        match = place.of(line, opcode, ordinal)
+        text = rewrite(match["guard"] or "", opcode, match["operands"].strip())
+        found.append(Mutation(function, opcode, ordinal, change, line, match.start(), match.end(), text))
+
+    for function in parse(ptx).functions.values():
+        for index, instruction in enumerate(function.instructions):
+            opcode = instruction.opcode
+            ordinal = counts[opcode]
+            counts[opcode] += 1
+            place.note(opcode, instruction.line)
+            for pattern, change, rewrite in _RULES:
+                if pattern.fullmatch(opcode):
+                    add(function.name, instruction.line, opcode, change, rewrite, ordinal)
+            if _ends_spin(function, index):
+                add(function.name, instruction.line, opcode, "leave the spin loop at once", _remove, ordinal)
+    return found
+
+
+def apply(ptx: str, mutation: Mutation) -> str:
+    """The module with one operation broken; line numbers stay as they are."""
+    removed = ptx[mutation.start : mutation.end]
+    return ptx[: mutation.start] + mutation.replacement + "\n" * removed.count("\n") + ptx[mutation.end :]
+
+
+def _ends_spin(function: Any, index: int) -> bool:
+    """Whether an instruction is the backward branch of a loop that waits for memory to change."""
+    branch = function.instructions[index]
+    if branch.guard is None or not branch.opcode.startswith("bra"):
+        return False
+    target = function.labels.get(getattr(branch.operands[0], "name", ""))
+    if target is None or not index - _SPIN_LENGTH <= target <= index:
+        return False
+    body = [i.opcode for i in function.instructions[target : index + 1]]
+    return any(_STRONG_LOAD.fullmatch(o) for o in body) and not any(
+        o.startswith(("st.", "red.")) for o in body
+    )
+
+
+class _Places:
+    """Finds an instruction's statement in the text, which may hold several of one opcode on a line."""
+
+    def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
+        self.starts = [0, *(m.end() for m in re.finditer("\n", ptx))]
+        self.first: dict[tuple[str, int], int] = {}
+        self.count: Counter[str] = Counter()
+
+    def note(self, opcode: str, line: int) -> None:
+        self.first.setdefault((opcode, line), self.count[opcode])
+        self.count[opcode] += 1
+
+    def of(self, line: int, opcode: str, ordinal: int) -> re.Match[str]:
+        number = ordinal - self.first[opcode, line]
+        for match in _STATEMENT.finditer(self.ptx, self.starts[line - 1]):
+            if match["opcode"] == opcode:
+                if number == 0:
+                    return match
+                number -= 1
+        raise AssertionError(f"no {opcode} on PTX line {line}")
+
+
+# -- how it is tried -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the check: when async operations complete, and how warps take turns.
+
+    Attributes:
+        mode: `immediate`, `random` or `lazy`.
+        seed: of every random choice.
+        shuffled: random order of warps and of divergent lane groups, instead of round robin.
+        starved_rank: this rank runs only when no other can.
+        starved_warp: this warp of every CTA runs only when no other can.
+    """
+
+    mode: str
+    seed: int = 0
+    shuffled: bool = False
+    starved_rank: int | None = None
+    starved_warp: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of `Emulator` that make it so."""
+        late = (self.starved_rank, self.starved_warp)
+        schedule = Schedule(
+            order="random" if self.shuffled else "round_robin",
+            lanes=self.shuffled,
+            starved=None
+            if late == (None, None)
+            else lambda rank, cta, warp: rank == late[0] or warp == late[1],
+        )
+        checks = CHECKS + STRICT_CHECKS
+        return {"mode": self.mode, "seed": self.seed, "schedule": schedule, "checks": checks}
+
+    def __str__(self) -> str:
+        extra = ", shuffled" if self.shuffled else ""
+        extra += "" if self.starved_rank is None else f", rank {self.starved_rank} starved"
+        extra += "" if self.starved_warp is None else f", warp {self.starved_warp} starved"
+        return f"{self.mode} {self.seed}{extra}"
+
+
+def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
+    """Every mode in round robin, then shuffled with each seed, then with each rank and each warp starved."""
+    modes = ("immediate", "lazy", "random")
+    found = [Setting(mode) for mode in modes]
+    found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
+    if ranks > 1:
+        found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
+    return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutation.
+
+    Attributes:
+        mutation: the mutation.
+        detections: per setting that noticed, how: the exception's kind and first line.
+        tried: settings that were run.
+        reached: whether the operation was executed at all.
+        reason: why going undetected is right, where `reasons` says so.
+    """
+
+    mutation: Mutation
+    detections: tuple[tuple[Setting, str], ...]
+    tried: int
+    reached: bool
+    reason: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`detected`, `not reached`, `explained` or `NOT DETECTED`."""
+        if self.detections:
+            return "detected"
+        if self.reason:
+            return "explained"
+        return "NOT DETECTED" if self.reached else "not reached"
+
+    def __str__(self) -> str:
+        how = "; ".join(f"{setting}: {what}" for setting, what in self.detections[:1]) or self.reason
+        return f"line {self.mutation.line}: {self.mutation.key}: {self.verdict}" + (
+            f" ({how})" if how else ""
+        )
+
+
+def run(
+    check: Check,
+    tried: Sequence[Setting],
+    *,
+    select: str = "*",
+    reasons: Mapping[str, str] | None = None,
+    exhaustive: bool = False,
+    progress: Callable[[int, int, Mutation], None] | None = None,
+) -> list[Outcome]:
+    """Tries every mutation of every kernel that a check launches.
+
+    Args:
+        check: runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and raises where a
+            result is wrong. It must be a function of its options alone.
+        tried: how to run it, usually `settings(...)`; those that detect most come first.
+        select: only mutations whose key matches this pattern (`fnmatch`).
+        reasons: for mutations that may go undetected, why: pattern of keys -> reason.
+        exhaustive: go on after the first setting that detects a mutation.
+        progress: called before each mutation with its number, their total and itself.
+
+    Returns:
+        One outcome per mutation.
+
+    Raises:
+        Exception: what the unmodified check raised.
+        ValueError: the check launched no kernel.
+    """
+    modules: dict[str, None] = {}
+    limit = _Watchdog(None)
+
+    def keep(ptx: str) -> str:
+        modules.setdefault(ptx)
+        return ptx
+
+    for setting in tried:
+        check({**setting.options(), "rewrite": keep, "progress": limit})
+    if not modules:
+        raise ValueError("the check launched no kernel in the emulator")
+    limit = _Watchdog(20 * max(limit.most, 1_000_000))
+
+    def attempt(setting: Setting, ptx: str, changed: str) -> Exception | None:
+        def rewrite(text: str) -> str:
+            return changed if text == ptx else text
+
+        try:
+            check({**setting.options(), "rewrite": rewrite, "progress": limit})
+        except Exception as error:  # whatever the check says is a detection
+            return error
+        return None
+
+    work = [(p, m) for p in modules for m in enumerate_mutations(p) if fnmatch.fnmatchcase(m.key, select)]
+    outcomes = []
+    for number, (ptx, mutation) in enumerate(work):
+        if progress is not None:
+            progress(number, len(work), mutation)
+        changed = apply(ptx, mutation)
+        detections: list[tuple[Setting, str]] = []
+        runs = 0
+        for setting in tried:
+            runs += 1
+            error = attempt(setting, ptx, changed)
+            if error is not None:
+                detections.append((setting, describe(error)))
+                if not exhaustive:
+                    break
+        reached = bool(detections) or _is_reached(attempt, tried, ptx, mutation)
+        reason = "" if detections else _reason(mutation, reasons or {})
+        outcomes.append(Outcome(mutation, tuple(detections), runs, reached, reason))
+    return outcomes
+
+
+def describe(error: Exception) -> str:
+    """An exception as one line: a finding's kind, or the class and its first line."""
+    findings = getattr(getattr(error, "report", None), "findings", None)
+    if findings:
+        return "finding: " + ", ".join(dict.fromkeys(f.kind for f in findings))
+    if isinstance(error, AssertionError):
+        return "wrong result"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{type(error).__name__}: {first[:100]}"
+
+
+def _is_reached(
+    attempt: Callable[[Setting, str, str], Exception | None],
+    tried: Iterable[Setting],
+    ptx: str,
+    mutation: Mutation,
+) -> bool:
+    statement = _STATEMENT.match(ptx, mutation.start)
+    assert statement is not None
+    probe = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
+    return any(isinstance(attempt(setting, ptx, apply(ptx, probe)), KernelTrap) for setting in tried)
+
+
+def _reason(mutation: Mutation, reasons: Mapping[str, str]) -> str:
+    return next((r for pattern, r in reasons.items() if fnmatch.fnmatchcase(mutation.key, pattern)), "")
+
+
+class _Watchdog:
+    """Ends runs that a mutation made endless, by their number of warp instructions."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.most = limit, 0
+
+    def __call__(self, instructions: int) -> None:
+        self.most = max(self.most, instructions)
+        if self.limit is not None and instructions > self.limit:
+            raise TimeoutError(f"more than {self.limit} warp instructions: the kernel does not end")
