@@ -1,4 +1,4 @@
-"""The launchers start one process per rank, each with its share of the cores."""
+"""Runs under_launcher.py under the launchers that users start their scripts with."""
 
 import os
 import subprocess
@@ -7,42 +7,120 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.runtime import bootstrap
 
-SAY = {
-    "torchrun": "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])",
-    "mpirun": "from mpi4py.MPI import COMM_WORLD as w; print('rank', w.rank, 'of', w.size)",
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_launcher_starts_every_rank(launcher, ranks):
-    threads = "import os; print('threads', os.environ['OMP_NUM_THREADS'])"
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        ["bash", f"launch/{launcher}.sh", "-n", str(ranks), "python", "-c", f"{SAY[launcher]}; {threads}"],
-        cwd=ROOT,
-        env={**env, "OVERLAP_GEMM_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    for rank in range(ranks):
-        assert f"rank {rank} of {ranks}" in done.stdout
-    cores = len(os.sched_getaffinity(0))
-    assert done.stdout.count(f"threads {max(1, cores // ranks)}") == ranks
+BODY = str(Path(__file__).with_name("under_launcher.py"))
+PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", BODY]
+FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_")
+RENDEZVOUS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_launcher_passes_on_a_failure(launcher):
-    done = subprocess.run(
-        ["bash", f"launch/{launcher}.sh", "-n", "2", "python", "-c", "raise SystemExit(7)"],
-        cwd=ROOT,
-        env={**os.environ, "OVERLAP_GEMM_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0
+def environment(launcher: str, ranks: int, **more: str) -> dict[str, str]:
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(FOREIGN) and name not in RENDEZVOUS
+    }
+    return {
+        **env, "EXPECTED_LAUNCHER": launcher, "EXPECTED_RANKS": str(ranks), "OMP_NUM_THREADS": "1", **more
+    }  # fmt: skip
+
+
+def run(ranks: int, reports: Path, *started: tuple[list[str], dict[str, str]]) -> None:
+    """Starts the commands at once; every rank must report every test of the file."""
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**env, "REPORTS": str(reports)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, env in started
+    ]
+    text = "".join(process.communicate(timeout=120)[0] for process in processes)
+    assert not any(process.returncode for process in processes), text
+    found = {int(report.name): report.read_text().split("\n") for report in reports.iterdir()}
+    assert sorted(found) == list(range(ranks)), text
+    assert all(len(names) == 3 + 2 * len(OPS) for names in found.values()), found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_torchrun(ranks, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run(ranks, tmp_path, ([*command, "-m", *PYTEST], environment("torchrun", ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mpirun(ranks, tmp_path):
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
+    command += [sys.executable, "-m", *PYTEST, "--only-mpi"]
+    run(ranks, tmp_path, (command, environment("mpirun", ranks)))
+
+
+def test_slurm(tmp_path):
+    """The environment that srun gives its tasks, without slurm."""
+    ranks = 2
+    tasks = [
+        (
+            [sys.executable, "-m", *PYTEST],
+            environment(
+                "slurm",
+                ranks,
+                SLURM_PROCID=str(rank),
+                SLURM_LOCALID=str(rank),
+                SLURM_STEP_NUM_TASKS=str(ranks),
+                SLURM_STEP_NODELIST="localhost",
+                SLURM_JOB_ID=str(os.getpid()),
+                SLURM_STEP_ID="0",
+            ),
+        )
+        for rank in range(ranks)
+    ]
+    run(ranks, tmp_path, *tasks)
+
+
+def test_alone(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(FOREIGN) or name in RENDEZVOUS:
+            monkeypatch.delenv(name)
+    world = overlap_gemm.init(device="cpu")
+    assert (world.rank, world.size, world.local_rank, world.launcher) == (0, 1, 0, "none")
+    assert overlap_gemm.init() is world
+    overlap_gemm.finalize()
+
+
+def adopted(rank, size):
+    """A process group that is there already is taken as it is, and left as it is."""
+    import torch.distributed as dist
+
+    world = overlap_gemm.init(device="cpu")
+    assert (world.rank, world.size, world.launcher) == (rank, size, "torch.distributed")
+    overlap_gemm.finalize()
+    assert dist.is_initialized()
+
+
+def test_an_existing_process_group_is_adopted(ranks):
+    ranks(2).run(adopted)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("login", "login"),
+        ("node7,node9", "node7"),
+        ("node[007-012,031],login", "node007"),
+        ("gpu[3]", "gpu3"),
+        ("rack[1,4]-n2,other", "rack1-n2"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodelist, host):
+    assert bootstrap.first_host(nodelist) == host
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="local rank 2 has no GPU of its own: this machine shows 2"):
+        bootstrap._pick_device("cuda", 2)

@@ -70,11 +70,14 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
         This process's place.
 
     Raises:
+        ValueError: Already initialised on another kind of device.
         RuntimeError: The launcher's environment is incomplete, or there are fewer GPUs than ranks on this
             machine.
     """
     global _world, _owns_process_group
     if _world is not None:
+        if device is not None and torch.device(device).type != _world.device.type:
+            raise ValueError(f"init(device={device!r}): already initialised on {_world.device}")
         return _world
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():
