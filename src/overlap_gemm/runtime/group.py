@@ -1,9 +1,9 @@
 """The group of ranks that carries out one op."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -106,13 +106,19 @@ def resolve(name: str) -> Group:
     return Group(name, process_group.rank(), process_group.size(), process_group)
 
 
-@torch.compiler.assume_constant_result
+def _constant_to_compile(function: Callable[[str], int]) -> Callable[[str], int]:
+    """`torch.compiler.assume_constant_result` without the second that it takes to import torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_to_compile
 def group_size(name: str) -> int:
-    """Ranks of the group called `name`; a constant to torch.compile."""
+    """Ranks of the group called `name`."""
     return resolve(name).size
 
 
-@torch.compiler.assume_constant_result
+@_constant_to_compile
 def group_rank(name: str) -> int:
-    """This process's rank in the group called `name`; a constant to torch.compile."""
+    """This process's rank in the group called `name`."""
     return resolve(name).rank
