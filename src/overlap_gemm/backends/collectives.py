@@ -34,14 +34,20 @@ def sum_in_rank_order(
         bias: `[N]`, added after the sum.
         out: `[m, N]` to store into.
     """
-    dtype = accumulation_dtype(partials[0].dtype)
+    first, *others = partials
+    out = torch.empty_like(first) if out is None else out
+    dtype = accumulation_dtype(first.dtype)
     with span("compute", "sum"):
-        total = partials[0].to(dtype, copy=True)
-        for partial in partials[1:]:
+        total = out if out.dtype == dtype else torch.empty_like(first, dtype=dtype)
+        if others:
+            torch.add(first.to(dtype), others[0], out=total)
+        else:
+            total.copy_(first)
+        for partial in others[1:]:
             total += partial
         if bias is not None:
             total += bias
-        return total.to(partials[0].dtype) if out is None else out.copy_(total)
+        return out if total is out else out.copy_(total)
 
 
 def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:

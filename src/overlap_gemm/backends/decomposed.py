@@ -151,7 +151,7 @@ class Decomposed:
         shards = Shards.even(x.shape[0], group.size)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
-        own.copy_(self._reduce_scatter(x, weight, bias, shards, group, exchange))
+        self._reduce_scatter(x, weight, bias, shards, group, exchange, out=own)
         steps = [
             exchange.post(own, to, out[slice(*shards.range(source))], source)
             for to, source in _ring(group, towards=-1)
@@ -189,6 +189,7 @@ class Decomposed:
         shards: Shards,
         group: Group,
         exchange: _Exchange,
+        out: Tensor | None = None,
     ) -> Tensor:
         received = x.new_empty(group.size, shards.size(group.rank), weight.shape[0])
         steps = []
@@ -198,7 +199,7 @@ class Decomposed:
         gemm(x[slice(*shards.range(group.rank))], weight, out=received[group.rank])
         for step in steps:
             step.wait()
-        return sum_in_rank_order(received.unbind(), bias)
+        return sum_in_rank_order(received.unbind(), bias, out)
 
 
 def _ring(group: Group, towards: int) -> list[tuple[int, int]]:
