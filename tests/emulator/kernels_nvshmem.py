@@ -71,7 +71,7 @@ def send(way: cutlass.Constexpr, dst, src, signal, peer):
 @cute.kernel
 def exchange_kernel(
     src: cute.Tensor, dst: cute.Tensor, signals: cute.Tensor, out: cute.Tensor, who: cute.Tensor,
-    ways: cutlass.Constexpr,
+    ways: cutlass.Constexpr, quiet: cutlass.Constexpr,
 ):  # fmt: skip
     tid, _, _ = cute.arch.thread_idx()
     me, count = nv.my_pe(), nv.n_pes()
@@ -81,7 +81,8 @@ def exchange_kernel(
         who[1] = count
     for i in cutlass.range_constexpr(len(ways)):
         send(ways[i], slot(dst, i), slot(src, i), slot(signals, i), peer)
-    nv.quiet()
+    if cutlass.const_expr(quiet):
+        nv.quiet()
     cute.arch.sync_threads()
     if tid == 0:
         for i in cutlass.range_constexpr(len(ways)):
@@ -98,9 +99,12 @@ def exchange_kernel(
 @cute.jit
 def exchange(
     src: cute.Tensor, dst: cute.Tensor, signals: cute.Tensor, out: cute.Tensor, who: cute.Tensor,
-    ways: cutlass.Constexpr, stream: cuda.CUstream,
+    ways: cutlass.Constexpr, quiet: cutlass.Constexpr, stream: cuda.CUstream,
 ):  # fmt: skip
-    """out[:, i] = what the left neighbour sent of its src[:, i], in way i."""
-    exchange_kernel(src, dst, signals, out, who, ways).launch(
+    """out[:, i] = what the left neighbour sent of its src[:, i], in way i.
+
+    Without `quiet`, the signals of ways that do not carry one may overtake their data.
+    """
+    exchange_kernel(src, dst, signals, out, who, ways, quiet).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
     )

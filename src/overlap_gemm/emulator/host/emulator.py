@@ -17,6 +17,7 @@ from ..machine.launch import SM_COUNT, Launch, Machine
 from . import nvshmem
 from .cuda_device import hardware_info
 from .memory import Symmetric, SymmetricHeap, extent, poison_
+from .network import Network
 from .registry import Registry
 from .runtime_api import DeviceProperties, KernelCall
 from .seam import SEAM
@@ -68,6 +69,8 @@ class Emulator:
         seed: Of every random choice; a run is a function of it.
         num_sms: Streaming multiprocessors the device claims; the default is that of the real one.
         heap_bytes: Address space of a rank's symmetric heap.
+        network: NVSHMEM's view of the ranks: False, all reach each other by load and store; True, none does,
+            and puts and signals travel over an emulated network (`overlap_gemm.emulator.host.network`).
         collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
         rewrite: Changes the PTX of each launch before it runs (`overlap_gemm.emulator.mutate`).
         options: Further options of the machine, see `overlap_gemm.emulator.machine.launch.Machine`.
@@ -85,6 +88,7 @@ class Emulator:
         *,
         num_sms: int | None = None,
         heap_bytes: int = 1 << 30,
+        network: bool = False,
         collect: bool = False,
         rewrite: Callable[[str], str] | None = None,
         **options: Any,
@@ -94,6 +98,8 @@ class Emulator:
         self.ranks = ranks
         self._collect = collect
         self._rewrite = rewrite
+        self._reachable = not network
+        self._network: Network | None = None
         self._heap = SymmetricHeap(ranks, heap_bytes)
         self._registry = Registry(self.machine.memory)
         self._local = threading.local()
@@ -220,12 +226,17 @@ class Emulator:
         if nvshmem.DEVICE_STATE not in ptx:
             return {}
         bases = self._heap.bases
+        if not self._reachable:
+            self._network = self._network or Network(self.machine, bases)
+            self._network.intercept(ptx)
         if self._peer_tables is None:
             self._peer_tables = torch.tensor(bases, dtype=torch.int64).repeat(self.ranks, 1)
+            if not self._reachable:
+                self._peer_tables *= torch.eye(self.ranks, dtype=torch.int64)
             for r, table in enumerate(self._peer_tables):
                 self._registry.hold(*extent(table), rank=r, name="NVSHMEM peer table")
         table = self._peer_tables[rank].data_ptr()
-        state = nvshmem.device_state(rank, self.ranks, bases[rank], self._heap.size, table)
+        state = nvshmem.device_state(rank, self.ranks, bases[rank], self._heap.size, table, self._reachable)
         return {nvshmem.DEVICE_STATE: state}
 
     # --- memory

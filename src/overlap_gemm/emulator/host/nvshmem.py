@@ -11,7 +11,7 @@ import contextlib
 import re
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,29 @@ from ..machine.errors import EmulatorError
 DEVICE_STATE = "nvshmemi_device_state_d"
 DEVICE_STATE_BYTES = 848
 TESTED_NVSHMEM = "3.8.0"
-_GPU_LDST_ATOMICS = 1  # how all pairs of the job are connected; keeps every call off proxy and network
+_GPU_LDST_ATOMICS, _GPU_PROXY = 1, 8  # nvshmemi_job_connectivity_t
 _BITCODE = re.compile(r"libnvshmem_device_sm_(\d+)\.bc")
 
 
-def device_state(rank: int, ranks: int, heap_base: int, heap_bytes: int, peer_table: int) -> bytes:
-    """The device state of one rank of a job whose ranks all reach each other by load and store.
+def device_state(
+    rank: int, ranks: int, heap_base: int, heap_bytes: int, peer_table: int, reachable: bool
+) -> bytes:
+    """The device state of one rank.
 
     Args:
         rank: This rank.
         ranks: How many there are.
         heap_base: Where this rank's symmetric heap begins.
         heap_bytes: Its size.
-        peer_table: Address of `u64[ranks]`, where each rank's heap begins as seen from this one.
+        peer_table: Address of `u64[ranks]`, where each rank's heap begins as seen from this one; 0 for
+            those that loads and stores do not reach.
+        reachable: Whether they reach all.
     """
     state = bytearray(DEVICE_STATE_BYTES)
     struct.pack_into(
         "<5i", state, 0, 1, rank, ranks, rank, ranks
     )  # version, my PE, PEs, the same on this node
-    struct.pack_into("<i", state, 32, _GPU_LDST_ATOMICS)
+    struct.pack_into("<i", state, 32, _GPU_LDST_ATOMICS if reachable else _GPU_PROXY)
     struct.pack_into("<QQQ", state, 40, heap_base, heap_bytes, peer_table)
     return bytes(state)
 
@@ -79,8 +83,3 @@ def linked_for(arch: str) -> Iterator[None]:
         yield
     finally:
         bindings._device_bitcode_path = before
-
-
-def peer_table(bases: Sequence[int]) -> bytes:
-    """The table that `device_state` points to."""
-    return struct.pack(f"<{len(bases)}Q", *bases)

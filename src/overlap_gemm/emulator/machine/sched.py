@@ -129,6 +129,8 @@ class Scheduler:
             group = self._pick(warp)
             if group is None:
                 return
+            if len(group.R) != len(program.initial):
+                group.grow()
             alone = len(warp.groups) == 1
             code, cost = program.code, program.cost
             others = () if alone else {g.pc for g in warp.groups if g is not group}

@@ -94,8 +94,15 @@ class Group:
         lane = self.mask.bit_length() - 1
         self.R = [v if v.__class__ is not np.ndarray else v[lane].item() for v in self.R]
 
+    def grow(self) -> None:
+        """Adds the registers of functions translated, for any warp, since this group's last turn."""
+        initial = self.warp.grid.program.initial
+        self.R.extend(initial[len(self.R) :])
+
     def absorb(self, other: Group, live: tuple[int, ...]) -> None:
         """Merges a group at the same instruction; `live` are the registers that still matter."""
+        self.grow()
+        other.grow()
         mine, theirs = self.R, other.R
         for slot in live:
             a, b = mine[slot], theirs[slot]

@@ -74,9 +74,7 @@ def make_call(program: Any, f: Function, ins: Instruction) -> Callable[[Group, A
         if name not in program.module.functions:
             raise EmulatorError(f"{group.where()}, line {ins.line}: call of the external function {name}")
         callee = program.unit(name)
-        missing = len(program.initial) - len(group.R)
-        if missing > 0:
-            group.R.extend(program.initial[-missing:])
+        group.grow()
         _copy(
             group, [(f.name, name_of(a)) for a in arguments], [(name, p.name) for p in callee.function.params]
         )
