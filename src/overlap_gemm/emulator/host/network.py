@@ -118,6 +118,7 @@ class Network:
             pe,
             f"source read of a {what}",
             lambda: read.append(bytes(self._machine.memory.bytes_at(local, nbytes))),
+            kind="read",
         )
         return self._send(group, pe, what, lambda: self._write(remote, pe, group, read[0]), after=(source,))
 
@@ -173,7 +174,13 @@ class Network:
         return (events for (source, _), events in self._pending.items() if source == rank)
 
     def _send(
-        self, group: Group, pe: int, what: str, run: Callable[[], None], after: tuple[Event, ...] = ()
+        self,
+        group: Group,
+        pe: int,
+        what: str,
+        run: Callable[[], None],
+        after: tuple[Event, ...] = (),
+        kind: str = "write",
     ) -> Event:
         rank = group.warp.grid.launch.rank
         if not 0 <= pe < len(self._bases):
@@ -187,7 +194,7 @@ class Network:
         pending = self._pending.setdefault((rank, pe), [])
         pending[:] = [e for e in pending if not e.done]
         before = tuple(e for e in self._fenced.get((rank, pe), ()) if not e.done)
-        event = Event(happen, group.warp.grid, None, what, late=True, after=(*before, *after))
+        event = Event(happen, group.warp.grid, None, what, kind, after=(*before, *after))
         pending.append(event)
         return self._machine.engine.submit(event)
 
