@@ -33,7 +33,7 @@ pick_python() {
 pick_constraints() {
     CONSTRAINTS="$ROOT/constraints-cuda.txt"
     has_gpu && return
-    if "${PIP[@]}" -c "$ROOT/constraints.txt" "$(grep '^torch==' "$ROOT/constraints.txt")"; then
+    if "${PIP[@]}" --quiet --dry-run --no-deps "$(grep '^torch==' "$ROOT/constraints.txt")" >/dev/null 2>&1; then
         CONSTRAINTS="$ROOT/constraints.txt"
     else
         say "this machine's package index has no CPU build of torch: taking the CUDA build (it runs on CPUs, but is about 3 GB)." \

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,13 @@ def test_launchers_ask_for_a_command(script):
     assert "usage:" in done.stderr
 
 
+FAKE = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/../calls"
+case "$*" in *--dry-run*) exit ${FAKE_PROBE:-0} ;; esac
+exit ${FAKE_STATUS:-0}
+"""
+
+
 def fake_checkout(tmp_path: Path) -> Path:
     """A checkout whose .venv exists already; its python records its arguments instead of obeying them."""
     for name in ["pyproject.toml", *(path.name for path in ROOT.glob("constraints*.txt"))]:
@@ -55,9 +63,7 @@ def fake_checkout(tmp_path: Path) -> Path:
     bin_dir = tmp_path / ".venv" / "bin"
     bin_dir.mkdir(parents=True)
     for name in ("python", "pip"):
-        (bin_dir / name).write_text(
-            '#!/bin/sh\necho "$@" >> "$(dirname "$0")/../calls"\nexit ${FAKE_STATUS:-0}\n'
-        )
+        (bin_dir / name).write_text(FAKE)
         (bin_dir / name).chmod(0o755)
     return tmp_path
 
@@ -82,6 +88,17 @@ def test_env_installs_once_and_again_after_a_pin_changed(tmp_path):
     with (checkout / "constraints-common.txt").open("a") as file:
         file.write("# another pin\n")
     assert "installing" in bash(source, **env).stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="about machines without a GPU")
+@pytest.mark.parametrize(("probe", "chosen"), [("0", "constraints.txt"), ("1", "constraints-cuda.txt")])
+def test_without_a_cpu_build_of_torch_the_cuda_set_is_taken_and_named(tmp_path, probe, chosen):
+    checkout = fake_checkout(tmp_path)
+    done = bash(f"source {checkout}/launch/env.sh", OVERLAP_GEMM_PYTHON="", FAKE_PROBE=probe)
+    assert done.returncode == 0
+    assert f"at the pins of {chosen}" in done.stderr
+    assert ("no CPU build of torch" in done.stderr) == (probe == "1")
+    assert f"-c {checkout}/{chosen} -e" in (checkout / ".venv" / "calls").read_text()
 
 
 def test_a_failed_installation_is_not_taken_for_a_good_one(tmp_path):
