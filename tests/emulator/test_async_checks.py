@@ -107,3 +107,51 @@ def test_lazy_order_depends_on_the_seed_and_writes_come_last(seed):
     first = {0: "tensor", 1: "load", 2: "read", 3: "tensor"}[seed % 4]
     second = {0: "load", 1: "tensor", 2: "load", 3: "read"}[seed % 4]
     assert happened[:4:2] == [first, second]
+
+
+DESCRIPTOR = """
+mov.u32 %r0, buffer; shr.u32 %r0, %r0, 4; cvt.u64.u32 %d1, %r0; or.b64 %d1, %d1, 0x4000004000010000;
+"""
+PRODUCT = """
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %d1, %d1, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+"""
+FENCE = "wgmma.fence.sync.aligned;"
+
+
+@pytest.mark.parametrize(
+    "first, touch, second, found",
+    [
+        (FENCE, "", "", 0),
+        ("", "", "", 1),
+        (FENCE, "mov.b32 %f1, 0f00000000;", "", 1),
+        (FENCE, "mov.b32 %f1, 0f00000000;", FENCE, 0),
+    ],
+)
+def test_wgmma_registers_must_be_fenced(first, touch, second, found):
+    """Two products into the same registers; the second needs a fence only if they were touched in between."""
+    smem = ".shared .align 1024 .b8 buffer[8192];"
+    body = DESCRIPTOR + first + PRODUCT + touch + second + PRODUCT
+    machine = run(body, [], smem, block=(128, 1, 1), arch="sm_90a", checks=("wgmma",))
+    assert kinds(machine) == ["wgmma-fence"] * found
+
+
+def test_arriving_at_a_cta_that_has_exited():
+    body = """
+    mov.u32 %r0, %cluster_ctarank;
+    mov.u32 %r1, bar;
+    mbarrier.init.shared.b64 [%r1], 32;
+    fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive; barrier.cluster.wait;
+    setp.eq.u32 %p0, %r0, 0;
+    @%p0 bra JOIN;
+    mapa.shared::cluster.u32 %r2, %r1, 0;
+    nanosleep.u32 1000;
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r2];
+    JOIN:
+    """
+    shape = {"grid": (2, 1, 1), "cluster": (2, 1, 1)}
+    with pytest.raises(EmulatorError, match="of a CTA that has exited"):
+        run(body, [], SMEM, **shape)
+    run(body.replace("JOIN:", "JOIN: barrier.cluster.arrive; barrier.cluster.wait;"), [], SMEM, **shape)

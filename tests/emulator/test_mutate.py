@@ -122,7 +122,7 @@ def test_run_explains_what_goes_undetected(check):
     reasons = {"cp.async.bulk.wait_group#0: full*": "the end of the kernel completes the writes"}
     select = "cp.async.bulk.wait_group#0: full*"
     (outcome,) = mutate.run(check, mutate.settings(seeds=0), select=select, reasons=reasons)
-    assert (outcome.verdict, outcome.tried, outcome.reached) == ("explained", 3, True)
+    assert (outcome.verdict, outcome.tried, outcome.reached) == ("explained", 7, True)
     (outcome,) = mutate.run(check, mutate.settings(seeds=0)[:1], select=select)
     assert outcome.verdict == "NOT DETECTED"
 
@@ -139,8 +139,10 @@ def test_run_needs_a_check_that_passes_and_launches():
 
 def test_settings_cover_modes_seeds_ranks_and_warps():
     found = mutate.settings(seeds=1, ranks=2, warps=3)
-    assert len(set(found)) == len(found) == 3 + 3 + 4 + 6
+    assert len(set(found)) == len(found) == 3 + 3 + 4 + 4 + 6
     starved = [s for s in found if s.starved_warp == 2][0].options()["schedule"].starved
     assert starved(0, (0, 0, 0), 2) and not starved(0, (0, 0, 0), 1)
+    starved = [s for s in found if s.starved_cta == 1][0].options()["schedule"].starved
+    assert starved(0, (2, 1, 0), 0) and not starved(0, (1, 1, 0), 0)
     assert [s for s in found if s.starved_rank == 1][0].options()["schedule"].starved(1, (0, 0, 0), 0)
     assert str(found[-1]) == "lazy 0, warp 2 starved"

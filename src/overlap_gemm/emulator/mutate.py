@@ -202,6 +202,7 @@ class Setting:
         shuffled: random order of warps and of divergent lane groups, instead of round robin.
         starved_rank: this rank runs only when no other can.
         starved_warp: this warp of every CTA runs only when no other can.
+        starved_cta: CTAs whose coordinates sum to this, modulo 2, run only when no other can.
     """
 
     mode: str
@@ -209,34 +210,42 @@ class Setting:
     shuffled: bool = False
     starved_rank: int | None = None
     starved_warp: int | None = None
+    starved_cta: int | None = None
 
     def options(self) -> dict[str, Any]:
         """The arguments of `Emulator` that make it so."""
-        late = (self.starved_rank, self.starved_warp)
+        parties = (self.starved_rank, self.starved_cta, self.starved_warp)
+
+        def starved(rank: int, cta: tuple[int, int, int], warp: int) -> bool:
+            return any(a == b for a, b in zip(parties, (rank, sum(cta) % 2, warp), strict=True))
+
         schedule = Schedule(
             order="random" if self.shuffled else "round_robin",
             lanes=self.shuffled,
-            starved=None
-            if late == (None, None)
-            else lambda rank, cta, warp: rank == late[0] or warp == late[1],
+            starved=None if parties == (None, None, None) else starved,
         )
         checks = CHECKS + STRICT_CHECKS
         return {"mode": self.mode, "seed": self.seed, "schedule": schedule, "checks": checks}
 
     def __str__(self) -> str:
         extra = ", shuffled" if self.shuffled else ""
-        extra += "" if self.starved_rank is None else f", rank {self.starved_rank} starved"
-        extra += "" if self.starved_warp is None else f", warp {self.starved_warp} starved"
+        for what, which in (
+            ("rank", self.starved_rank),
+            ("CTA", self.starved_cta),
+            ("warp", self.starved_warp),
+        ):
+            extra += "" if which is None else f", {what} {which} starved"
         return f"{self.mode} {self.seed}{extra}"
 
 
 def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
-    """Every mode in round robin, then shuffled with each seed, then with each rank and each warp starved."""
+    """Every mode in round robin, then shuffled with each seed, then with ranks, CTAs and warps starved."""
     modes = ("immediate", "lazy", "random")
     found = [Setting(mode) for mode in modes]
     found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
     if ranks > 1:
         found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
+    found += [Setting(mode, starved_cta=parity) for mode in ("immediate", "lazy") for parity in (0, 1)]
     return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]
 
 

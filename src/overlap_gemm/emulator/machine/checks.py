@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.barrier import MBarrier
     from overlap_gemm.emulator.machine.errors import Report
-    from overlap_gemm.emulator.machine.warp import Cta, Group
+    from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
 
 CHECKS = ("proxy", "exit", "mbarrier")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
-STRICT_CHECKS = ("tmem",)
+STRICT_CHECKS = ("tmem", "wgmma")
 
 
 class Checks:
@@ -93,6 +93,18 @@ class Checks:
                 "tmem-unwaited",
                 f"{what} (line {line}) uses columns {first}..{first + columns - 1} of {cta}, where a "
                 f"tcgen05.{kind} of warp {warp} has not been waited for with tcgen05.wait::{kind}",
+                line,
+            )
+
+    # -- wgmma registers -------------------------------------------------------------------------
+
+    def wgmma_unfenced(self, warp: Warp, line: int) -> None:
+        """A wgmma uses registers that the warp may have accessed since the last wgmma.fence."""
+        if "wgmma" in self.enabled:
+            self.report.add(
+                "wgmma-fence",
+                f"the wgmma of line {line} of {warp} uses registers that other instructions may access, with "
+                "no wgmma.fence before it",
                 line,
             )
 

@@ -183,6 +183,8 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
             barrier = cta.mbarrier(a & _WINDOW)
             if a >> 24 & 0xFF != cta.rank_in_cluster:
                 cta.grid.checks.mbarrier_use(barrier, f"mbarrier.arrive of {group.warp}", ins.line)
+                if not cta.cluster.owner(a & _WINDOW).live_warps:
+                    raise fail(group, ins, f"arrives at {barrier} of a CTA that has exited")
             state = barrier.phase | barrier.completed << 1
             cta.grid.checks.arrive(group, barrier)
             if drops:

@@ -289,7 +289,10 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
 
         def arrive() -> None:
             for target in targets:
-                target.mbarrier(at & _OFFSET | target.base).arrive()
+                barrier = target.mbarrier(at & _OFFSET | target.base)
+                if not target.live_warps:
+                    raise fail(group, ins, f"arrives at {barrier} of {target}, which has exited")
+                barrier.arrive()
 
         what = f"the tcgen05.commit of line {ins.line}"
         cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what, "tensor"))

@@ -71,10 +71,16 @@ class Product:
 
 
 class WarpState:
-    """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups."""
+    """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups.
+
+    `fenced` tells whether a wgmma.fence followed the last time that registers came back to the warp,
+    `returned` what came back in each register.
+    """
 
     def __init__(self) -> None:
         self.sequence = 0
+        self.fenced = False
+        self.returned: dict[int, Any] = {}
         self.flying: dict[tuple[int, ...], Accumulator] = {}
         self.open: list[Product] = []
         self.groups: deque[list[Product]] = deque()
@@ -89,7 +95,10 @@ def _state(warp: Warp) -> WarpState:
 
 @instruction("wgmma.fence")
 def _fence(program: Any, f: Function, ins: Instruction) -> Op:
-    return Op(lambda group, mask: None)
+    def run(group: Group, mask: int) -> None:
+        _state(group.warp).fenced = True
+
+    return Op(run)
 
 
 @instruction("wgmma.mma_async")
@@ -138,6 +147,9 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
                 reads = shape.smem_reads(left, product.b)
                 cta.grid.checks.async_read(cta, reads, f"wgmma of {warp}", ins.line)
         accumulator = product.accumulator
+        touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
+        if (touched or in_registers) and not state.fenced:
+            cta.grid.checks.wgmma_unfenced(warp, ins.line)
         if flying is None:
             state.flying[slots] = accumulator
             if reads_d:
@@ -203,6 +215,8 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             warp.state.setdefault("wgmma_wait", []).append(group)
             group.park("its wgmma groups")
             return BLOCK_RESULT
+        if len(state.groups) > allowed:
+            state.fenced = False
         while len(state.groups) > allowed:
             state.groups.popleft()
         w = warp.index % 4
@@ -213,7 +227,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             assert accumulator.matrix is not None
             part = accumulator.matrix[WARP_ROWS * w : WARP_ROWS * (w + 1)]
             for slot, row in zip(slots, mma.c_registers(part, accumulator.shape.d_type), strict=True):
-                group.R[slot] = row
+                group.R[slot] = state.returned[slot] = row
             del state.flying[slots]
         return None
 
