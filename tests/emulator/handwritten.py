@@ -25,10 +25,20 @@ def module(body: str, nparams: int, smem: str = "", target: str = "sm_100a", hea
     )
 
 
+def aligned(count: int, dtype: Any = np.uint32, fill: Any = 0) -> np.ndarray:
+    """An array that starts at a multiple of 128 bytes."""
+    size = count * np.dtype(dtype).itemsize
+    raw = np.empty(size + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    out = raw[start : start + size].view(dtype)
+    out[:] = fill
+    return out
+
+
 def machine(arrays: list[Any], **options: Any) -> Machine:
     """A machine that knows some arrays."""
     m = Machine(options.pop("arch", "sm_100a"), **options)
-    for n, a in enumerate(arrays):
+    for n, a in enumerate({a.ctypes.data: a for a in arrays}.values()):
         m.memory.register(a.ctypes.data, a.nbytes, name=f"array {n}")
     return m
 

@@ -3,19 +3,20 @@
 Each module registers factories; a factory reads an instruction once and returns the `Op` that executes it.
 """
 
-from overlap_gemm.emulator.ops import bulk, control, convergence, memory, sync, tensor, warpgroup
+from overlap_gemm.emulator.ops import (
+    bulk,
+    control,
+    convergence,
+    memory,
+    remote,
+    sync,
+    tensor,
+    warpgroup,
+)
 from overlap_gemm.emulator.ops.control import make_call
 from overlap_gemm.emulator.ops.registry import make, unsupported
 
-__all__ = [
-    "bulk",
-    "control",
-    "convergence",
-    "make",
-    "make_call",
-    "memory",
-    "sync",
-    "tensor",
-    "unsupported",
-    "warpgroup",
-]
+INSTRUCTION_SETS = (bulk, control, convergence, memory, remote, sync, tensor, warpgroup)
+"""The modules whose import registers their instructions."""
+
+__all__ = ["INSTRUCTION_SETS", "make", "make_call", "unsupported"]

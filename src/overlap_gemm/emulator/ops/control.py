@@ -44,6 +44,18 @@ def _griddepcontrol(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: None)
 
 
+@instruction("setmaxnreg")
+def _setmaxnreg(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int, registers: int) -> None:
+        if registers % 8 or not 24 <= registers <= 256:
+            rule = "a multiple of 8 from 24 to 256 is valid"
+            raise EmulatorError(f"line {ins.line}: setmaxnreg {registers}; {rule}")
+        if mask != group.warp.live:
+            raise EmulatorError(f"{group.where()}, line {ins.line}: setmaxnreg in a divergent warp")
+
+    return Op(run, (ins.operands[0],))
+
+
 # -- calls ---------------------------------------------------------------------------------------
 
 

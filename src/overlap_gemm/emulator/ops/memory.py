@@ -307,9 +307,7 @@ def _uniform(row: np.ndarray, mask: int) -> Any:
 # -- hints ---------------------------------------------------------------------------------------
 
 
-@instruction(
-    "prefetch", "prefetchu", "applypriority", "discard", "griddepcontrol.launch_dependents", "setmaxnreg"
-)
+@instruction("prefetch", "prefetchu", "applypriority", "discard")
 def _hint(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: None)
 
