@@ -1,0 +1,172 @@
+"""The epilogue->communication ring in a small kernel: squares of one rank, added up by the next.
+
+Four epilogue warps compute (here: square) and fill shared-memory stages; one lane of a fifth warp sends each
+stage to the next rank with a bulk store, and releases a flag per tile once the tile is written. While a tile
+travels, the epilogue warps already compute the next one. At the end they wait for what the rank before has
+sent, and add it.
+
+Runs on a CPU, in the emulator: ``python examples/epilogue_ring.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, Uint32, cute, memory
+from cutlass.cute.runtime import from_dlpack
+
+from overlap_gemm.device.failure import FailureSite
+from overlap_gemm.device.flags import WaitBound, release_flag, wait_flag
+from overlap_gemm.device.memory import bulk_store
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.pipelines import EpilogueRing
+
+NUM_EPILOGUE_WARPS = 4
+VALUES = 8  # fp32 values per thread and subtile
+SUBTILE = 32 * NUM_EPILOGUE_WARPS * VALUES  # one ring stage, 4 KiB
+SUBTILES = 4  # stages per tile
+NUM_STAGES, INFLIGHT = 4, 2
+TIMEOUT_NS = 10**9
+
+
+class Addresses(NamedTuple):
+    """Where a rank keeps what its peers reach by address."""
+
+    inbox: Int64
+    flags: Int64
+    claim: Int64
+    record: Int64
+
+
+@dataclass(frozen=True)
+class PushToPeer:
+    """What the comm lane does with this CTA's tiles (a ``TileSender``)."""
+
+    stages: Any
+    inbox: Any
+    flags: Any
+    first: Any
+    stride: Any
+
+    def locate(self, tile):
+        """Address of the tile in the peer's inbox."""
+        return self.inbox + Int64(self.first + tile * self.stride) * (SUBTILES * SUBTILE * 4)
+
+    def send(self, place, subtile, stage):
+        """Starts the bulk store of one subtile; the ring commits it and waits for it."""
+        bulk_store(self.stages[(None, stage)], place + subtile * (SUBTILE * 4))
+
+    def publish(self, tile):
+        """The tile is written: tell the peer."""
+        release_flag(self.flags + 4 * Int64(self.first + tile * self.stride), Uint32(1))
+
+
+@cute.kernel
+def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: Addresses, own: Addresses):
+    """``out = x + (the x of the rank before) ** 2``; tensors are (values, threads, subtiles, tiles)."""
+    thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    first, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    num_tiles = (cute.size(x, mode=[3]) - first + stride - 1) // stride
+
+    smem = memory.SmemAllocator()
+    barriers = smem.allocate_array(Int64, 2 * NUM_STAGES, byte_alignment=8)
+    stages = smem.allocate_tensor(Float32, cute.make_layout((SUBTILE, NUM_STAGES)), byte_alignment=128)
+    by_thread = cute.make_tensor(
+        stages.iterator, cute.make_layout((VALUES, 32 * NUM_EPILOGUE_WARPS, NUM_STAGES))
+    )
+    ring = EpilogueRing.create(barriers, NUM_STAGES, INFLIGHT, NUM_EPILOGUE_WARPS)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    if warp < NUM_EPILOGUE_WARPS:
+        state = ring.producer_state()
+        for tile in cutlass.range(num_tiles, unroll=1):
+            for subtile in cutlass.range(SUBTILES, unroll=1):
+                values = cute.make_rmem_tensor(VALUES, Float32)
+                cute.autovec_copy(x[(None, thread, subtile, first + tile * stride)], values)
+                squares = values.load() * values.load()
+                ring.acquire(state)
+                values.store(squares)
+                cute.autovec_copy(values, by_thread[(None, thread, state.index)])
+                ring.commit(state)
+                state.advance()
+        # What the rank before has pushed into our inbox is complete tile by tile.
+        bound = WaitBound(Int64(TIMEOUT_NS), own.record, own.claim)
+        for tile in cutlass.range(num_tiles, unroll=1):
+            index = first + tile * stride
+            if cute.arch.lane_idx() == 0:
+                wait_flag(
+                    own.flags + 4 * Int64(index), Uint32(1), bound, FailureSite(*[0] * 3, index, 0, index)
+                )
+            cute.arch.sync_warp()
+            for subtile in cutlass.range(SUBTILES, unroll=1):
+                at = (None, thread, subtile, index)
+                received, values = (
+                    cute.make_rmem_tensor(VALUES, Float32),
+                    cute.make_rmem_tensor(VALUES, Float32),
+                )
+                cute.autovec_copy(inbox[at], received)
+                cute.autovec_copy(x[at], values)
+                values.store(values.load() + received.load())
+                cute.autovec_copy(values, out[at])
+    elif cute.arch.lane_idx() == 0:
+        sender = PushToPeer(stages, peer.inbox, peer.flags, first, stride)
+        ring.drain(ring.consumer_state(), num_tiles, SUBTILES, sender)
+
+
+@cute.jit
+def launch(
+    x: cute.Tensor,
+    inbox: cute.Tensor,
+    out: cute.Tensor,
+    peer: Addresses,
+    own: Addresses,
+    num_ctas: Int32,
+    stream: CUstream,
+):
+    """One rank's launch."""
+    square_and_push(x, inbox, out, peer, own).launch(
+        grid=(num_ctas, 1, 1), block=(32 * (NUM_EPILOGUE_WARPS + 1), 1, 1), stream=stream
+    )
+
+
+def main(ranks: int = 2, tiles: int = 5, num_ctas: int = 2, **options: Any) -> None:
+    """Runs ``ranks`` emulated GPUs and checks every rank's result."""
+    with Emulator("sm_90a", ranks, **options) as emulator:
+        shape = (tiles, SUBTILES, 32 * NUM_EPILOGUE_WARPS, VALUES)
+        inboxes = emulator.symmetric(shape, torch.float32)
+        words = emulator.symmetric(
+            (tiles + 16,), torch.int32
+        )  # a flag per tile, the claim, the failure record
+        for tensor in words.tensors:
+            tensor.zero_()
+        xs = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+        outs = [emulator.empty(shape, torch.float32, rank) for rank in range(ranks)]
+
+        def addresses(rank: int) -> Addresses:
+            flags = words[rank].data_ptr()
+            places = (inboxes[rank].data_ptr(), flags, flags + 4 * tiles, flags + 4 * (tiles + 1))
+            return Addresses(*map(Int64, places))
+
+        for rank in range(ranks):
+            tensors = (
+                from_dlpack(t.permute(3, 2, 1, 0), assumed_align=16)
+                for t in (xs[rank], inboxes[rank], outs[rank])
+            )
+            with emulator.rank(rank):
+                launch(*tensors, addresses((rank + 1) % ranks), addresses(rank), num_ctas, CUstream(0))
+        emulator.run()
+        for rank in range(ranks):
+            expected = xs[rank] + xs[(rank - 1) % ranks] ** 2
+            torch.testing.assert_close(outs[rank], expected, rtol=0, atol=0)
+
+
+if __name__ == "__main__":
+    main()
+    print("every rank has added the squares of the rank before it")
