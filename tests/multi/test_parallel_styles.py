@@ -103,3 +103,54 @@ def dtensors_are_whole(rank, size):
 @pytest.mark.parametrize("world", [2, 3])
 def test_uneven_shards_make_whole_dtensors(ranks, world):
     ranks(world).run(dtensors_are_whole)
+
+
+class Skips(nn.Module):
+    """Gathers for its projection, but calls it only on request; and reads its input's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.other = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, hidden_states, call):
+        return (self.proj(hidden_states) if call else None), hidden_states
+
+
+def shared_gather_is_for_its_own_call(rank, size):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size,))
+    module = Skips()
+    weight, bias = (p.detach().chunk(size)[rank] for p in module.proj.parameters())
+    parallelize_module(module.proj, mesh, OverlapColwiseParallel())
+    parallelize_module(module, mesh, OverlapSharedGather("proj"))
+    x = torch.randn(2, 3 * size, 6)
+    out, seen = module(x.chunk(size, 1)[rank], call=True)
+    torch.testing.assert_close(out, x @ weight.t() + bias)
+    assert seen.shape == x.shape
+    assert seen.isnan().all(), "the stand-in holds values that somebody could mistake for the input"
+    module(hidden_states=x.chunk(size, 1)[rank], call=False)
+    # The product that the call left unused is not this input's.
+    torch.testing.assert_close(module.proj(x + 1), (x + 1) @ weight.t() + bias)
+    parallelize_module(module, mesh, OverlapSharedGather("other"))
+    with pytest.raises(TypeError, match="other must be styled OverlapColwiseParallel"):
+        module(x.chunk(size, 1)[rank], call=True)
+
+
+def test_shared_gather_is_for_its_own_call(ranks):
+    ranks(2).run(shared_gather_is_for_its_own_call)
+
+
+def layouts_that_are_not_served(rank, size):
+    for style in (
+        lambda: OverlapColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        lambda: OverlapRowwiseParallel(input_layouts=Replicate()),
+        lambda: OverlapSharedGather("q", input_layouts=Replicate()),
+    ):
+        with pytest.raises(ValueError, match="Overlap(Colwise|Rowwise|Shared).* got"):
+            style()
+    with pytest.raises(TypeError, match=r"this style is for nn.Linear, got LayerNorm"):
+        parallelize_module(nn.LayerNorm(3), init_device_mesh("cpu", (size,)), OverlapRowwiseParallel())
+
+
+def test_layouts_that_are_not_served(ranks):
+    ranks(1).run(layouts_that_are_not_served)
