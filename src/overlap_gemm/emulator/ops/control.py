@@ -10,10 +10,11 @@ from typing import Any
 from overlap_gemm.emulator.machine.errors import EmulatorError, KernelTrap
 from overlap_gemm.emulator.machine.memory import FUNCTION
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.ops.convergence import gathered
 from overlap_gemm.emulator.ops.registry import instruction
 from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, DIVERGED, Op
 from overlap_gemm.emulator.ptx.ir import Args, Function, Instruction, Sym
-from overlap_gemm.emulator.ptx.lanes import lane_list, one
+from overlap_gemm.emulator.ptx.lanes import FULL, lane_list, one
 
 
 @instruction("trap", "brkpt")
@@ -46,14 +47,14 @@ def _griddepcontrol(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("setmaxnreg")
 def _setmaxnreg(program: Any, f: Function, ins: Instruction) -> Op:
-    def run(group: Group, mask: int, registers: int) -> None:
+    def run(group: Group, mask: int, registers: int) -> Any:
         if registers % 8 or not 24 <= registers <= 256:
             rule = "a multiple of 8 from 24 to 256 is valid"
             raise EmulatorError(f"line {ins.line}: setmaxnreg {registers}; {rule}")
-        if mask != group.warp.live:
-            raise EmulatorError(f"{group.where()}, line {ins.line}: setmaxnreg in a divergent warp")
+        # `.sync`: waits until all lanes of the warp are here (PTX ISA, setmaxnreg).
+        return None if gathered(group, mask, FULL) else BLOCK_RESULT
 
-    return Op(run, (ins.operands[0],))
+    return Op(run, (ins.operands[0],), head=True)
 
 
 # -- calls ---------------------------------------------------------------------------------------
