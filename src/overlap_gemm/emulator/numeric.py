@@ -101,11 +101,9 @@ def f32_to_bf16x2(hi: F32, lo: F32) -> NDArray[np.uint32]:
     low = (low + (((low >> _16) & _1) + _HALF_BF16)) >> _16
     high = (high + (((high >> _16) & _1) + _HALF_BF16)) & _HIGH
     out: NDArray[np.uint32] = low | high
-    lo_nan, hi_nan = np.isnan(lo), np.isnan(hi)
-    if lo_nan.any():
-        out = np.where(lo_nan, (out & _HIGH) | _HALF_BF16, out)
-    if hi_nan.any():
-        out = np.where(hi_nan, (out & _LOW) | np.uint32(0x7FFF0000), out)
+    if np.isnan(lo).any() or np.isnan(hi).any():
+        out = np.where(np.isnan(lo), (out & _HIGH) | _HALF_BF16, out)
+        out = np.where(np.isnan(hi), (out & _LOW) | np.uint32(0x7FFF0000), out)
     return out
 
 

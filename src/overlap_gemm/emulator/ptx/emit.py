@@ -169,6 +169,12 @@ class Emitter:
             return self.constant(number)
         return self.new(f"F({self.i(op, 32)})")
 
+    def either(self, op: Operand | None) -> str:
+        """A 32-bit operand as `float32` value or bit pattern, whichever is at hand."""
+        if isinstance(op, Reg) and "f" not in self.forms.get(self.base + op.slot, {}):
+            return self.i(op, 32)
+        return self.f(op)
+
     def d(self, op: Operand | None) -> str:
         """The `float64` value of a 64-bit operand."""
         if isinstance(op, Reg):
@@ -289,8 +295,40 @@ class Emitter:
 
     def source(self, name: str) -> str:
         """The function's text."""
-        body = "\n    ".join(self.lines)
+        body = "\n    ".join(_gather_packs(self.lines))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
+
+
+_PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
+_LOCAL = re.compile(r"\bv\d+\b")
+
+
+def _gather_packs(lines: list[str]) -> list[str]:
+    """Moves conversions to bf16 pairs down to the first use of any, where all become one operation.
+
+    An epilogue has dozens of them in a row, each with more overhead than work; locals are assigned once, so
+    a line may move down as far as its result is not needed.
+    """
+    out: list[str] = []
+    waiting: dict[str, tuple[str, str]] = {}
+
+    def flush() -> None:
+        if waiting:
+            his, los = (", ".join(pair[n] for pair in waiting.values()) for n in (0, 1))
+            out.append(f"{', '.join(waiting)}, = pack2_run(({his},), ({los},))")
+            waiting.clear()
+
+    for line in lines:
+        if match := _PACK.fullmatch(line):
+            if waiting.keys() & set(match.groups()):
+                flush()
+            waiting[match[1]] = (match[2], match[3])
+            continue
+        if waiting and waiting.keys() & set(_LOCAL.findall(line)):
+            flush()
+        out.append(line)
+    flush()
+    return out
 
 
 def namespace() -> dict[str, Any]:

@@ -328,7 +328,8 @@ def _cvt_integers(e: Emitter, ins: Instruction, target: str, source: str) -> Non
 
 def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
     d, hi, lo = ins.operands
-    x, y = e.f(hi), e.f(lo)
+    plain = target == "bf16x2" and "relu" not in ins.parts
+    x, y = (e.either(hi), e.either(lo)) if plain else (e.f(hi), e.f(lo))
     if "relu" in ins.parts and target[0] == "e":
         raise Unsupported(ins.opcode)
     if target in ("bf16x2", "f16x2"):

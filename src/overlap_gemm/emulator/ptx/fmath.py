@@ -150,7 +150,8 @@ def unpack2(word: Value, kind: str) -> tuple[Number, Number]:
 
 
 def pack2(hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = False) -> Value:
-    """`cvt.rn.{bf16x2,f16x2}.f32`."""
+    """`cvt.rn.{bf16x2,f16x2}.f32`; takes bit patterns too."""
+    hi, lo = _number(hi), _number(lo)
     if relu:
         hi, lo = numeric.relu(hi), numeric.relu(lo)
     if kind == "bf16x2" and rounding == "rn":
@@ -160,6 +161,24 @@ def pack2(hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = 
     else:
         out = numeric.f32_to_f16x2(hi, lo, rounding)
     return int(out) if np.ndim(out) == 0 else out if out.shape else int(out)
+
+
+def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
+    """Several `cvt.rn.bf16x2.f32` as one operation; values as for `pack2`."""
+    values = (*his, *los)
+    if len(his) == 1 or not all(v.__class__ is np.ndarray for v in values):
+        return [pack2(hi, lo, "bf16x2") for hi, lo in zip(his, los, strict=True)]
+    if len({v.dtype for v in values}) > 1:
+        values = tuple(_number(v) for v in values)
+    block = np.concatenate(values).view(np.float32).reshape(2, len(his), -1)
+    return list(numeric.f32_to_bf16x2(block[0], block[1]))
+
+
+def _number(value: Any) -> Number:
+    """`float32` values of values or of bit patterns."""
+    if value.__class__ is int:
+        return np.uint32(value).view(np.float32)
+    return value.view(np.float32) if value.dtype == np.uint32 else value
 
 
 def pack_fp8(hi: Number, lo: Number, kind: str) -> Value:
@@ -202,7 +221,8 @@ FUNCTIONS: dict[str, Any] = {
     f.__name__: f
     for f in (
         fma32, directed, ftz, sat, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
-        unpack_half, pack_half, unpack2, pack2, pack_fp8, unpack_fp8, tf32, round_integral, clamp_int,
+        unpack_half, pack_half, unpack2, pack2, pack2_run, pack_fp8, unpack_fp8, tf32, round_integral,
+        clamp_int,
     )
 } | {
     "ex2": ex2, "lg2": lg2, "fsin": sin, "fcos": cos, "ftanh": tanh, "rcp": rcp, "rsqrt": rsqrt,

@@ -57,7 +57,7 @@ class SmemDescriptor:
     def addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
         """Byte address within the CTA's shared window of every element, `int64 [rows, k]`."""
         plan, base = self._plan(rows, k, element_bytes, mn_major)
-        chunks = plan[:, :, None] + np.arange(0, 16, element_bytes, dtype=np.int64) + base
+        chunks = 16 * (plan + base)[:, :, None] + np.arange(0, 16, element_bytes, dtype=np.int64)
         if mn_major:  # [k, rows / T, T]
             return chunks.reshape(k, rows).T
         return chunks.reshape(rows, k)
@@ -65,7 +65,7 @@ class SmemDescriptor:
     def chunk_addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
         """Byte addresses of the 16-byte chunks the tile occupies, flat: what an operation reads."""
         plan, base = self._plan(rows, k, element_bytes, mn_major)
-        return plan.reshape(-1) + base
+        return 16 * (plan.reshape(-1) + base)
 
     def gather(
         self, smem: NDArray[np.uint8], rows: int, k: int, element_bytes: int, mn_major: bool
@@ -86,21 +86,22 @@ class SmemDescriptor:
             IndexError: the tile reaches beyond `smem`.
         """
         plan, base = self._plan(rows, k, element_bytes, mn_major)
-        chunks = smem.view(np.complex128)[(plan + base) >> 4]
+        chunks = smem.view(np.complex128)[plan + base]
         tile = chunks.view(_UNSIGNED[element_bytes])
         return tile.T if mn_major else tile
 
     def _plan(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> tuple[I64, int]:
+        """Numbers of the tile's 16-byte chunks, and what to add to them."""
         phase = self.start % self.swizzle.repeat
         plan = _tile_plan(self.leading, self.stride, self.swizzle, phase, rows, k, element_bytes, mn_major)
-        return plan, self.start - phase
+        return plan, (self.start - phase) >> 4
 
 
 @lru_cache(maxsize=512)
 def _tile_plan(
     leading: int, stride: int, mode: Swizzle, phase: int, rows: int, k: int, size: int, mn_major: bool
 ) -> I64:
-    """Chunk addresses from the swizzle repeat's start: `[rows, k / T]`, or `[k, rows / T]` for MN-major."""
+    """Chunk numbers from the swizzle repeat's start: `[rows, k / T]`, or `[k, rows / T]` for MN-major."""
     per_chunk = 16 // size
     contiguous, other = (rows, k) if mn_major else (k, rows)
     if contiguous % per_chunk:
@@ -118,7 +119,7 @@ def _tile_plan(
         linear = c // in_row * leading + c % in_row * 16 + o // group * stride + o % group * mode.row_bytes
     else:
         linear = o // 8 * stride + o % 8 * mode.row_bytes + c * 16
-    return mode.apply(linear + phase)
+    return mode.apply(linear + phase) >> 4
 
 
 @lru_cache(maxsize=4096)

@@ -150,7 +150,7 @@ class TensorMap:
         """Bytes per element."""
         return TYPES[_CODES[self.type]][1]
 
-    @property
+    @cached_property
     def box_bytes(self) -> int:
         """Bytes that one operation moves, out-of-bounds elements included."""
         return self.element_bytes * int(np.prod(self._box_counts))

@@ -1,0 +1,88 @@
+"""Conversions to bf16 pairs that the translator gathers into one operation: same results, same order."""
+
+import numpy as np
+import pytest
+
+from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.ptx.emit import _gather_packs
+
+from .handwritten import run
+
+LOAD = (
+    "mov.u32 %r63, %tid.x; mul.wide.u32 %d31, %r63, 32; add.s64 %d30, %d0, %d31; add.s64 %d29, %d1, %d31;\n"
+)
+LOAD += "".join(f"ld.global.f32 %f{n}, [%d30+{4 * n}];\n" for n in range(8))
+STORE = "".join(f"st.global.b32 [%d29+{4 * n}], %r{n};\n" for n in range(8))
+
+
+def packed(values, out, body):
+    run(LOAD + body + STORE, [values, out])
+
+
+@pytest.fixture
+def values():
+    found = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
+    found[3, 2], found[7, 1], found[9, 0] = np.nan, np.inf, -np.nan
+    return found
+
+
+def expected(hi, lo):
+    return numeric.pack16(numeric.f32_to_bf16(lo), numeric.f32_to_bf16(hi))
+
+
+def test_a_run_equals_single_conversions(values):
+    out = np.zeros((32, 8), np.uint32)
+    body = "".join(
+        f"cvt.rn.bf16x2.f32 %r{n}, %f{n}, %f{7 - n};\nmov.b32 %r{n + 20}, {n};\n" for n in range(8)
+    )
+    packed(values, out, body)
+    np.testing.assert_array_equal(out, expected(values, values[:, ::-1]))
+
+
+def test_uniform_values_and_bit_patterns_may_mix(values):
+    out = np.zeros((32, 8), np.uint32)
+    body = "mov.b32 %f0, 0f3FC00000; mov.b32 %r30, %f1; add.f32 %f2, %f2, %f2;\n"
+    body += "".join(f"cvt.rn.bf16x2.f32 %r{n}, %f{n}, %f0;\n" for n in range(8))
+    packed(values, out, body)
+    values[:, 0], values[:, 2] = 1.5, 2 * values[:, 2]
+    np.testing.assert_array_equal(out, expected(values, values[:, :1].repeat(8, 1)))
+
+
+def test_a_result_is_there_when_it_is_used_and_registers_may_be_reused(values):
+    out = np.zeros((32, 8), np.uint32)
+    body = """
+    cvt.rn.bf16x2.f32 %r0, %f0, %f1;
+    cvt.rn.bf16x2.f32 %r1, %f2, %f3;
+    add.u32 %r2, %r0, 1;
+    mov.b32 %f0, %f4;
+    cvt.rn.bf16x2.f32 %r3, %f0, %f1;
+    cvt.rn.bf16x2.f32 %r0, %f5, %f6;
+    mov.b32 %f9, %r3;
+    cvt.rn.bf16x2.f32 %r4, %f9, %f7;
+    mov.b32 %r5, 0; mov.b32 %r6, 0; mov.b32 %r7, 0;
+    """
+    packed(values, out, body)
+    f = values.T
+    third = expected(f[4], f[1])
+    columns = [
+        expected(f[5], f[6]), expected(f[2], f[3]), expected(f[0], f[1]) + 1, third,
+        expected(third.view(np.float32), f[7]),
+    ]  # fmt: skip
+    np.testing.assert_array_equal(out[:, :5], np.stack(columns, axis=1))
+
+
+def test_lines_are_gathered_no_further_than_their_use():
+    def pack(n, a, b):
+        return f"v{n} = pack2({a}, {b}, 'bf16x2', 'rn', False)"
+
+    lines = [pack(3, "v1", "v2"), "v4 = F(v1)", pack(5, "v4", "v2"), "v6 = v5 + 1", pack(7, "v1", "k8")]
+    assert _gather_packs(lines) == [
+        "v4 = F(v1)",
+        "v3, v5, = pack2_run((v1, v4,), (v2, v2,))",
+        "v6 = v5 + 1",
+        "v7, = pack2_run((v1,), (k8,))",
+    ]
+    assert _gather_packs([pack(3, "v1", "v2"), pack(4, "v3", "v1")]) == [
+        "v3, = pack2_run((v1,), (v2,))",
+        "v4, = pack2_run((v3,), (v1,))",
+    ]
