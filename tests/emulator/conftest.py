@@ -1,19 +1,6 @@
-"""Fixtures of the emulator's tests."""
+"""Settings of all emulator tests."""
 
-import pytest
+import hypothesis
 
-from overlap_gemm.emulator import Emulator
-
-
-@pytest.fixture
-def emulate():
-    """Opens emulators that close when the test ends: ``emu = emulate(ranks=2, mode="lazy")``."""
-    opened = []
-
-    def open_emulator(*args, **kwargs):
-        opened.append(Emulator(*args, **kwargs))
-        return opened[-1].__enter__()
-
-    yield open_emulator
-    for emulator in reversed(opened):
-        emulator.__exit__(RuntimeError, None, None)  # a failed test may have left launches queued
+hypothesis.settings.register_profile("emulator", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("emulator")

@@ -53,7 +53,7 @@ def tiles(draw):
 
 
 @given(tiles())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_descriptor_tile_addresses(tile):
     size, mode, mn_major, rows, k, leading, stride, start = tile
     word = umma(start, leading, stride, UMMA_LAYOUT[mode])

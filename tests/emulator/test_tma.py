@@ -58,7 +58,7 @@ def reference(name, dims, strides, box, steps, mode, at, smem):
 
 
 @given(boxes())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_plan_moves_the_right_bytes(case):
     name, dims, strides, box, steps, mode, at, smem_address, length = case
     base = 4096
