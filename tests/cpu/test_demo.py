@@ -15,7 +15,7 @@ from overlap_gemm.runtime.spans import Span
 
 def test_a_world_of_one(tmp_path):
     sizes = shlex.split("--steps 2 --batch 1 --sequence 8 --layers 1 --head-dim 4 --rows 3 --rounds 1")
-    result = CliRunner().invoke(app, ["demo", *sizes, "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["demo", *sizes, "--no-fused", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "1 CPU rank," in result.output
     assert not dist.is_initialized()

@@ -63,7 +63,8 @@ TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --
 
 @pytest.mark.parametrize("backend", ["auto", "decomposed"])
 def test_demo(tmp_path, backend):
-    options = [*TINY, "--backend", backend, "--out", tmp_path]
+    fused = backend == "auto"
+    options = [*TINY, "--backend", backend, "--fused" if fused else "--no-fused", "--out", tmp_path]
     done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -71,6 +72,8 @@ def test_demo(tmp_path, backend):
     last = done.stdout[done.stdout.index("PASS") :]
     assert "2 CPU ranks" in last
     assert "equals the unsharded model" in " ".join(last.split())
+    assert ("the emulated fused kernel is right" in " ".join(last.split())) == fused
+    assert (tmp_path / "demo-fused.png").exists() == fused
 
 
 SABOTAGE = """
@@ -87,7 +90,7 @@ app(sys.argv[1:])
 
 
 def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(tmp_path):
-    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, "--out", tmp_path)
+    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, "--no-fused", "--out", tmp_path)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
     assert "DIFFERS FROM the unsharded model" in said, done.stderr

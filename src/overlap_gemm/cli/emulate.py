@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 from rich.table import Table
 
+from ..kernels.geometry import ReduceScatterShape
 from ..testing.cases import Case
-from ..tuning.space import configured
+from ..tuning.space import configured, default_config
 from .console import rank_zero_console
 
 
@@ -58,36 +60,88 @@ def emulate(
     mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = Mode.random,
     seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
     launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
+    num_sms: Annotated[
+        int | None, typer.Option(min=1, help="SMs of the device; few make each CTA compute many tiles.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Perfetto trace (.json) or a timeline picture (.png).")
     ] = None,
 ) -> None:
     """Runs a fused op on P virtual ranks in the emulator. Exit code 0 only if it is right."""
+    half = {"bf16": torch.bfloat16, "f16": torch.float16}[dtype.value]
+    case = Case(op.value, m, n, k, half, seed=seed)
+    fields = overrides(tile, cluster, cta_group)
+    console = rank_zero_console(0)
+    if not run_emulated(console, case, arch.value, world_size, mode.value, launches, fields, trace, num_sms):
+        raise typer.Exit(1)
+
+
+def run_emulated(
+    console: Console,
+    case: Case,
+    arch: str,
+    ranks: int,
+    mode: str,
+    launches: int,
+    fields: dict[str, Any],
+    trace: Path | None = None,
+    num_sms: int | None = None,
+) -> bool:
+    """Runs a case on virtual ranks in the emulator and prints how it went.
+
+    Args:
+        console: where to.
+        case: op, sizes, dtype; its seed is the emulator's, too.
+        arch: to compile for and to emulate.
+        ranks: P.
+        mode: when asynchronous operations complete.
+        launches: calls on changing data, queued together.
+        fields: of `GemmConfig`, instead of the default's.
+        trace: file for a Perfetto trace (.json) or a picture.
+        num_sms: SMs the emulated device claims; default: those of the real one.
+
+    Returns:
+        Whether every result is right and the emulator found nothing.
+    """
     from ..emulator import Emulator, EmulatorError
+    from ..emulator.trace import Trace
     from ..runtime.virtual import VirtualWorld
+    from ..runtime.workspace import CommTimeoutError
     from ..testing.emulated import judge, run_launches
 
-    console = rank_zero_console(0)
-    fields = overrides(tile, cluster, cta_group)
-    torch_dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[dtype.value]
-    case = Case("gemm_reduce_scatter", m, n, k, torch_dtype, seed=seed)
+    recorder = None if trace is None else Trace()
     start = time.perf_counter()
-    judgements = []
-    with Emulator(arch.value, world_size, mode.value, seed, collect=True) as emulator:
-        with configured(**fields), VirtualWorld(world_size, emulator=emulator) as world:
-            try:
-                for given, outs in run_launches(case, world, launches):
-                    judgements.append(judge(case, given, outs, torch_dtype))
-            except EmulatorError as error:
-                console.print(f"[red]{type(error).__name__}[/]: {error}")
-                raise typer.Exit(1) from error
+    with (
+        configured(**fields),
+        Emulator(
+            arch,
+            ranks,
+            mode,  # type: ignore[arg-type]
+            case.seed,
+            num_sms=num_sms,
+            collect=True,
+            trace=recorder,
+        ) as emulator,
+        VirtualWorld(ranks, emulator=emulator) as world,
+    ):
+        shape = ReduceScatterShape.even(case.m, case.n, ranks)
+        config = default_config(
+            arch, {torch.bfloat16: "bf16"}.get(case.dtype, "f16"), shape, emulator.device.num_sms
+        )
+        try:
+            verdicts = [
+                judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
+            ]
+        except (EmulatorError, CommTimeoutError) as error:
+            console.print(f"[red]{type(error).__name__}[/]: {error}")
+            return False
         report = emulator.report
     seconds = time.perf_counter() - start
 
-    table = Table(title=f"{op.value} {m}x{n}x{k} {dtype.value} on {world_size} emulated {arch.value} ranks")
+    table = Table(title=f"{case} on {ranks} emulated {arch} ranks, kernel {config.name}")
     for heading in ("launch", "largest error", "share of bound", "bit-equal to recipe", "right"):
         table.add_column(heading, justify="right")
-    for number, verdict in enumerate(judgements):
+    for number, verdict in enumerate(verdicts):
         table.add_row(
             str(number),
             f"{verdict.largest_error:.3g}",
@@ -98,14 +152,19 @@ def emulate(
     console.print(table)
     for finding in report.findings:
         console.print(f"[red]finding[/]: {finding}")
-    right = all(verdict.holds for verdict in judgements) and not report.findings
+    right = all(verdict.holds for verdict in verdicts) and not report.findings
     console.print(
-        f"{'right' if right else '[red]wrong[/]'}: {len(judgements)} launches, mode {mode.value}, "
-        f"seed {seed}, {report.instructions:,} warp-instructions, {len(report.findings)} findings, "
-        f"{seconds:.1f} s"
+        f"{'right' if right else '[red]wrong[/]'}: {len(verdicts)} launches, mode {mode}, seed {case.seed}, "
+        f"{report.instructions:,} warp-instructions, {len(report.findings)} findings, {seconds:.1f} s"
     )
-    if not right:
-        raise typer.Exit(1)
+    if recorder is not None and trace is not None:
+        from ..kernels.build import warp_names
+
+        recorder.roles = warp_names(config)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recorder.save_json(trace) if trace.suffix == ".json" else recorder.save_png(trace, max_ctas=2)
+        console.print(f"what each warp did when: {trace}")
+    return right
 
 
 def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> dict[str, Any]:

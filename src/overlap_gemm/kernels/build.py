@@ -61,6 +61,15 @@ def make_kernel(config: GemmConfig, transport: Any = None) -> FusedGemm:
     return FusedGemm(mainloop, op)
 
 
+def warp_names(config: GemmConfig) -> dict[int, str]:
+    """What each warp of a CTA does, for traces: warp number -> name of its role."""
+    mainloop = make_kernel(config).mainloop
+    first = mainloop.first_epilogue_warp
+    names = {first + i: f"epilogue {i}" for i in range(mainloop.num_epilogue_warps)}
+    names |= {mainloop.load_warp: "load", mainloop.comm_warp: "comm"}
+    return names | {warp: role.__name__.removesuffix("_role") for warp, role in mainloop.private_roles()}
+
+
 def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     """Arguments to compile with: every extent, stride and scalar dynamic."""
     cfg = kernel.config

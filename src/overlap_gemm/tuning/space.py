@@ -93,11 +93,11 @@ def default_config(arch: str, dtype: str, shape: ReduceScatterShape, num_sms: in
     Raises:
         ValueError: the overridden fields make a configuration no kernel exists for.
     """
-    best = min(candidates(arch, dtype), key=lambda config: estimate(config, shape, num_sms))
-    fields = dict(_overrides.get())
-    mma = fields.get("mma", best.mma)
-    if mma != best.mma:  # the fields not named must fit the kind that is
-        fields = {"tile": TILES[mma][0], "cluster": CLUSTERS[mma][0], **fields}
+    fields = _overrides.get()
+    wanted = [(name, fields[name]) for name in ("mma", "tile") if name in fields]
+    every = candidates(arch, dtype)
+    fitting = [c for c in every if all(getattr(c, name) == value for name, value in wanted)]
+    best = min(fitting or every, key=lambda config: estimate(config, shape, num_sms))
     return replace(best, **fields)
 
 
