@@ -289,3 +289,19 @@ def test_tvm_ffi_functions_arrive_with_cpu_tensors(calls):
         assert struct.unpack("<f", call.params[2]) == (4.0,)
     assert len(calls) == 2
     assert calls.packed[-2] is src and calls.packed[-1] is dst
+
+
+def test_tvm_ffi_functions_compiled_from_real_tensors_arrive_too(calls):
+    src, dst = tensors()
+
+    def runtime_tensors():
+        return [from_dlpack(t, enable_tvm_ffi=True) for t in (src, dst)]
+
+    stream = cute.runtime.make_fake_stream()
+    compiled = cute.compile(scale, *runtime_tensors(), 1.0, N, stream, options="--enable-tvm-ffi")
+    compiled(src, dst, 4.0, N, 0x70)
+    compiled(*runtime_tensors(), 5.0, N, 0x70)
+    for call, factor in zip(calls, (4.0, 5.0), strict=True):
+        assert struct.unpack_from("<Q", call.params[0]) == (src.data_ptr(),)
+        assert struct.unpack("<f", call.params[2]) == (factor,)
+    assert [t.data_ptr for t in calls.packed[-2:]] == [src.data_ptr(), dst.data_ptr()]

@@ -28,6 +28,9 @@ def run(
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     num_sms: Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
+    poison_symmetric: Annotated[
+        bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
     picture: Annotated[Path | None, typer.Option(help="The same as a PNG.")] = None,
 ) -> None:
@@ -37,7 +40,7 @@ def run(
     emulator = Emulator(arch, ranks, mode, seed, **options)  # type: ignore[arg-type]
     try:
         with emulator:
-            run_script(emulator, script, arguments or [])
+            run_script(emulator, script, arguments or [], poison_symmetric)
     finally:  # a trace is wanted most where the run broke off
         if recorder is not None and recorder.spans:
             if trace:

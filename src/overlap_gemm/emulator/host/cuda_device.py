@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..machine.errors import EmulatorError
+from .replace import replaced
 from .runtime_api import DeviceProperties
-from .seam import replaced
 
 MEMORY_BYTES = 96 << 30
 L2_BYTES = 126 << 20

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..machine.errors import EmulatorError
 from .emulator import Emulator
 from .memory import Symmetric
-from .seam import replaced
+from .replace import replaced
 from .torch_mode import set_mark
 from .turns import Turns
 
@@ -27,12 +27,16 @@ from .turns import Turns
 class SymmetricAllocator:
     """Gives each rank its part of collective allocations.
 
+    Memory that a GPU's driver hands out for the first time is zero, and scripts rely on it.
+
     Args:
         emulator: Whose heap it is.
+        poison: Whether to leave the memory poisoned instead, to find such scripts.
     """
 
-    def __init__(self, emulator: Emulator) -> None:
+    def __init__(self, emulator: Emulator, poison: bool) -> None:
         self._emulator = emulator
+        self._poison = poison
         self._made: list[Symmetric] = []
         self._taken = [0] * emulator.ranks
         self._owner: dict[int, Symmetric] = {}
@@ -46,7 +50,11 @@ class SymmetricAllocator:
         number = self._taken[rank]
         self._taken[rank] += 1
         if number == len(self._made):
-            self._made.append(self._emulator.symmetric(shape, dtype))
+            made = self._emulator.symmetric(shape, dtype)
+            if not self._poison:
+                for tensor in made.tensors:
+                    tensor.zero_()
+            self._made.append(made)
         symmetric = self._made[number]
         if (tuple(symmetric[rank].shape), symmetric[rank].dtype) != (shape, dtype):
             raise EmulatorError(
@@ -73,10 +81,10 @@ class SymmetricAllocator:
 
 
 def changes(
-    emulator: Emulator, turns: Turns, synchronize: Callable[[], None]
+    emulator: Emulator, turns: Turns, synchronize: Callable[[], None], poison_symmetric: bool
 ) -> Iterator[contextlib.AbstractContextManager[None]]:
     """Every replacement, to be entered; leaving them restores what was there."""
-    allocator = SymmetricAllocator(emulator)
+    allocator = SymmetricAllocator(emulator, poison_symmetric)
     yield from _process_groups(emulator.ranks, turns, synchronize)
     yield from _torch_symmetric_memory(allocator, emulator.ranks, turns)
     if importlib.util.find_spec("nvshmem") is not None:

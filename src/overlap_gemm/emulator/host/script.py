@@ -15,12 +15,12 @@ from typing import Any
 
 from . import cuda_device, distributed
 from .emulator import Emulator
-from .seam import replaced
+from .replace import replaced
 from .torch_mode import CudaOnCpu
 from .turns import Turns
 
 
-def run_script(emulator: Emulator, script: str, arguments: list[str]) -> None:
+def run_script(emulator: Emulator, script: str, arguments: list[str], poison_symmetric: bool = False) -> None:
     """Runs a script with an open emulator, as ``python script arguments`` would on a machine with GPUs.
 
     With several ranks it runs once per rank, each in a thread with ``RANK``, ``LOCAL_RANK`` and
@@ -30,6 +30,7 @@ def run_script(emulator: Emulator, script: str, arguments: list[str]) -> None:
         emulator: Open.
         script: Path of the script.
         arguments: Its arguments.
+        poison_symmetric: Leave symmetric memory poisoned, where a device's is zero when first allocated.
 
     Raises:
         FileNotFoundError: There is no such script.
@@ -43,7 +44,7 @@ def run_script(emulator: Emulator, script: str, arguments: list[str]) -> None:
         if emulator.ranks == 1:
             _run_one(emulator, script, stack)
         else:
-            _run_ranks(emulator, script, stack)
+            _run_ranks(emulator, script, stack, poison_symmetric)
 
 
 def _run_one(emulator: Emulator, script: str, stack: contextlib.ExitStack) -> None:
@@ -54,7 +55,7 @@ def _run_one(emulator: Emulator, script: str, stack: contextlib.ExitStack) -> No
         runpy.run_path(script, run_name="__main__")
 
 
-def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack) -> None:
+def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poison_symmetric: bool) -> None:
     turns = Turns(emulator.ranks, emulator.run)
 
     def current() -> int:
@@ -72,7 +73,7 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack) -> 
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (
         *cuda_device.changes(devices),
-        *distributed.changes(emulator, turns, synchronize),
+        *distributed.changes(emulator, turns, synchronize, poison_symmetric),
         replaced(os, "environ", environ),
     ):
         stack.enter_context(change)

@@ -27,45 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from ..machine.errors import EmulatorError
+from . import tvm_ffi
 from .capture import keep_ptx
 from .elf import absolute_symbols
 from .nvshmem import linked_for
+from .replace import environment, replaced
 from .runtime_api import DeviceProperties, KernelCall, RuntimeApi
-from .tvm_ffi import on_device
 
 TESTED_DSL = "4.8.1"
 """Version of nvidia-cutlass-dsl this seam was tested with."""
 
 LIBRARY_NAME = "libcute_dsl_runtime.so"  # the DSL finds its runtime by the end of the file name
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a class, module or object for the length of a block."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable for the length of a block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 class Seam:
@@ -168,39 +140,7 @@ class Seam:
 
         yield replaced(_Tensor, "__c_pointers__", c_pointers)
         if importlib.util.find_spec("tvm_ffi") is not None:
-            yield from self._tvm_ffi_changes(pack, called)
-
-    def _tvm_ffi_changes(
-        self, pack: Callable[[Any], None], called: Callable[[], None]
-    ) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """TVM-FFI functions pack in C++, so their tensors are taken from the Python arguments."""
-        from cutlass.cute.runtime import _Tensor
-        from cutlass.cutlass_dsl import tvm_ffi_provider as provider
-
-        as_ffi = _Tensor.__tvm_ffi_object__
-
-        def on_device_object(tensor: Any) -> Any:
-            pack(tensor)
-            return on_device(as_ffi(tensor))
-
-        yield replaced(_Tensor, "__tvm_ffi_object__", on_device_object)
-
-        for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
-            call = _refusing_unbound(self._ending(kind.__call__, called))
-
-            def present(argument: Any) -> Any:
-                if isinstance(argument, tuple):
-                    return tuple(map(present, argument))
-                if not hasattr(argument, "__dlpack__"):
-                    return argument
-                pack(argument)
-                return on_device(argument)
-
-            def noting(function: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
-                named = {name: present(argument) for name, argument in kwargs.items()}
-                return _call(function, *map(present, args), **named)
-
-            yield replaced(kind, "__call__", noting)
+            yield from tvm_ffi.changes(pack, lambda call: _refusing_unbound(self._ending(call, called)))
 
     def _ending(
         self, run: Callable[..., Any], called: Callable[[], None] = lambda: None

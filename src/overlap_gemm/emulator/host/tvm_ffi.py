@@ -1,9 +1,16 @@
-"""TVM-FFI functions: their wrapper demands tensors of a CUDA device, so CPU tensors pose as such."""
+"""TVM-FFI functions: compiled and called as if the CPU tensors they are given were on CUDA device 0.
+
+Their generated wrapper checks the device of each tensor against that of the tensor it was compiled with.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from .replace import replaced
 
 _CUDA = 2  # kDLCUDA
 _DEVICE_OFFSET = 8  # DLManagedTensor begins with DLTensor: void* data, then DLDevice {i32 type, i32 index}
@@ -28,8 +35,44 @@ class _OnDevice:
         return capsule
 
 
-def on_device(tensor: Any) -> Any:
-    """The `tvm_ffi.Tensor` of a CPU tensor's memory, on "CUDA device 0"."""
-    import tvm_ffi  # type: ignore[import-not-found]
+def changes(
+    pack: Callable[[Any], None], called: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[contextlib.AbstractContextManager[None]]:
+    """What changes in tvm_ffi and in the DSL's use of it.
 
-    return tvm_ffi.from_dlpack(_OnDevice(tensor))
+    Args:
+        pack: Receives each tensor argument; these functions pack in C++, so they are taken from Python's.
+        called: Wraps the call of a function.
+    """
+    import tvm_ffi  # type: ignore[import-not-found]
+    from cutlass.cute.runtime import _Tensor
+    from cutlass.cutlass_dsl import tvm_ffi_provider as provider
+
+    from_dlpack = tvm_ffi.from_dlpack
+    as_object = _Tensor.__tvm_ffi_object__
+
+    def on_device(tensor: Any, **options: Any) -> Any:
+        return from_dlpack(_OnDevice(tensor), **options)
+
+    def packed_object(tensor: Any) -> Any:
+        pack(tensor)
+        return as_object(tensor)
+
+    def present(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(map(present, argument))
+        if not hasattr(argument, "__dlpack__"):
+            return argument
+        pack(argument)
+        return on_device(argument)
+
+    yield replaced(tvm_ffi, "from_dlpack", on_device)
+    yield replaced(_Tensor, "__tvm_ffi_object__", packed_object)
+    for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
+        call = called(kind.__call__)
+
+        def presenting(function: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+            named = {name: present(argument) for name, argument in kwargs.items()}
+            return _call(function, *map(present, args), **named)
+
+        yield replaced(kind, "__call__", presenting)
