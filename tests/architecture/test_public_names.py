@@ -17,6 +17,8 @@ SIGNATURES = {
     "gemm_all_gather": ("x", "weight", "*", "group=None", "bias=None", "backend='auto'", "columns=None"),
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),
+    "close_workspaces": ("group=None",),
+    "workspace_bytes": ("group=None",),
 }  # fmt: skip
 
 
@@ -32,7 +34,9 @@ def signature(function):
 
 
 def test_public_names():
-    assert sorted(overlap_gemm.__all__) == sorted([*SIGNATURES, "World", "explain"])
+    assert sorted(overlap_gemm.__all__) == sorted(
+        [*SIGNATURES, "CommTimeoutError", "SymmetricMemoryError", "World", "explain"]
+    )
     assert all(hasattr(overlap_gemm, name) for name in overlap_gemm.__all__)
 
 

@@ -8,7 +8,7 @@ from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.symmetric import SymmetricMemoryError
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.runtime.workspace import CommTimeoutError, memory_bytes
+from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.space import configured
@@ -43,14 +43,14 @@ def test_a_world_fits_its_emulator():
 
 def test_calls_of_one_size_class_share_a_workspace_which_close_gives_back(world):
     call(world, (0, 1))
-    held = memory_bytes()
+    held = overlap_gemm.workspace_bytes()
     assert held > 0
     call(world, (0, 1))
     call(world, (0, 1), rows=200)
     world.synchronize()
-    assert memory_bytes() == held
+    assert overlap_gemm.workspace_bytes() == held
     world.close()
-    assert memory_bytes() == 0
+    assert overlap_gemm.workspace_bytes() == 0
 
 
 def test_the_limit_of_all_workspaces_is_kept(world, monkeypatch):

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from .workspace import close_workspaces
+
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
 
 
@@ -101,8 +103,12 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 
 
 def finalize() -> None:
-    """Leaves the world and destroys the process group if `init` made it. A second call does nothing."""
+    """Frees the workspaces and leaves the world; destroys the process group if `init` made it.
+
+    Collective where workspaces are left. A second call does nothing.
+    """
     global _world, _owns_process_group
+    close_workspaces()
     if _owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
     _world, _owns_process_group = None, False

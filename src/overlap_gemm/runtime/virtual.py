@@ -130,11 +130,11 @@ class VirtualWorld:
 
     def close(self) -> None:
         """Forgets the ranks; their groups are unknown afterwards. Closing twice does nothing more."""
-        from .workspace import close_group
+        from .workspace import close_workspaces
 
         for group in self.ranks:
             if _worlds.pop(group.name, None) is not None:
-                close_group(group)
+                close_workspaces(group.name)
                 remove_virtual(group)
         self._blocks.clear()
 

@@ -9,7 +9,7 @@ serves every later call of that class: calls never allocate. It begins with ``ze
 
 One stream at a time: a call on another stream than the last one waits for that one's work.
 
-`close` is collective and explicit. The garbage collector frees nothing.
+`close_workspaces` is collective and explicit. The garbage collector frees nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..device.failure import RECORD_WORDS, Failure, read_record
 from .executor import Executor
-from .group import Group
+from .group import Group, GroupLike, group_name
 from .symmetric import SymmetricMemory, TorchSymmetric, agree
 from .virtual import virtual_world
 
@@ -137,10 +137,10 @@ def obtain(group: Group, size: SizeClass, executor: Executor) -> Workspace:
 
 def _check_limit(nbytes: int) -> bool:
     limit = int(os.environ.get("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT))
-    if memory_bytes() + nbytes > limit:
+    if workspace_bytes() + nbytes > limit:
         raise ValueError(
-            f"workspaces hold {memory_bytes()} bytes and {nbytes} more are needed, over the limit of {limit} "
-            f"(OVERLAP_GEMM_WORKSPACE_LIMIT): close groups no longer in use, or raise it"
+            f"workspaces hold {workspace_bytes()} bytes and {nbytes} more are needed; the limit is {limit} "
+            f"(OVERLAP_GEMM_WORKSPACE_LIMIT): close_workspaces() of groups no longer in use, or raise it"
         )
     return True
 
@@ -158,9 +158,13 @@ def _allocate(group: Group, size: SizeClass, executor: Executor) -> SymmetricMem
     return memory
 
 
-def memory_bytes(group: Group | None = None) -> int:
-    """Bytes of this process's workspaces: of one group, or of all."""
-    return sum(w.size.nbytes for w in _pool.values() if group is None or w.group.name == group.name)
+def workspace_bytes(group: GroupLike = None) -> int:
+    """Bytes of this rank's device memory that the fused kernels' workspaces hold.
+
+    Args:
+        group: As for an op; None for all groups of this process.
+    """
+    return sum(workspace.size.nbytes for _, workspace in _of(group))
 
 
 def raise_if_failed() -> None:
@@ -169,9 +173,20 @@ def raise_if_failed() -> None:
         workspace.raise_if_failed()
 
 
-def close_group(group: Group | None = None) -> None:
-    """Frees a group's workspaces, or all. Collective; no call of the group may be under way."""
-    for key, workspace in list(_pool.items()):
-        if group is None or workspace.group.name == group.name:
-            workspace.memory.close()
-            del _pool[key]
+def close_workspaces(group: GroupLike = None) -> None:
+    """Frees the fused kernels' workspaces; a later call makes new ones. `finalize` closes all that are left.
+
+    Collective: every rank of the group calls it, after the same sequence of ops. Waits for the device.
+        Nothing else frees a workspace, the garbage collector least of all.
+
+    Args:
+        group: As for an op; None for all groups of this process.
+    """
+    for key, workspace in _of(group):
+        workspace.memory.close()
+        del _pool[key]
+
+
+def _of(group: GroupLike) -> list[tuple[tuple[str, SizeClass], Workspace]]:
+    name = None if group is None else group_name(group)
+    return [(key, workspace) for key, workspace in _pool.items() if name in (None, key[0])]
