@@ -143,6 +143,6 @@ def test_settings_cover_modes_seeds_ranks_and_warps():
     starved = [s for s in found if s.starved_warp == 2][0].options()["schedule"].starved
     assert starved(0, (0, 0, 0), 2) and not starved(0, (0, 0, 0), 1)
     starved = [s for s in found if s.starved_cta == 1][0].options()["schedule"].starved
-    assert starved(0, (2, 1, 0), 0) and not starved(0, (1, 1, 0), 0)
+    assert starved(0, (3, 2, 0), 0) and not starved(0, (1, 1, 0), 0)
     assert [s for s in found if s.starved_rank == 1][0].options()["schedule"].starved(1, (0, 0, 0), 0)
     assert str(found[-1]) == "lazy 0, warp 2 starved"

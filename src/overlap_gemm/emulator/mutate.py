@@ -202,7 +202,8 @@ class Setting:
         shuffled: random order of warps and of divergent lane groups, instead of round robin.
         starved_rank: this rank runs only when no other can.
         starved_warp: this warp of every CTA runs only when no other can.
-        starved_cta: CTAs whose coordinates sum to this, modulo 2, run only when no other can.
+        starved_cta: CTAs with this x % 2 + 2 * (y % 2), so one of up to four neighbours in a cluster, run
+            only when no other can.
     """
 
     mode: str
@@ -217,7 +218,9 @@ class Setting:
         parties = (self.starved_rank, self.starved_cta, self.starved_warp)
 
         def starved(rank: int, cta: tuple[int, int, int], warp: int) -> bool:
-            return any(a == b for a, b in zip(parties, (rank, sum(cta) % 2, warp), strict=True))
+            return any(
+                a == b for a, b in zip(parties, (rank, cta[0] % 2 + 2 * (cta[1] % 2), warp), strict=True)
+            )
 
         schedule = Schedule(
             order="random" if self.shuffled else "round_robin",
@@ -245,7 +248,7 @@ def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
     found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
     if ranks > 1:
         found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
-    found += [Setting(mode, starved_cta=parity) for mode in ("immediate", "lazy") for parity in (0, 1)]
+    found += [Setting("lazy", starved_cta=number) for number in range(4)]
     return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]
 
 
