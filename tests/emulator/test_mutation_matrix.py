@@ -1,4 +1,4 @@
-"""Every synchronisation operation of the test kernels, broken one at a time: all noticed, or explained here."""
+"""Every synchronisation operation of the test kernels, broken one at a time: noticed, or explained here."""
 
 import pytest
 
