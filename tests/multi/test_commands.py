@@ -1,11 +1,7 @@
 """The commands under the launchers that users start them with."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,22 +9,9 @@ import pytest
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.tuning import timing
 
-ROOT = Path(__file__).parents[2]
-
-
-def launch(launcher: str, ranks: int, *command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", f"launch/{launcher}.sh", "-n", str(ranks), *map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, "OVERLAP_GEMM_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_bench(launcher, tmp_path):
+def test_bench(launch, launcher, tmp_path):
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
     shape = ["--m", "31", "--n", "16", "--k", "16", "--rounds", "2"]
     files = ["--json", data, "--plot", picture]
@@ -62,7 +45,7 @@ TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --
 
 
 @pytest.mark.parametrize("backend", ["auto", "decomposed"])
-def test_demo(tmp_path, backend):
+def test_demo(launch, tmp_path, backend):
     fused = backend == "auto"
     options = [*TINY, "--backend", backend, "--fused" if fused else "--no-fused", "--out", tmp_path]
     done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *options)
@@ -89,7 +72,7 @@ app(sys.argv[1:])
 """
 
 
-def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(tmp_path):
+def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(launch, tmp_path):
     done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, "--no-fused", "--out", tmp_path)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())

@@ -1,9 +1,6 @@
 """The README's examples run as they stand."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,16 +22,10 @@ def test_the_readme_opens_with_the_two_commands():
 @pytest.mark.parametrize(
     ("number", "says"), [(0, "all_gather_gemm runs as 'decomposed'"), (1, "[1, 128, 256]")]
 )
-def test_example(number, says, tmp_path):
+def test_example(launch, number, says, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(EXAMPLES[number] + "\nprint(list(logits.shape))" * (number == 1))
-    done = subprocess.run(
-        ["bash", ROOT / "launch" / "torchrun.sh", "-n", "2", "python", script],
-        env={**os.environ, "OVERLAP_GEMM_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = launch("torchrun", 2, "python", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(says) == 2, done.stdout
 
