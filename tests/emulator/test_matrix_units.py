@@ -311,13 +311,15 @@ def c_place(i, t, e):
     "a_type, b_type", [("bf16", "bf16"), ("f16", "f16"), ("tf32", "tf32"), ("e4m3", "e5m2")]
 )
 @pytest.mark.parametrize("d_type", ["f32", "f16"])
-def test_mma_sync(a_type, b_type, d_type):
+@pytest.mark.parametrize("k_bytes", [16, 32])
+def test_mma_sync(a_type, b_type, d_type, k_bytes):
     rng = np.random.default_rng(0)
     parts = 4 // numeric.ELEMENT_BYTES[a_type]
-    a, b = random_patterns(rng, (16, 8 * parts), a_type), random_patterns(rng, (8, 8 * parts), b_type)
+    k = k_bytes // 4 * parts
+    a, b = random_patterns(rng, (16, k), a_type), random_patterns(rng, (8, k), b_type)
     c = (rng.standard_normal((16, 8)) * 100).astype(np.float16 if d_type == "f16" else np.float32)
-    fa = fragment(a, 4, a_place(parts))
-    fb = fragment(b, 2, lambda i, t, e: (t // 4, parts * (t % 4) + e + 4 * parts * i))
+    fa = fragment(a, k_bytes // 8, a_place(parts))
+    fb = fragment(b, k_bytes // 16, lambda i, t, e: (t // 4, parts * (t % 4) + e + 4 * parts * i))
     if d_type == "f32":
         fc = fragment(c.view(np.uint32), 4, c_place)
     else:
