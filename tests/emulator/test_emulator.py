@@ -88,6 +88,8 @@ def test_memory_of_an_argument_is_out_of_reach_after_the_call(emulate):
     src, dst = torch.randn(N), poison_(torch.empty(N))
     scale(dynamic(src), dynamic(dst), 2.0, N, STREAM)
     assert emu.machine.memory.lookup(dst.data_ptr()) is None
+    with pytest.raises(MemoryFault, match="argument of an earlier call of rank 0"):
+        scale(dynamic(src), dynamic(dst[:100]), 2.0, N, STREAM)
     kept = emu.empty((3,), torch.float32)
     assert emu.machine.memory.lookup(kept.data_ptr()) is not None
     assert kept.isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,24 @@ from . import mutate_command
 from .host.emulator import Emulator
 from .host.script import run_script
 from .trace import Trace
+
+SILENT_SECONDS = 3.0
+"""Runs shorter than this show no progress."""
+
+
+class Progress:
+    """Says on a terminal, once a second, how far a long run is; for `Machine`'s `progress`."""
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic() + SILENT_SECONDS
+
+    def __call__(self, instructions: int) -> None:
+        """Told now and then of the warp instructions run so far."""
+        now = time.monotonic()
+        if now > self._shown and sys.stderr.isatty():
+            self._shown = now + 1.0
+            typer.echo(f"\remulator: {instructions:,} warp instructions", err=True, nl=False)
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,7 +55,7 @@ def run(
 ) -> None:
     """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged. `mutate --help` tells of the other command."""
     recorder = Trace() if trace or picture else None
-    options = {"num_sms": num_sms, "collect": collect, "trace": recorder}
+    options = {"num_sms": num_sms, "collect": collect, "trace": recorder, "progress": Progress()}
     emulator = Emulator(arch, ranks, mode, seed, **options)  # type: ignore[arg-type]
     try:
         with emulator:

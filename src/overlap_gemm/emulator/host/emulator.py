@@ -18,7 +18,7 @@ from . import nvshmem
 from .cuda_device import hardware_info
 from .memory import Symmetric, SymmetricHeap, extent, poison_
 from .network import Network
-from .registry import Registry
+from .registry import ARGUMENT, Registry
 from .runtime_api import DeviceProperties, KernelCall
 from .seam import SEAM
 
@@ -194,7 +194,7 @@ class Emulator:
         tensors = tuple(self._local.__dict__.get("packed", ()))
         with self._lock:
             keys = tuple(
-                self._registry.hold(*where, rank=rank, name="argument")
+                self._registry.hold(*where, rank=rank, name=ARGUMENT)
                 for where in map(extent, tensors)
                 if where[1]
             )

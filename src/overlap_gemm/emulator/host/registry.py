@@ -8,6 +8,9 @@ from typing import Any
 
 from ..machine.memory import GlobalMemory
 
+ARGUMENT = "argument"
+"""Name, in reports, of memory that is held because it is an argument of a call."""
+
 
 @dataclass
 class _Range:
@@ -60,6 +63,9 @@ class Registry:
         for item in [r for r in self._ranges if r.holds & gone]:
             item.holds -= gone
             if not item.holds:
+                allocation = self.memory.find(item.base, 1)
+                if allocation.name == ARGUMENT:  # it may well live on, but not for kernels
+                    allocation.name = f"{ARGUMENT} of an earlier call"
                 self.memory.unregister(item.base)
                 self._ranges.remove(item)
 
