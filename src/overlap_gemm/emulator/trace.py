@@ -120,14 +120,13 @@ class Trace:
 
     def chrome(self) -> dict[str, Any]:
         """The trace in Chrome's JSON format; one instruction is shown as one microsecond."""
-        places = sorted({s.place for s in self.spans})
         events: list[dict[str, Any]] = []
-        for pid, place in enumerate(places):
+        for pid, (place, rows) in enumerate(self._by_row().items()):
             launch, rank, cta = place
             events.append(_metadata("process_name", pid, 0, f"launch {launch} rank {rank} CTA {cta}"))
-            for tid, row in enumerate(self._rows(place)):
+            for tid, (row, spans) in enumerate(rows.items()):
                 events.append(_metadata("thread_name", pid, tid, self.name(row)))
-                for number, span in enumerate(s for s in self.spans if (s.place, s.row) == (place, row)):
+                for number, span in enumerate(spans):
                     events.extend(_chrome_span(span, pid, tid, number))
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -149,32 +148,30 @@ class Trace:
         from matplotlib import pyplot
         from matplotlib.patches import Patch
 
-        places = sorted({s.place for s in self.spans})[:max_ctas]
-        rows = [(place, row) for place in places for row in self._rows(place)]
+        shown = list(self._by_row().items())[:max_ctas]
+        rows = [(place, row, spans) for place, found in shown for row, spans in found.items()]
         figure, axes = pyplot.subplots(figsize=(14, 1 + 0.28 * len(rows)), layout="constrained")
-        for y, (place, row) in enumerate(rows):
-            for kind in {s.kind for s in self.spans if (s.place, s.row) == (place, row)}:
-                bars = [
-                    (s.begin, max(s.end - s.begin, 1))
-                    for s in self.spans
-                    if (s.place, s.row, s.kind) == (place, row, kind)
-                ]
-                axes.broken_barh(bars, (y - 0.4, 0.8), color=_COLOURS.get(kind, "#777777"), linewidth=0)
-        labels = [f"rank {p[1]} CTA {p[2]}  {self.name(row)}" for p, row in rows]
+        for y, (_, _, spans) in enumerate(rows):
+            for kind in sorted({s.kind for s in spans}):
+                bars = [(s.begin, max(s.end - s.begin, 1)) for s in spans if s.kind == kind]
+                axes.broken_barh(bars, (y - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
+        labels = [f"rank {place[1]} CTA {place[2]}  {self.name(row)}" for place, row, _ in rows]
         axes.set_yticks(range(len(rows)), labels, fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel("instruction time (warp instructions executed by the machine)")
-        shown = {s.kind for s in self.spans}
         axes.legend(
-            handles=[Patch(color=c, label=k) for k, c in _COLOURS.items() if k in shown],
+            handles=[Patch(color=c, label=k) for k, c in _COLOURS.items()],
             loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
         )  # fmt: skip
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
-    def _rows(self, place: Place) -> list[int | str]:
-        rows = {s.row for s in self.spans if s.place == place}
-        return sorted(rows, key=lambda r: (isinstance(r, str), r))
+    def _by_row(self) -> dict[Place, dict[int | str, list[Span]]]:
+        """Spans by CTA and row: warps first, in order, then asynchronous work."""
+        found: dict[Place, dict[int | str, list[Span]]] = {}
+        for span in sorted(self.spans, key=lambda s: (s.place, isinstance(s.row, str), str(s.row).zfill(3))):
+            found.setdefault(span.place, {}).setdefault(span.row, []).append(span)
+        return found
 
 
 def _place(grid: Any, cta: Any) -> Place:
