@@ -7,6 +7,7 @@ import pytest
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, SMEM_BYTES, TILES, GemmConfig
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
+    FLAG_BYTES,
     ReduceScatterShape,
     slots_offset,
     workspace_bytes,
@@ -74,9 +75,10 @@ def test_slots_hold_every_foreign_tile(config, rows, cols, world):
 
 def test_workspace_layout_does_not_overlap():
     for flags in (0, 1, 256, 1000):
-        assert slots_offset(flags) >= CONTROL_BYTES + 4 * flags
+        assert slots_offset(flags) >= CONTROL_BYTES + FLAG_BYTES * flags
         assert slots_offset(flags) % 1024 == 0
         assert workspace_bytes(flags, 4096) == slots_offset(flags) + 8192
+        assert workspace_bytes(flags, 4096, staging=True) == slots_offset(flags) + 4 * 4096
 
 
 @pytest.mark.parametrize(("subtiles", "inflight"), list(itertools.product(range(1, 9), range(9))))

@@ -12,7 +12,8 @@ class Exchange(NamedTuple):
 
     Attributes:
         peers: ``Int64[world]``: workspace base address of every rank, as this rank reaches it; own address at
-            ``rank``.
+            ``rank``. A peer that loads and stores do not reach has ``-1 - pe`` instead, from its NVSHMEM PE
+            number (transport ``nvshmem``).
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
         shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.schedules.shards`.

@@ -4,9 +4,10 @@ One statement of the layout for the kernel, the host and the tests. All offsets 
 base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
 
     0                 control words (local to the rank)
-    CONTROL_BYTES     arrival flags, ``uint32[max_flags]``
+    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``
     slots_offset      slot buffer of even epochs
     + buffer_bytes    slot buffer of odd epochs
+    + 2, 3 x          staging buffers, even and odd, if some peer has no address (transport ``nvshmem``)
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
@@ -33,9 +34,12 @@ CLAIM_OFFSET = 8
 """``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
 
 ENTERED_OFFSET = 128
-"""``uint32[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
+"""``uint64[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
 
-MAX_WORLD = (CONTROL_BYTES - ENTERED_OFFSET) // 4
+FLAG_BYTES = 8
+"""A flag is an epoch in the low 32 bits of a 64-bit word, the only width of an NVSHMEM signal."""
+
+MAX_WORLD = (CONTROL_BYTES - ENTERED_OFFSET) // FLAG_BYTES
 """Ranks one workspace can serve."""
 
 FLAG_ALIGN = 1024
@@ -89,9 +93,15 @@ class ReduceScatterShape:
 
 def slots_offset(max_flags: int) -> int:
     """Byte offset of the first slot buffer in a workspace with room for ``max_flags`` flags."""
-    return ceil_div(CONTROL_BYTES + 4 * max_flags, FLAG_ALIGN) * FLAG_ALIGN
+    return ceil_div(CONTROL_BYTES + FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
 
 
-def workspace_bytes(max_flags: int, buffer_bytes: int) -> int:
-    """Bytes of a workspace; ``buffer_bytes`` is one slot buffer, a multiple of 16."""
-    return slots_offset(max_flags) + 2 * buffer_bytes
+def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) -> int:
+    """Bytes of a workspace.
+
+    Args:
+        max_flags: room for flags.
+        buffer_bytes: one slot buffer, a multiple of 16.
+        staging: whether tiles to some peer are staged in this rank's memory.
+    """
+    return slots_offset(max_flags) + (4 if staging else 2) * buffer_bytes

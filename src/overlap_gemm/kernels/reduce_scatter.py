@@ -32,8 +32,9 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import FailureSite, Op, Role
-from overlap_gemm.device.flags import WaitBound, release_flag, wait_flag
+from overlap_gemm.device.flags import WaitBound, wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
+from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import add_sources, pack
 from overlap_gemm.kernels.exchange import Exchange
@@ -43,6 +44,7 @@ from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     ENTERED_OFFSET,
     EPOCH_OFFSET,
+    FLAG_BYTES,
     TICKET_OFFSET,
 )
 from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
@@ -179,7 +181,13 @@ class ReduceScatter:
         x, y, _ = cute.arch.block_idx()
         if x == 0 and y == 0 and exchange.rank < work.owners:
             for peer in cutlass.range(work.owners, exchange.world, unroll=1):
-                release_flag(exchange.peers[peer] + ENTERED_OFFSET + 4 * exchange.rank, context.epoch)
+                self.transport.signal(
+                    exchange.peers,
+                    exchange.rank,
+                    peer,
+                    ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank),
+                    context.epoch,
+                )
 
     @cute.jit
     def _close(self, work: Work, context: Context) -> None:
@@ -194,7 +202,7 @@ class ReduceScatter:
                     site = FailureSite(
                         exchange.rank, int(Op.GEMM_REDUCE_SCATTER), int(Role.COMM_ENTERED), 0, owner, owner
                     )
-                    address = context.base + ENTERED_OFFSET + 4 * owner
+                    address = context.base + ENTERED_OFFSET + FLAG_BYTES * Int64(owner)
                     wait_flag(address, context.epoch, context.bound, site)
             cute.arch.store(ticket, Uint32(0))
             cute.arch.store(global_pointer(Uint32, context.base + EPOCH_OFFSET, 4), context.epoch)
@@ -220,31 +228,27 @@ class PartialSender:
     context: Context
     stages: Any
 
-    def locate(self, tile: Any) -> tuple[Any, Any]:
-        """(owner, byte offset of this rank's slot for the tile in the owner's workspace)."""
+    def locate(self, tile: Any) -> Route:
+        """The tile's route to its owner."""
         context, rank = self.context, self.context.exchange.rank
         at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
-        slot = rank - (rank > at.owner) * 1  # an owner keeps no slot for itself
-        offset = context.slots + slot * context.source_bytes + Int64(at.index) * self.op._tile_bytes
-        return at.owner, offset
+        in_slot = Int64(at.index) * self.op._tile_bytes
+        # Nobody keeps a slot for itself: ranks behind move up by one.
+        slot = (rank - (rank > at.owner) * 1) * context.source_bytes + in_slot
+        staged = (at.owner - (at.owner > rank) * 1) * context.source_bytes + in_slot
+        staging = context.base + context.slots + 2 * context.exchange.buffer_bytes + staged
+        flag = _flag_address(Int64(0), at.index * context.exchange.world + rank)
+        return Route(context.exchange.peers, rank, at.owner, context.slots + slot, staging, flag)
 
-    def send(self, place: tuple[Any, Any], subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile into the owner's slot."""
-        owner, offset = place
-        self.op.transport.put(
-            self.context.exchange.peers,
-            owner,
-            offset + subtile * self.op.config.slot_subtile_bytes,
-            self.stages.flat[(None, stage)],
-        )
+    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile to the owner's slot."""
+        offset = subtile * self.op.config.slot_subtile_bytes
+        self.op.transport.put(place, offset, self.stages.flat[(None, stage)])
 
     def publish(self, tile: Any) -> None:
-        """Tells the owner that the tile's slot is complete."""
-        exchange = self.context.exchange
-        at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
-        flag = at.index * exchange.world + exchange.rank
-        self.op.transport.publish(exchange.peers, at.owner, _flag_address(Int64(0), flag), self.context.epoch)
+        """Tells the owner that the tile's slot is complete, or completes it."""
+        self.op.transport.publish(self.locate(tile), self.op._tile_bytes, self.context.epoch)
 
 
 def _flag_address(base: Any, index: Any) -> Any:
-    return base + (CONTROL_BYTES + 4 * Int64(index))
+    return base + (CONTROL_BYTES + FLAG_BYTES * Int64(index))

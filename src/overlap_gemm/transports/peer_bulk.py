@@ -7,26 +7,30 @@ from typing import Any
 
 from overlap_gemm.device.flags import release_flag
 from overlap_gemm.device.memory import bulk_store
+from overlap_gemm.device.route import Route
 
 
 @dataclass(frozen=True)
 class PeerBulk:
     """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
 
-    def put(self, peers: Any, owner: Any, offset: Any, stage: Any) -> None:
+    def put(self, route: Route, offset: Any, stage: Any) -> None:
         """Starts one bulk store of a contiguous stage; the calling thread commits and waits.
 
         Args:
-            peers: ``Int64[world]`` workspace addresses.
-            owner: destination rank.
-            offset: byte offset in the owner's workspace, a multiple of 16.
+            route: the tile's way to its owner.
+            offset: bytes from the tile's slot, a multiple of 16.
             stage: contiguous shared-memory tensor.
         """
-        bulk_store(stage, peers[owner] + offset)
+        bulk_store(stage, route.peers[route.owner] + route.slot + offset)
 
-    def publish(self, peers: Any, owner: Any, flag_offset: Any, epoch: Any) -> None:
-        """Releases the flag at ``flag_offset`` in the owner's workspace, at system scope.
+    def publish(self, route: Route, tile_bytes: int, epoch: Any) -> None:
+        """Releases the tile's flag at system scope.
 
         The calling thread has executed a full ``wait_group`` over the tile's stores.
         """
-        release_flag(peers[owner] + flag_offset, epoch)
+        self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+
+    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
+        """Releases the flag at ``offset`` in the workspace of ``peer``."""
+        release_flag(peers[peer] + offset, epoch)

@@ -1,0 +1,85 @@
+"""Transport ``nvshmem``: bulk stores to peers within reach, NVSHMEM puts to the others.
+
+A tile for a peer beyond reach is collected in this rank's staging buffer (bulk stores, full wait) and then
+put, together with its signal, by the comm lane. The staging buffer is doubled by the epoch's parity like the
+slots, and for the same reason needs no quiet: this rank writes call ``e + 2``'s tile only behind its call ``e
++ 1``, which waited for data that the owner sent behind its call ``e``, so behind the arrival of call ``e``'s
+tile.
+
+For sm_100 only. Out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the whole
+kernel. The workspace must be NVSHMEM memory, and the compiled kernel initialised with NVSHMEM's
+``library_init``.
+
+The put is in thread scope: the comm role is one lane, and to a peer beyond reach a put is one descriptor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, Int64, Uint32, Uint64, cute
+
+from overlap_gemm.device.flags import release_flag
+from overlap_gemm.device.memory import bulk_store, global_pointer
+from overlap_gemm.device.route import Route
+
+SIGNAL_SET = 9
+"""``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""
+
+
+@dataclass(frozen=True)
+class Nvshmem:
+    """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to."""
+
+    def __post_init__(self) -> None:
+        """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
+        import nvshmem.core.device.cute  # noqa: F401
+
+    @cute.jit
+    def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
+        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
+        peer = route.peers[route.owner]
+        address = peer + route.slot
+        if peer < 0:
+            address = route.staging
+        bulk_store(stage, address + offset)
+
+    @cute.jit
+    def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
+        """Releases the tile's flag; beyond reach, puts the staged tile and its flag."""
+        import nvshmem.core.device.cute as nv
+
+        peer = route.peers[route.owner]
+        if peer >= 0:
+            release_flag(peer + route.flag, epoch)
+        else:
+            own = route.peers[route.rank]
+            nv.put_signal_nbi(
+                _words(own + route.slot, tile_bytes),
+                _words(route.staging, tile_bytes),
+                _word(own + route.flag),
+                Uint64(epoch),
+                SIGNAL_SET,
+                Int32(-1 - peer),
+            )
+
+    @cute.jit
+    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
+        """Releases the flag at ``offset`` in the workspace of ``peer``, or signals it."""
+        import nvshmem.core.device.cute as nv
+
+        base = peers[peer]
+        if base >= 0:
+            release_flag(base + offset, epoch)
+        else:
+            nv.signal_op(_word(peers[rank] + offset), Uint64(epoch), SIGNAL_SET, Int32(-1 - base))
+
+
+def _words(address: Any, num_bytes: Any) -> Any:
+    """``num_bytes`` of symmetric memory as 32-bit words, in the natural alignment the bindings want."""
+    return cute.make_tensor(global_pointer(Uint32, address, 4), cute.make_layout(num_bytes // 4))
+
+
+def _word(address: Any) -> Any:
+    return cute.make_tensor(global_pointer(Uint64, address, 8), cute.make_layout(1))

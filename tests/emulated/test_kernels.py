@@ -1,0 +1,92 @@
+"""The kernels by themselves in the emulator: every mainloop, layout, cluster and element type."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
+from overlap_gemm.transports import Nvshmem, PeerBulk
+
+from .kernel_case import KernelCase, Workspaces
+
+EVERY_SHAPE = [
+    GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster)
+    for arch in ("sm_90a", "sm_100a")
+    for mma in MMA_KINDS[arch]
+    for tile in TILES[mma]
+    for cluster in CLUSTERS[mma]
+]
+SMALLEST = [
+    GemmConfig(arch=arch, mma=mma, tile=TILES[mma][0], cluster=CLUSTERS[mma][0])
+    for arch in ("sm_90a", "sm_100a")
+    for mma in MMA_KINDS[arch]
+]
+VARIANTS = [
+    {"a_major": "m"},
+    {"b_major": "n"},
+    {"a_major": "m", "b_major": "n"},
+    {"bias": True},
+    {"out_dtype": "f32"},
+    {"slot_dtype": "f32"},
+    {"out_dtype": "f32", "slot_dtype": "f32", "bias": True},
+    {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
+    {"ring_stages": 2, "inflight": 1},
+    {"ring_stages": 6, "inflight": 5, "raster_group": 1},
+]
+VARIED = [dataclasses.replace(base, **variant) for base in SMALLEST for variant in VARIANTS]
+QUICK = SMALLEST + EVERY_SHAPE[1::12] + VARIED[::5]
+
+
+def quick(configs):
+    return [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in configs]
+
+
+@functools.cache
+def compiled(config, transport):
+    return compile_kernel(make_kernel(config, transport))
+
+
+@pytest.mark.parametrize("config", quick(EVERY_SHAPE + VARIED), ids=lambda c: c.name)
+def test_plain_gemm(config):
+    case = KernelCase(
+        config, rows=2 * config.cluster_tile[0] + 8, cols=config.cluster_tile[1] + 24, depth=136
+    )
+    with Emulator(config.arch, mode="lazy") as emulator:
+        case.launch(emulator, compiled(config, None), num_clusters=2)
+    case.check()
+
+
+@pytest.mark.parametrize("config", quick(EVERY_SHAPE + VARIED), ids=lambda c: c.name)
+def test_reduce_scatter(config):
+    case = KernelCase(config, 2 * config.cluster_tile[0] + 8, config.cluster_tile[1] + 24, depth=72, world=2)
+    with Emulator(config.arch, 2, mode="lazy") as emulator:
+        spaces = Workspaces(emulator, [case])
+        case.launch(emulator, compiled(config, PeerBulk()), spaces.exchanges(case), num_clusters=2)
+        emulator.run()
+    case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize(
+    "reach",
+    [lambda rank, peer: False, lambda rank, peer: (rank + peer) % 2 == 1],
+    ids=["no-peer-in-reach", "neighbours-in-reach"],
+)
+def test_nvshmem_reaches_the_peers_that_stores_do_not(mode, reach):
+    config = SMALLEST[2]
+    assert config.arch == "sm_100a"
+    first = KernelCase(config, rows=300, cols=136, depth=72, world=3)
+    second = KernelCase(config, rows=2, cols=72, depth=64, world=3, seed=1)  # rank 2 owns nothing
+    with Emulator(config.arch, 3, mode=mode, seed=1, network=True) as emulator:
+        kernel = compiled(config, Nvshmem())
+        spaces = Workspaces(emulator, [first, second], reach)
+        for case in (first, second, first, second):
+            case.launch(emulator, kernel, spaces.exchanges(case), num_clusters=3)
+        emulator.run()
+    first.check()
+    second.check()
