@@ -135,7 +135,8 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
 def test_a_workspace_class_holds_every_call_of_it(rows, columns, world):
     config, shape = GemmConfig(), ReduceScatterShape.even(rows, columns, world)
     size = size_class(config, shape)
-    buffer = (size.nbytes - size.zeroed) // 2
+    buffer = size.buffer
+    assert size.nbytes == size.zeroed + 2 * buffer
     assert buffer >= shape.buffer_bytes(config)
     assert buffer % 16 == 0 and size.zeroed % 16 == 0
     # Calls of half to the whole of a class share it, so that growing a batch does not allocate every time.

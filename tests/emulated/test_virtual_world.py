@@ -99,3 +99,29 @@ def test_many_launches_with_changing_data_and_no_reset(mode):
         verdicts = [judge(CASE, given, outs, torch.bfloat16) for given, outs in run_launches(CASE, world, 12)]
     assert len(verdicts) == 12
     assert all(verdict.holds for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+def test_peers_beyond_reach_get_their_tiles_through_nvshmem(mode):
+    case = Case("gemm_reduce_scatter", 200, 64, 72, torch.bfloat16)
+    with (
+        Emulator("sm_100a", 3, mode, seed=1, network=True) as emulator,
+        VirtualWorld(3, emulator=emulator, beyond_reach=True) as world,
+    ):
+        verdicts = [judge(case, given, outs, torch.bfloat16) for given, outs in run_launches(case, world, 3)]
+    assert all(verdict.holds for verdict in verdicts), verdicts
+
+
+def test_sm_90_has_no_nvshmem_transport():
+    with (
+        configured(mma="pingpong", tile=(64, 128)),
+        Emulator("sm_90a", 2, network=True) as emulator,
+        VirtualWorld(2, emulator=emulator, beyond_reach=True) as world,
+        pytest.raises(ValueError, match="C7506"),
+    ):
+        call(world, (0,))
+
+
+def test_only_an_emulator_puts_peers_beyond_reach():
+    with pytest.raises(ValueError, match="only an emulator"):
+        VirtualWorld(2, device=torch.device("cuda", 0), beyond_reach=True)

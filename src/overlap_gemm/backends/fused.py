@@ -22,8 +22,9 @@ from ..kernels.geometry import ReduceScatterShape, slots_offset, workspace_bytes
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import EmulatorExecutor, Executor, cuda_executor, open_emulator, why_no_cuda
 from ..runtime.group import Group
+from ..runtime.symmetric import init_nvshmem_library
 from ..runtime.virtual import virtual_world
-from ..runtime.workspace import SizeClass, Workspace, obtain, timeout_ns
+from ..runtime.workspace import SizeClass, Workspace, needs_puts, obtain, timeout_ns
 from ..sharding import Shards
 from ..tuning.space import default_config
 from .base import Problem
@@ -39,7 +40,7 @@ SMALLEST_FLAGS = 1 << 12
 
 
 class Fused:
-    """The fused kernels. Today: gemm_reduce_scatter with 16-bit operands, transport ``peer_bulk``."""
+    """The fused kernels. Today: gemm_reduce_scatter with 16-bit operands."""
 
     name = "fused"
 
@@ -113,9 +114,11 @@ def launch(
     """
     exchange = None
     with executor.active() as stream:
-        compiled = compiled_kernel(executor, config, group.size > 1)
+        puts = group.size > 1 and needs_puts(group)
+        transport = "local" if group.size == 1 else "nvshmem" if puts else "peer_bulk"
+        compiled = compiled_kernel(executor, config, transport)
         if group.size > 1:
-            workspace = obtain(group, size_class(config, shape), executor)
+            workspace = obtain(group, size_class(config, shape, puts), executor)
             workspace.raise_if_failed()
             workspace.order_after_last_use(executor.device)
             exchange = exchange_arguments(workspace, shape)
@@ -159,16 +162,31 @@ def executor_for(group: Group, device: torch.device) -> Executor:
     return EmulatorExecutor(emulator)
 
 
-def compiled_kernel(executor: Executor, config: GemmConfig, exchanges: bool) -> Any:
-    """The kernel of a configuration: GEMM reduce-scatter if it exchanges tiles, else a plain GEMM."""
+def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
+    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``.
+
+    Raises:
+        ValueError: no kernel of this architecture works with the transport.
+    """
+    if transport == "nvshmem" and config.arch == "sm_90a":
+        raise ValueError(
+            "transport nvshmem: puts from inside the kernel would cost sm_90 its register reallocation "
+            "(ptxas C7506, C7510), and the kernel that makes them beside it is not built"
+        )
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_kernel
-        from ..transports.peer_bulk import PeerBulk
+        from ..transports import Nvshmem, PeerBulk
 
-        return compile_kernel(make_kernel(config, PeerBulk() if exchanges else None), OPTIONS)
+        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "nvshmem": Nvshmem}
+        compiled = compile_kernel(make_kernel(config, ways[transport]()), OPTIONS)
+        if transport == "nvshmem" and executor.device.type == "cuda":
+            init_nvshmem_library(compiled)
+        return compiled
 
-    return _cache(executor.on_disk).get((config, exchanges), executor.arch, build)
+    # NVSHMEM initialises the library that a kernel is loaded from; what comes from disk does not tell it.
+    on_disk = executor.on_disk and transport != "nvshmem"
+    return _cache(on_disk).get((config, transport), executor.arch, build)
 
 
 @cache
@@ -176,11 +194,12 @@ def _cache(on_disk: bool) -> CompileCache:
     return CompileCache() if on_disk else CompileCache(folder=None)
 
 
-def size_class(config: GemmConfig, shape: ReduceScatterShape) -> SizeClass:
-    """The smallest class of workspace that holds a call's flags and slots."""
+def size_class(config: GemmConfig, shape: ReduceScatterShape, staging: bool = False) -> SizeClass:
+    """The smallest class of workspace that holds a call's flags, slots and, with NVSHMEM, staged tiles."""
     flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
     buffer = _power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
-    return SizeClass(slots_offset(flags), workspace_bytes(flags, buffer))
+    zeroed = slots_offset(flags)
+    return SizeClass(zeroed, buffer, (workspace_bytes(flags, buffer, staging) - zeroed) // buffer)
 
 
 def _power_of_two(number: int) -> int:
@@ -198,7 +217,7 @@ def exchange_arguments(workspace: Workspace, shape: ReduceScatterShape) -> Any:
         workspace.group.size,
         shape.shard,
         size.zeroed,
-        (size.nbytes - size.zeroed) // 2,
+        size.buffer,
         timeout_ns(),
         workspace.record.data_ptr(),
     )

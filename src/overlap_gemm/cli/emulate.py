@@ -39,6 +39,13 @@ class Mode(str, Enum):
     lazy = "lazy"
 
 
+class Transport(str, Enum):
+    """How tiles reach their owners; with nvshmem, no peer is within reach of stores."""
+
+    peer_bulk = "peer_bulk"
+    nvshmem = "nvshmem"
+
+
 class Half(str, Enum):
     """Operand types."""
 
@@ -57,6 +64,9 @@ def emulate(
     tile: Annotated[str | None, typer.Option(help="MMA tile, as 128x128; default: chosen by shape.")] = None,
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
+    transport: Annotated[
+        Transport, typer.Option(help="nvshmem: no peer within reach of stores (sm_100a).")
+    ] = Transport.peer_bulk,
     mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = Mode.random,
     seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
     launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
@@ -72,7 +82,12 @@ def emulate(
     case = Case(op.value, m, n, k, half, seed=seed)
     fields = overrides(tile, cluster, cta_group)
     console = rank_zero_console(0)
-    if not run_emulated(console, case, arch.value, world_size, mode.value, launches, fields, trace, num_sms):
+    puts = transport is Transport.nvshmem
+    if puts and arch is Arch.sm_90a:
+        raise typer.BadParameter("--transport nvshmem exists for sm_100a only")
+    if not run_emulated(
+        console, case, arch.value, world_size, mode.value, launches, fields, trace, num_sms, puts
+    ):
         raise typer.Exit(1)
 
 
@@ -86,6 +101,7 @@ def run_emulated(
     fields: dict[str, Any],
     trace: Path | None = None,
     num_sms: int | None = None,
+    beyond_reach: bool = False,
 ) -> bool:
     """Runs a case on virtual ranks in the emulator and prints how it went.
 
@@ -99,6 +115,7 @@ def run_emulated(
         fields: of `GemmConfig`, instead of the default's.
         trace: file for a Perfetto trace (.json) or a picture.
         num_sms: SMs the emulated device claims; default: those of the real one.
+        beyond_reach: whether NVSHMEM puts carry the tiles, over an emulated network.
 
     Returns:
         Whether every result is right and the emulator found nothing.
@@ -119,10 +136,11 @@ def run_emulated(
             mode,  # type: ignore[arg-type]
             case.seed,
             num_sms=num_sms,
+            network=beyond_reach,
             collect=True,
             trace=recorder,
         ) as emulator,
-        VirtualWorld(ranks, emulator=emulator) as world,
+        VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
     ):
         shape = ReduceScatterShape.even(case.m, case.n, ranks)
         config = default_config(

@@ -16,7 +16,7 @@ every allocation worked (`agree`), so one rank's failure is an error on every ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class SymmetricMemory(Protocol):
     Attributes:
         local: this rank's block, uint8 ``[nbytes]``.
         bases: int64 ``[P]`` on the block's device: the address at which this rank's kernels reach each rank's
-            block, 0 where they cannot.
+            block; -1 - (its NVSHMEM PE) where they cannot.
         multicast: address that reaches all blocks at once (NVLS), 0 where there is none.
     """
 
@@ -143,7 +143,8 @@ class NvshmemSymmetric:
         self.local = nvshmem.tensor((nbytes,), dtype=torch.uint8)
         # bindings.ptr, not get_peer_tensor: the latter leaks for the own PE and cannot say "not reachable".
         address = self.local.data_ptr()
-        reached = [bindings.ptr(address, group.global_rank(rank)) for rank in range(group.size)]
+        pes = [group.global_rank(rank) for rank in range(group.size)]
+        reached = [bindings.ptr(address, pe) or -1 - pe for pe in pes]
         self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
         self.multicast = 0
 
@@ -175,3 +176,14 @@ def init_nvshmem(device: torch.device) -> None:
     current = Device(device.index)
     current.set_current()
     nvshmem.init(device=current, uid=box[0], rank=rank, nranks=size, initializer_method="uid")
+
+
+def init_nvshmem_library(compiled: Any) -> None:
+    """Gives a compiled kernel that calls NVSHMEM the device state it reads; once, before its first launch.
+
+    Args:
+        compiled: the DSL's compiled function. Loaded here, and to be kept until NVSHMEM is finalised.
+    """
+    import nvshmem.core as nvshmem
+
+    nvshmem.library_init(nvshmem.NvshmemKernelObject.from_handle(int(compiled.library)))

@@ -53,6 +53,8 @@ class VirtualWorld:
         size: P, at least 1.
         emulator: an open emulator with ``ranks=size``; or
         device: a CUDA device that the ranks share.
+        beyond_reach: no rank reaches a peer by loads and stores; NVSHMEM puts carry the tiles. For an
+            emulator opened with ``network=True``.
 
     Attributes:
         ranks: a `Group` per rank.
@@ -63,7 +65,12 @@ class VirtualWorld:
     """
 
     def __init__(
-        self, size: int, *, emulator: Emulator | None = None, device: torch.device | None = None
+        self,
+        size: int,
+        *,
+        emulator: Emulator | None = None,
+        device: torch.device | None = None,
+        beyond_reach: bool = False,
     ) -> None:
         if (emulator is None) == (device is None):
             raise ValueError("a virtual world lives in an emulator or on a CUDA device: pass one of the two")
@@ -73,6 +80,9 @@ class VirtualWorld:
             raise ValueError(
                 f"{size} virtual ranks need an emulator of as many; it has ranks={emulator.ranks}"
             )
+        if beyond_reach and emulator is None:
+            raise ValueError("only an emulator can put peers beyond the reach of loads and stores")
+        self.beyond_reach = beyond_reach
         self._emulator = emulator
         self._executors = _executors(size, emulator, device)
         number = next(_numbers)
@@ -107,9 +117,15 @@ class VirtualWorld:
         else:
             device = self._executors[0].device
             blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
-        addresses = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
-        bases = addresses.to(blocks[0].device)
-        return [VirtualSymmetric(block, bases, multicast) for block in blocks]
+        views = []
+        for rank, block in enumerate(blocks):
+            reached = [
+                -1 - peer if self.beyond_reach and peer != rank else blocks[peer].data_ptr()
+                for peer in range(size)
+            ]
+            bases = torch.tensor(reached, dtype=torch.int64, device=block.device)
+            views.append(VirtualSymmetric(block, bases, multicast))
+        return views
 
     def synchronize(self) -> None:
         """Runs or awaits everything the ranks have queued.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..device.failure import RECORD_WORDS, Failure, read_record
 from .executor import Executor
 from .group import Group, GroupLike, group_name
-from .symmetric import SymmetricMemory, TorchSymmetric, agree
+from .symmetric import NvshmemSymmetric, SymmetricMemory, TorchSymmetric, agree
 from .virtual import virtual_world
 
 DEFAULT_LIMIT = 8 << 30
@@ -72,11 +72,18 @@ class SizeClass:
 
     Attributes:
         zeroed: leading bytes that are zero at birth.
-        nbytes: size of each rank's block.
+        buffer: bytes of each buffer behind them.
+        buffers: how many.
     """
 
     zeroed: int
-    nbytes: int
+    buffer: int
+    buffers: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of each rank's block."""
+        return self.zeroed + self.buffers * self.buffer
 
 
 @dataclass
@@ -135,6 +142,24 @@ def obtain(group: Group, size: SizeClass, executor: Executor) -> Workspace:
     return _pool[key]
 
 
+def needs_puts(group: Group) -> bool:
+    """Whether a peer may be out of reach of loads and stores, so that NVSHMEM must carry its tiles.
+
+    Virtual ranks are told by their world. Processes are told by ``OVERLAP_GEMM_SYMMETRIC=nvshmem``, the same
+    on all
+    ranks: whether NVLink reaches every peer is not found out here.
+
+    Raises:
+        ValueError: the variable names no provider.
+    """
+    if (world := virtual_world(group)) is not None:
+        return world.beyond_reach
+    provider = os.environ.get("OVERLAP_GEMM_SYMMETRIC", "torch")
+    if provider not in ("torch", "nvshmem"):
+        raise ValueError(f"OVERLAP_GEMM_SYMMETRIC must be torch or nvshmem, got {provider!r}")
+    return provider == "nvshmem"
+
+
 def _check_limit(nbytes: int) -> bool:
     limit = int(os.environ.get("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT))
     if workspace_bytes() + nbytes > limit:
@@ -151,7 +176,8 @@ def _allocate(group: Group, size: SizeClass, executor: Executor) -> SymmetricMem
         memory = world.symmetric(size, group.rank, size.nbytes)
         memory.local[: size.zeroed].zero_()
     else:
-        memory = TorchSymmetric(group, size.nbytes, executor.device)
+        provider = NvshmemSymmetric if needs_puts(group) else TorchSymmetric
+        memory = provider(group, size.nbytes, executor.device)
         memory.local[: size.zeroed].zero_()
         torch.cuda.synchronize(executor.device)
         dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
