@@ -117,7 +117,7 @@ def test_a_failing_check_of_a_script_fails_the_command(tmp_path):
 def test_a_failing_rank_fails_the_command(tmp_path):
     result = emulate(tmp_path, SEVERAL.replace("100 + rank)", "90 + rank)"), "--ranks", "2")
     assert result.returncode == 1
-    assert "AssertionError: tensor([9" in result.stderr
+    assert "\nAssertionError: tensor([9" in result.stderr
 
 
 def test_exit_codes_pass_through(tmp_path):

@@ -75,6 +75,7 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         *cuda_device.changes(devices),
         *distributed.changes(emulator, turns, synchronize, poison_symmetric),
         replaced(os, "environ", environ),
+        replaced(sys, "excepthook", sys.excepthook),  # init_process_group puts its rank in front of errors
     ):
         stack.enter_context(change)
     code = compile(Path(script).read_bytes(), script, "exec")
