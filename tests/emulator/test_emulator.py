@@ -83,6 +83,16 @@ def test_memory_reached_by_address_must_be_registered(emulate):
     assert hidden.tolist() == [7, 0, 0, 0]
 
 
+def test_memory_that_a_function_was_compiled_with_is_no_argument_of_the_next_call(emulate):
+    emulate()
+    example, table = torch.randn(N), torch.zeros(1, dtype=torch.int64)
+    table[0] = example.data_ptr()
+    store = cute.compile(store_at, from_dlpack(table), cutlass.Int32(7), STREAM)
+    cute.compile(scale, dynamic(example), dynamic(example), 2.0, N, STREAM)
+    with pytest.raises(MemoryFault, match=f"{example.data_ptr():#x}"):
+        store(from_dlpack(table), 7, STREAM)
+
+
 def test_memory_of_an_argument_is_out_of_reach_after_the_call(emulate):
     emu = emulate()
     src, dst = torch.randn(N), poison_(torch.empty(N))

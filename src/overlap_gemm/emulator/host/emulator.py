@@ -218,7 +218,7 @@ class Emulator:
 
     def _called(self) -> None:
         self._local.__dict__.pop("packed", None)
-        if self.ranks == 1:
+        if self.ranks == 1 and self._pending:
             self.run()
 
     def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:

@@ -108,11 +108,6 @@ class SymmetricHeap:
             self._reserve()
         return tuple(view.data_ptr() for view in self._views)
 
-    @property
-    def multicast_base(self) -> int:
-        """Where the multicast range begins."""
-        return self._multicast if self.bases else 0
-
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Symmetric:
         """Takes the same piece of every rank's range.
 

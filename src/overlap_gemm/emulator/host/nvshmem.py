@@ -19,7 +19,6 @@ from ..machine.errors import EmulatorError
 
 DEVICE_STATE = "nvshmemi_device_state_d"
 DEVICE_STATE_BYTES = 848
-TESTED_NVSHMEM = "3.8.0"
 _GPU_LDST_ATOMICS, _GPU_PROXY = 1, 8  # nvshmemi_job_connectivity_t
 _BITCODE = re.compile(r"libnvshmem_device_sm_(\d+)\.bc")
 

@@ -62,7 +62,7 @@ class Seam:
             launch: Receives each kernel call of the host code.
             pack: Receives each tensor argument (the DSL's runtime tensor or a torch tensor) of a call,
                 before it.
-            called: Called when a compiled function has returned.
+            called: Called when a compiled function has returned, and when a compile has ended.
 
         Raises:
             EmulatorError: An emulator is open already.
@@ -121,7 +121,8 @@ class Seam:
         for dsl in (BaseDSL, CutlassBaseDSL):
             yield replaced(dsl, "_runtime_can_run_compiled", lambda *_: True)
         yield replaced(function, "num_devices", 1)
-        yield replaced(BaseDSL, "generate_mlir", self._ending(_linking_nvshmem(BaseDSL.generate_mlir)))
+        trace = _linking_nvshmem(BaseDSL.generate_mlir)
+        yield replaced(BaseDSL, "generate_mlir", self._ending(trace, called))
         yield replaced(Compiler, "compile", keep_ptx(self._checked(Compiler.compile)))
         yield replaced(function, "__init__", _marking_bound(function.__init__))
         yield replaced(function, "__call__", _refusing_unbound(function.__call__))
