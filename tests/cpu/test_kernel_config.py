@@ -78,7 +78,7 @@ def test_workspace_layout_does_not_overlap():
         assert slots_offset(flags) >= CONTROL_BYTES + FLAG_BYTES * flags
         assert slots_offset(flags) % 1024 == 0
         assert workspace_bytes(flags, 4096) == slots_offset(flags) + 8192
-        assert workspace_bytes(flags, 4096, staging=True) == slots_offset(flags) + 4 * 4096
+        assert workspace_bytes(flags, 4096, staging=True) == slots_offset(flags) + 4 * 4096 + 8 * flags
 
 
 @pytest.mark.parametrize(("subtiles", "inflight"), list(itertools.product(range(1, 9), range(9))))

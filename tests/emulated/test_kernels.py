@@ -4,14 +4,17 @@ import dataclasses
 import functools
 
 import pytest
+from cuda.bindings.driver import CUstream
+from cutlass import Int32
 
 from overlap_gemm.emulator import Emulator
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
-from overlap_gemm.transports import Nvshmem, PeerBulk
+from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 
 from .kernel_case import KernelCase, Workspaces
 
+RELAY_STREAM = CUstream(1)
 EVERY_SHAPE = [
     GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster)
     for arch in ("sm_90a", "sm_100a")
@@ -69,24 +72,51 @@ def test_reduce_scatter(config):
     case.check()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
-@pytest.mark.parametrize(
-    "reach",
-    [lambda rank, peer: False, lambda rank, peer: (rank + peer) % 2 == 1],
-    ids=["no-peer-in-reach", "neighbours-in-reach"],
-)
-def test_nvshmem_reaches_the_peers_that_stores_do_not(mode, reach):
-    config = SMALLEST[2]
-    assert config.arch == "sm_100a"
+REACH = {
+    "no-peer-in-reach": lambda rank, peer: False,
+    "neighbours-in-reach": lambda rank, peer: (rank + peer) % 2 == 1,
+}
+
+
+def beyond_reach(config, transport, relay, mode, reach):
+    """Launches of two shapes in turn, in one of which rank 2 owns nothing, over NVSHMEM's network."""
     first = KernelCase(config, rows=300, cols=136, depth=72, world=3)
-    second = KernelCase(config, rows=2, cols=72, depth=64, world=3, seed=1)  # rank 2 owns nothing
+    second = KernelCase(config, rows=2, cols=72, depth=64, world=3, seed=1)
     with Emulator(config.arch, 3, mode=mode, seed=1, network=True) as emulator:
-        kernel = compiled(config, Nvshmem())
-        spaces = Workspaces(emulator, [first, second], reach)
+        kernel = compiled(config, transport)
+        spaces = Workspaces(emulator, [first, second], REACH[reach])
         for case in (first, second, first, second):
-            case.launch(emulator, kernel, spaces.exchanges(case), num_clusters=3)
+            exchanges = spaces.exchanges(case)
+            case.launch(emulator, kernel, exchanges, num_clusters=3)
+            if relay:
+                for rank, exchange in enumerate(exchanges):
+                    with emulator.rank(rank):
+                        relay()(Int32(case.rows), Int32(case.cols), exchange, Int32(2), RELAY_STREAM)
         emulator.run()
     first.check()
     second.check()
+
+
+@functools.cache
+def compiled_relay(config):
+    return compile_relay(config, Nvshmem())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize("reach", REACH)
+def test_nvshmem_inside_the_gemm(mode, reach):
+    config = SMALLEST[2]
+    assert config.arch == "sm_100a"
+    beyond_reach(config, Nvshmem(), None, mode, reach)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize("reach", REACH)
+def test_nvshmem_in_a_relay_beside_the_gemm(mode, reach):
+    config = SMALLEST[0]
+    assert config.arch == "sm_90a"
+    beyond_reach(config, Staged(), lambda: compiled_relay(config), mode, reach)

@@ -27,6 +27,7 @@ class Role(IntEnum):
 
     EPILOGUE_PARTIAL = 1  # a peer's partial tile
     COMM_ENTERED = 2  # an owner's entry into the call
+    RELAY_STAGED = 3  # the own GEMM kernel's staged tile; the source is the owner it is for
 
 
 class FailureSite(NamedTuple):

@@ -15,6 +15,7 @@ class Route(NamedTuple):
         slot: ``Int64``: byte offset of the tile's slot in the owner's workspace.
         staging: ``Int64``: address of the tile's place in this rank's staging buffer.
         flag: ``Int64``: byte offset of the tile's flag in the owner's workspace.
+        staged: ``Int64``: address of this rank's own flag that the staged tile is complete.
     """
 
     peers: Any
@@ -23,3 +24,4 @@ class Route(NamedTuple):
     slot: Any
     staging: Any
     flag: Any
+    staged: Any

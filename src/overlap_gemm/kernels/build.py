@@ -47,6 +47,7 @@ from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
+from overlap_gemm.kernels.relay import Relay
 
 
 def make_kernel(config: GemmConfig, transport: Any = None) -> FusedGemm:
@@ -82,10 +83,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         )
 
     bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),)) if cfg.bias else None
-    exchange = None
-    if isinstance(kernel.op, ReduceScatter):
-        peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
-        exchange = Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 4)
+    exchange = _fake_exchange() if isinstance(kernel.op, ReduceScatter) else None
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),
@@ -95,6 +93,17 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         Int32(1),
         make_fake_stream(),
     )
+
+
+def compile_relay(config: GemmConfig, transport: Any, options: str = "") -> Any:
+    """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves behind.
+
+    Its arguments: global rows and columns, the GEMM's ``exchange``, the number of CTAs (one warp each), a
+    stream.
+    """
+    relay = Relay(config, transport)
+    fakes = (Int32(1), Int32(1), _fake_exchange(), Int32(1), make_fake_stream())
+    return cute.compile(relay, *fakes, options=f"--gpu-arch {config.arch} {options}".strip())
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
@@ -110,3 +119,8 @@ def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
     return cute.compile(
         kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.arch} {options}".strip()
     )
+
+
+def _fake_exchange() -> Exchange:
+    peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
+    return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 4)

@@ -8,6 +8,7 @@ base address, which every rank knows for every peer; a workspace has the same si
     slots_offset      slot buffer of even epochs
     + buffer_bytes    slot buffer of odd epochs
     + 2, 3 x          staging buffers, even and odd, if some peer has no address (transport ``nvshmem``)
+    + 4 x             ``uint64[max_flags]``: which staged tiles are complete (transport ``staged``)
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
@@ -32,6 +33,12 @@ TICKET_OFFSET = 4
 
 CLAIM_OFFSET = 8
 """``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
+
+RELAY_EPOCH_OFFSET = 16
+"""``uint32``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
+
+RELAY_TICKET_OFFSET = 20
+"""``uint32``: the relay kernel's ticket, as ``TICKET_OFFSET``."""
 
 ENTERED_OFFSET = 128
 """``uint64[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
@@ -104,4 +111,6 @@ def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) ->
         buffer_bytes: one slot buffer, a multiple of 16.
         staging: whether tiles to some peer are staged in this rank's memory.
     """
-    return slots_offset(max_flags) + (4 if staging else 2) * buffer_bytes
+    if staging:
+        return slots_offset(max_flags) + 4 * buffer_bytes + FLAG_BYTES * max_flags
+    return slots_offset(max_flags) + 2 * buffer_bytes

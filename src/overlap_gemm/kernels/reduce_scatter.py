@@ -49,7 +49,7 @@ from overlap_gemm.kernels.geometry import (
 )
 from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
 from overlap_gemm.kernels.work import Work
-from overlap_gemm.schedules import RotatedShards
+from overlap_gemm.schedules import RotatedShards, TileGrid
 
 
 class Context(NamedTuple):
@@ -72,6 +72,24 @@ class Context(NamedTuple):
     slots: Any
     bound: WaitBound
     source_bytes: Any
+
+
+def make_context(
+    config: GemmConfig, bias: Any, exchange: Exchange, grid: TileGrid, epoch_offset: int
+) -> Context:
+    """The call's run-time values; the call's epoch is one above the word at ``epoch_offset``."""
+    base = exchange.peers[exchange.rank]
+    epoch = cute.arch.load(global_pointer(Uint32, base + epoch_offset, 4), Uint32) + 1
+    cta_tiles = grid.rows * grid.cols * config.cluster_size
+    return Context(
+        bias,
+        exchange,
+        base,
+        epoch,
+        exchange.slots_offset + Int64(epoch & 1) * exchange.buffer_bytes,
+        WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
+        Int64(cta_tiles) * (config.subtiles * config.slot_subtile_bytes),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,18 +115,7 @@ class ReduceScatter:
 
     def context(self, bias: Any, exchange: Exchange, work: Work) -> Context:
         """Reads the epoch: every thread, before the CTA's first barrier, so before any ticket of this CTA."""
-        base = exchange.peers[exchange.rank]
-        epoch = cute.arch.load(global_pointer(Uint32, base + EPOCH_OFFSET, 4), Uint32) + 1
-        cta_tiles = work.grid.rows * work.grid.cols * self.config.cluster_size
-        return Context(
-            bias,
-            exchange,
-            base,
-            epoch,
-            exchange.slots_offset + Int64(epoch & 1) * exchange.buffer_bytes,
-            WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
-            Int64(cta_tiles) * self._tile_bytes,
-        )
+        return make_context(self.config, bias, exchange, work.grid, EPOCH_OFFSET)
 
     # -- epilogue
 
@@ -230,15 +237,8 @@ class PartialSender:
 
     def locate(self, tile: Any) -> Route:
         """The tile's route to its owner."""
-        context, rank = self.context, self.context.exchange.rank
         at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
-        in_slot = Int64(at.index) * self.op._tile_bytes
-        # Nobody keeps a slot for itself: ranks behind move up by one.
-        slot = (rank - (rank > at.owner) * 1) * context.source_bytes + in_slot
-        staged = (at.owner - (at.owner > rank) * 1) * context.source_bytes + in_slot
-        staging = context.base + context.slots + 2 * context.exchange.buffer_bytes + staged
-        flag = _flag_address(Int64(0), at.index * context.exchange.world + rank)
-        return Route(context.exchange.peers, rank, at.owner, context.slots + slot, staging, flag)
+        return route_of(self.op.config, self.context, at.index, at.owner)
 
     def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to the owner's slot."""
@@ -248,6 +248,26 @@ class PartialSender:
     def publish(self, tile: Any) -> None:
         """Tells the owner that the tile's slot is complete, or completes it."""
         self.op.transport.publish(self.locate(tile), self.op._tile_bytes, self.context.epoch)
+
+
+def route_of(config: GemmConfig, context: Context, index: Any, owner: Any) -> Route:
+    """The way of the CTA tile ``index`` of the shard of ``owner``, another rank."""
+    exchange = context.exchange
+    rank = exchange.rank
+    in_slot = Int64(index) * (config.subtiles * config.slot_subtile_bytes)
+    # Nobody keeps a slot for itself: ranks behind move up by one.
+    slot = (rank - (rank > owner) * 1) * context.source_bytes + in_slot
+    staging = (owner - (owner > rank) * 1) * context.source_bytes + in_slot
+    staged_flags = context.base + exchange.slots_offset + 4 * exchange.buffer_bytes
+    return Route(
+        exchange.peers,
+        rank,
+        owner,
+        context.slots + slot,
+        context.base + context.slots + 2 * exchange.buffer_bytes + staging,
+        _flag_address(Int64(0), index * exchange.world + rank),
+        staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),
+    )
 
 
 def _flag_address(base: Any, index: Any) -> Any:

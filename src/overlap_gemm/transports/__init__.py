@@ -1,6 +1,6 @@
 """Ways for a tile to reach a peer. One file each: the device half, called by the comm lane."""
 
-from overlap_gemm.transports.nvshmem import Nvshmem
+from overlap_gemm.transports.nvshmem import Nvshmem, Staged
 from overlap_gemm.transports.peer_bulk import PeerBulk
 
-__all__ = ["Nvshmem", "PeerBulk"]
+__all__ = ["Nvshmem", "PeerBulk", "Staged"]

@@ -29,8 +29,42 @@ SIGNAL_SET = 9
 
 
 @dataclass(frozen=True)
+class Staged:
+    """The GEMM's half where NVSHMEM calls must stay out of it (sm_90): a relay kernel puts what is staged.
+
+    Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's staging
+    buffer and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
+    """
+
+    @cute.jit
+    def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
+        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
+        _store(route, offset, stage)
+
+    @cute.jit
+    def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
+        """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for."""
+        peer = route.peers[route.owner]
+        address = peer + route.flag
+        if peer < 0:
+            address = route.staged
+        release_flag(address, epoch)
+
+    @cute.jit
+    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
+        """Releases the flag at ``offset`` in the workspace of ``peer``, or where the relay waits for it."""
+        base = peers[peer]
+        if base < 0:
+            base = peers[rank]
+        release_flag(base + offset, epoch)
+
+
+@dataclass(frozen=True)
 class Nvshmem:
-    """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to."""
+    """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
+
+    Also the put of the relay kernel, there by a whole warp.
+    """
 
     def __post_init__(self) -> None:
         """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
@@ -39,11 +73,7 @@ class Nvshmem:
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
         """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
-        peer = route.peers[route.owner]
-        address = peer + route.slot
-        if peer < 0:
-            address = route.staging
-        bulk_store(stage, address + offset)
+        _store(route, offset, stage)
 
     @cute.jit
     def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
@@ -65,6 +95,21 @@ class Nvshmem:
             )
 
     @cute.jit
+    def relay(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
+        """Puts a staged tile and its flag; called by all threads of a warp."""
+        import nvshmem.core.device.cute as nv
+
+        own = route.peers[route.rank]
+        nv.put_signal_nbi_warp(
+            _words(own + route.slot, tile_bytes),
+            _words(route.staging, tile_bytes),
+            _word(own + route.flag),
+            Uint64(epoch),
+            SIGNAL_SET,
+            Int32(-1 - route.peers[route.owner]),
+        )
+
+    @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
         """Releases the flag at ``offset`` in the workspace of ``peer``, or signals it."""
         import nvshmem.core.device.cute as nv
@@ -74,6 +119,15 @@ class Nvshmem:
             release_flag(base + offset, epoch)
         else:
             nv.signal_op(_word(peers[rank] + offset), Uint64(epoch), SIGNAL_SET, Int32(-1 - base))
+
+
+@cute.jit
+def _store(route: Route, offset: Int64, stage: cute.Tensor) -> None:
+    peer = route.peers[route.owner]
+    address = peer + route.slot
+    if peer < 0:
+        address = route.staging
+    bulk_store(stage, address + offset)
 
 
 def _words(address: Any, num_bytes: Any) -> Any:
