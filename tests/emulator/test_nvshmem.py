@@ -83,7 +83,7 @@ def test_every_way_to_reach_a_peer(ways, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [WAYS[i : i + 3] for i in range(0, len(WAYS) - 1, 3)], ids="-".join)
+@pytest.mark.parametrize("ways", [WAYS[0:3], WAYS[3:6], WAYS[9:12]], ids="-".join)
 @pytest.mark.parametrize("mode", ["immediate", "lazy"])
 def test_every_way_over_the_network(ways, mode):
     with Emulator(ranks=RANKS, mode=mode, seed=3, network=True) as emu:
