@@ -2,12 +2,15 @@
 
 import json
 import logging
+import os
+import unittest
 from dataclasses import dataclass
 
 import pytest
 
 from overlap_gemm.runtime import compile_cache
 from overlap_gemm.runtime.compile_cache import CompileCache
+from overlap_gemm.testing.ranks import Ranks
 
 ARCH = "sm_90a"
 
@@ -65,12 +68,28 @@ def test_one_build_per_configuration_and_process(tmp_path):
     assert origins(cache) == ["compiled", "compiled"]
 
 
-def test_a_new_process_takes_it_from_disk(tmp_path):
-    fetch(CompileCache(tmp_path), CountedBuild(Config(2)))
-    cache, again = CompileCache(tmp_path), CountedBuild(Config(2))
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Runs a body in another process.
+
+    Loading an entry brings in the DSL's own CUDA runtime, for the whole process and for good: the emulator,
+    whose tests share this one, could not put its stand-in there any more.
+    """
+    with Ranks(1) as ranks:
+        yield ranks.run
+
+
+def taken_from_disk(rank, size, folder):
+    os.environ["CUTE_DSL_DUMP_DIR"] = str(folder / "dumps")
+    cache, again = CompileCache(folder), CountedBuild(Config(2))
     assert callable(fetch(cache, again))
     assert again.calls == 0
     assert origins(cache) == ["disk"]
+
+
+def test_a_new_process_takes_it_from_disk(tmp_path, elsewhere):
+    fetch(CompileCache(tmp_path), CountedBuild(Config(2)))
+    elsewhere(taken_from_disk, tmp_path)
 
 
 def damage_object(folder):
@@ -90,18 +109,23 @@ def forget_digest(folder):
     description.write_text(json.dumps({"kernel": "?"}))
 
 
-@pytest.mark.parametrize("damage", [damage_object, truncate_description, forget_digest])
-def test_a_damaged_entry_is_compiled_again_and_replaced(tmp_path, damage, caplog):
-    fetch(CompileCache(tmp_path), CountedBuild(Config(2)))
-    damage(tmp_path)
-    cache, again = CompileCache(tmp_path), CountedBuild(Config(2))
-    with caplog.at_level(logging.WARNING):
+def compiled_again_and_replaced(rank, size, folder):
+    os.environ["CUTE_DSL_DUMP_DIR"] = str(folder / "dumps")
+    cache, again = CompileCache(folder), CountedBuild(Config(2))
+    with unittest.TestCase().assertLogs(compile_cache.logger, logging.WARNING) as logs:
         assert callable(fetch(cache, again))
     assert again.calls == 1
-    assert "damaged" in caplog.text
-    healed, third = CompileCache(tmp_path), CountedBuild(Config(2))
+    assert "damaged" in "".join(logs.output)
+    healed, third = CompileCache(folder), CountedBuild(Config(2))
     fetch(healed, third)
     assert third.calls == 0
+
+
+@pytest.mark.parametrize("damage", [damage_object, truncate_description, forget_digest])
+def test_a_damaged_entry_is_compiled_again_and_replaced(tmp_path, damage, elsewhere):
+    fetch(CompileCache(tmp_path), CountedBuild(Config(2)))
+    damage(tmp_path)
+    elsewhere(compiled_again_and_replaced, tmp_path)
 
 
 def test_the_key_covers_source_and_dsl_version(tmp_path, monkeypatch):
