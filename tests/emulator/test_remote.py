@@ -102,7 +102,7 @@ def test_bulk_copy_of_unfenced_shared_memory_is_reported():
 CANCEL = """
 mov.u32 %r0, %tid.x; mov.b32 %r10, bar; mov.b32 %r11, resp; setp.eq.b32 %p0, %r0, 0;
 @!%p0 bra END;
-mbarrier.init.shared.b64 [%r10], 1;
+mbarrier.init.shared.b64 [%r10], 1; fence.mbarrier_init.release.cluster;
 mov.u32 %r2, %ctaid.x; mov.b32 %r3, 0;
 NEXT:
 mul.wide.u32 %d5, %r2, 4; add.s64 %d5, %d5, %d0; mov.b32 %r4, 1; red.global.add.u32 [%d5], %r4;

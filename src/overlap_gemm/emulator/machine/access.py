@@ -14,6 +14,7 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
+from overlap_gemm.emulator.machine.order import scope_of
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
 from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, lane_array, lane_list, one
 
@@ -37,6 +38,18 @@ def _safe(address: np.ndarray, mask: int) -> np.ndarray:
     return np.where(lane_array(mask), address, address[(mask & -mask).bit_length() - 1])
 
 
+STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
+
+
+def strength_of(ins: Instruction) -> int:
+    """Scope of a strong access as an index in `order.SCOPES`, -1 for a weak one. Atomics are strong."""
+    if ins.parts[0] in ("atom", "red"):
+        return scope_of(ins, "gpu")
+    if ins.opcode.startswith("multimem.red"):
+        return scope_of(ins, "sys")
+    return scope_of(ins, "sys") if STRONG & set(ins.parts) else -1
+
+
 class Access:
     """One memory instruction's shape: `count` elements of `width` bytes per lane."""
 
@@ -46,6 +59,7 @@ class Access:
         self.shift = width.bit_length() - 1
         self.bits = 8 * width
         self.row_shift = self.size.bit_length() - 1
+        self.line, self.strength = ins.line, strength_of(ins)
         self.cached: Allocation | None = None
 
     # -- windows ---------------------------------------------------------------------------------
@@ -134,8 +148,8 @@ class Access:
         machine = group.warp.grid.machine
         if address.__class__ is int:
             allocation = self._allocation(group, mask, address)
-            if machine.observer is not None:
-                machine.observer.read(group, self.ins, allocation, address, self.size)
+            if machine.races is not None:
+                machine.races.read(group.warp.agent, self.line, self.strength, allocation, address, self.size)
             start = address - allocation.base
             raw = allocation.raw[start : start + self.size].tobytes()
             values = [
@@ -149,8 +163,8 @@ class Access:
             for lane in lane_list(mask):
                 out[:, lane] = self._load_global(group, 1 << lane, int(addresses[lane]))
             return out[0] if self.count == 1 else tuple(out)
-        if machine.observer is not None:
-            machine.observer.read(group, self.ins, allocation, addresses, self.size)
+        if machine.races is not None:
+            machine.races.read(group.warp.agent, self.line, self.strength, allocation, addresses, self.size)
         return self._columns(allocation.view(self.width, self.count)[index])
 
     def _allocation(self, group: Group, mask: int, address: int) -> Allocation:
@@ -271,7 +285,9 @@ class Access:
             if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
                 cta, offset = self._other_cta(group, mask, address)
             cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
-            cta.dirty[offset >> 4 : (offset + self.size + 15) >> 4] = group.warp.index + 1
+            agent = group.warp.agent
+            agent.touched = True
+            cta.dirty[offset >> 4 : (offset + self.size + 15) >> 4] = agent.epoch
         else:
             active = address if mask == FULL else address[lane_array(mask)]
             offset = active - np.uint32(cta.base)
@@ -284,9 +300,11 @@ class Access:
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
                 return
             view[offset >> self.row_shift] = self._rows(mask, values)
-            cta.dirty[offset >> 4] = group.warp.index + 1
+            agent = group.warp.agent
+            agent.touched = True
+            cta.dirty[offset >> 4] = agent.epoch
             if self.size == 32:
-                cta.dirty[(offset >> 4) + 1] = group.warp.index + 1
+                cta.dirty[(offset >> 4) + 1] = agent.epoch
         watch = group.warp.cta.cluster.watch
         if watch:
             notify(watch, granules(address, mask, self.size))
@@ -295,8 +313,10 @@ class Access:
         machine = group.warp.grid.machine
         if address.__class__ is int:
             allocation = self._allocation(group, mask, address)
-            if machine.observer is not None:
-                machine.observer.write(group, self.ins, allocation, address, self.size)
+            if machine.races is not None:
+                machine.races.write(
+                    group.warp.agent, self.line, self.strength, allocation, address, self.size
+                )
             start = address - allocation.base
             data = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
             allocation.raw[start : start + self.size] = data
@@ -308,8 +328,10 @@ class Access:
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_global(group, 1 << lane, int(address[lane]), one_lane)
                 return
-            if machine.observer is not None:
-                machine.observer.write(group, self.ins, allocation_, active, self.size)
+            if machine.races is not None:
+                machine.races.write(
+                    group.warp.agent, self.line, self.strength, allocation_, active, self.size
+                )
             allocation_.view(self.width, self.count)[index] = self._rows(mask, values)
         if machine.watch:
             notify(machine.watch, granules(address, mask, self.size))

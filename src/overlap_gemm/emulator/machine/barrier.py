@@ -6,18 +6,39 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.order import Snapshot
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group
 
 
 class Waiters:
-    """Groups parked on something."""
+    """Groups parked on something.
 
-    __slots__ = ("parked",)
+    Attributes:
+        scope: Scope of an arrival that names none.
+        arrivals: Releases of the current phase by agent, with their scope.
+        known: Releases of the completed phases by agent.
+        joint: All participants lie in the barrier's scope: their releases become one.
+    """
 
-    def __init__(self) -> None:
+    joint = False
+    __slots__ = ("arrivals", "known", "parked", "scope")
+
+    def __init__(self, scope: str) -> None:
         self.parked: list[Group] = []
+        self.scope = scope
+        self.arrivals: dict[int, tuple[Snapshot, int]] = {}
+        self.known: dict[int, tuple[Snapshot, int]] = {}
+
+    def publish(self) -> None:
+        """A phase is complete: who waits for it sees its arrivals."""
+        if self.arrivals:
+            if self.joint:
+                self.known = {0: (Snapshot.joined(s for s, _ in self.arrivals.values()), 0)}
+            else:
+                self.known.update(self.arrivals)
+            self.arrivals.clear()
 
     def park(self, group: Group, why: str) -> None:
         """Parks a group until `wake`."""
@@ -48,7 +69,7 @@ class MBarrier(Waiters):
     __slots__ = ("address", "completed", "count", "fenced", "pending", "phase", "tx")
 
     def __init__(self, address: int, count: int) -> None:
-        super().__init__()
+        super().__init__("cta")
         if not 1 <= count < 1 << 20:
             raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
         self.address, self.count, self.pending = address, count, count
@@ -80,6 +101,7 @@ class MBarrier(Waiters):
 
     def _advance(self) -> None:
         if self.pending == 0 and self.tx == 0:
+            self.publish()
             self.phase ^= 1
             self.completed += 1
             self.pending = self.count
@@ -103,10 +125,12 @@ class CountBarrier(Waiters):
         votes: Sum of the predicates of `bar.red`, by parity of the generation.
     """
 
+    joint = True
+
     __slots__ = ("arrived", "count", "everyone", "generation", "name", "votes")
 
-    def __init__(self, name: str, everyone: Callable[[], int]) -> None:
-        super().__init__()
+    def __init__(self, name: str, everyone: Callable[[], int], scope: str = "cta") -> None:
+        super().__init__(scope)
         self.name, self.everyone = name, everyone
         self.arrived, self.count, self.generation = 0, 0, 0
         self.votes = [0, 0]
@@ -130,6 +154,7 @@ class CountBarrier(Waiters):
     def check(self) -> None:
         """Releases the barrier if all have arrived; also called when threads exit."""
         if self.arrived and self.arrived >= (self.count or self.everyone()):
+            self.publish()
             self.arrived = 0
             self.generation += 1
             self.votes[self.generation & 1] = 0

@@ -1,4 +1,4 @@
-"""What is checked while a kernel runs: proxy fences, pending work at exit, barrier state at exit."""
+"""What is checked while a kernel runs, and the order of events that the checks rest on."""
 
 from __future__ import annotations
 
@@ -7,49 +7,102 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.machine.order import Agent, History, SyncVariables, includes, merge, scope_of
+from overlap_gemm.emulator.machine.races import RaceDetector
+from overlap_gemm.emulator.ptx.lanes import lane_list
+
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.barrier import MBarrier
+    from overlap_gemm.emulator.machine.barrier import MBarrier, Waiters
     from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.machine.grid import Grid
+    from overlap_gemm.emulator.machine.memory import GlobalMemory
     from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
 
-CHECKS = ("proxy", "exit", "mbarrier")
+CHECKS = ("proxy", "exit", "mbarrier", "race")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
 STRICT_CHECKS = ("tmem", "wgmma")
 
 
 class Checks:
-    """Hooks that instruction handlers call; each feeds the report."""
+    """Hooks that instruction handlers call; each keeps the order of events or feeds the report.
 
-    def __init__(self, report: Report, enabled: frozenset[str]) -> None:
+    Attributes:
+        races: The race detector, or None where it is off.
+        sync: Releases visible in memory.
+    """
+
+    def __init__(self, report: Report, enabled: frozenset[str], memory: GlobalMemory) -> None:
         self.report, self.enabled = report, enabled
+        self.sync = SyncVariables()
+        self.agents: dict[int, Agent] = {}
+        self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
+        self._histories: dict[tuple[int, int], History] = {}
 
-    # -- generic and async proxy -----------------------------------------------------------------
+    # -- agents ----------------------------------------------------------------------------------------
+
+    def new_agent(self, warp: Warp) -> Agent:
+        """The agent of a new warp."""
+        number = 2 * len(self.agents) + 2
+        agent = self.agents[number] = Agent(number, warp, warp.grid.history)
+        return agent
+
+    def history(self, rank: int, stream: int) -> History:
+        """What a launch finds behind it."""
+        return self._histories.get((rank, stream), History())
+
+    def cta_ended(self, cta: Cta) -> None:
+        """Collects what a CTA learnt of other launches."""
+        grid = cta.grid
+        for warp in cta.warps:
+            vector = warp.agent.vector
+            merge(grid.learnt, {a: c for a, c in vector.items() if self.agents[a & ~1].warp.grid is not grid})
+
+    def grid_ended(self, grid: Grid) -> None:
+        """The next launch in the stream knows all that a grid did, bulk stores included."""
+        before = grid.history
+        vector = {**before.vector}
+        merge(vector, grid.learnt)
+        key = grid.launch.rank, grid.launch.stream
+        self._histories[key] = History(before.grids | {grid.number}, vector)
+
+    def clear(self) -> None:
+        """A run is over: all of it is ordered before what follows."""
+        self.agents.clear()
+        self._histories.clear()
+        self.sync.clear()
+        if self.races is not None:
+            self.races.clear()
+
+    # -- generic and async proxy -----------------------------------------------------------------------
 
     def proxy_fence(self, group: Group, spaces: list[str]) -> None:
-        """`fence.proxy.async`: what this warp wrote to shared memory is now visible to the async proxy."""
-        cta = group.warp.cta
-        if not spaces or spaces[0].startswith("shared"):
-            dirty = cta.dirty
-            dirty[dirty == group.warp.index + 1] = 0
+        """`fence.proxy.async`: generic writes that this warp knows of become visible to the async proxy."""
+        shared = not spaces or any(s.startswith("shared") for s in spaces)
+        group.warp.agent.fence_proxy(shared, not spaces or "global" in spaces)
 
-    def async_read(self, cta: Cta, offsets: NDArray[np.int64], what: str, line: int) -> None:
-        """An async unit reads shared memory: every granule must have been fenced since it was written."""
+    def smem_read(self, group: Group, cta: Cta, offsets: NDArray[np.int64], what: str, line: int) -> None:
+        """An async unit is told to read shared memory: every granule must have been fenced since written."""
         if "proxy" not in self.enabled:
             return
-        granules = offsets >> 4
-        marks = cta.dirty[granules]
-        if marks.any():
-            at = int(np.flatnonzero(marks)[0])
-            writer = int(marks[at]) - 1
-            self.report.add(
-                "proxy-fence",
-                f"{what} (line {line}) reads shared address {int(offsets[at]):#x} of {cta}, which warp "
-                f"{writer} wrote through the generic proxy with no fence.proxy.async since",
-                line,
-            )
+        epochs = cta.dirty[offsets >> 4]
+        if not epochs.any():
+            return
+        agent = group.warp.agent
+        for epoch in np.unique(epochs).tolist():
+            owner = self.agents.get(epoch >> 32)
+            if owner is not None and not agent.has_proxied(epoch, owner, in_global=False):
+                at = int(offsets[np.flatnonzero(epochs == epoch)[0]])
+                writer = owner.warp
+                self.report.add(
+                    "proxy-fence",
+                    f"{what} (line {line}) issued by {group.warp} reads shared {at:#x} of {cta}, which "
+                    f"{writer} wrote through the generic proxy: no fence.proxy.async lies between",
+                    line,
+                )
+                return
 
-    def async_write(self, cta: Cta, offsets: NDArray[np.int64]) -> None:
+    def smem_written(self, cta: Cta, offsets: NDArray[np.int64]) -> None:
         """An async unit overwrote shared memory: generic writes before it no longer matter."""
         cta.dirty[offsets >> 4] = 0
 
@@ -108,28 +161,55 @@ class Checks:
                 line,
             )
 
-    # -- synchronisation hooks -------------------------------------------------------------------
+    # -- synchronisation -------------------------------------------------------------------
 
     def fence(self, group: Group, ins: Instruction) -> None:
-        """`fence` and `membar`."""
+        """`fence.{sc,acq_rel}` and `membar`."""
+        if ins.parts[0] == "membar" or {"sc", "acq_rel", "acquire", "release"} & set(ins.parts):
+            group.warp.agent.fence(scope_of(ins, "cta" if ins.parts[0] == "membar" else "sys"))
 
-    def release(self, group: Group, ins: Instruction) -> None:
-        """An mbarrier arrival."""
+    def arrive(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
+        """An arrival at a barrier: a release unless it says `.relaxed`."""
+        if "relaxed" not in ins.parts:
+            agent = group.warp.agent
+            barrier.arrivals[agent.id] = (agent.release(), scope_of(ins, barrier.scope))
 
-    def arrive(self, group: Group, barrier: MBarrier) -> None:
-        """An arrival at a barrier object."""
+    def leave(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
+        """A barrier let a warp go: an acquire unless it says `.relaxed`."""
+        if "relaxed" in ins.parts:
+            return
+        agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
+        for snapshot, scope in barrier.known.values():
+            if barrier.joint or includes(min(scope, mine), snapshot.agent.warp, agent.warp):
+                agent.acquire(snapshot)
 
-    def acquire_barrier(self, group: Group, barrier: MBarrier) -> None:
-        """A successful wait on a barrier object."""
-
-    def strong_load(self, group: Group, ins: Instruction, space: str, address: Any, acquires: bool) -> None:
+    def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or acquire load."""
+        acquires, scope = "acquire" in ins.parts, scope_of(ins, "gpu")
+        for place in self._places(group, mask, space, address):
+            self.sync.read(group.warp.agent, place, scope, acquires)
 
-    def strong_store(self, group: Group, ins: Instruction, space: str, address: Any) -> None:
+    def strong_store(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or release store."""
+        for place in self._places(group, mask, space, address):
+            scope = scope_of(ins, "gpu")
+            self.sync.write(group.warp.agent, place, scope, "release" in ins.parts, rmw=False)
 
-    def atomic(self, group: Group, ins: Instruction, space: str, address: Any) -> None:
-        """An atomic or reduction."""
+    def atomic(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
+        """An atomic or reduction; relaxed unless it says more."""
+        parts, agent = ins.parts, group.warp.agent
+        scope = scope_of(ins, "sys" if parts[0] == "multimem" else "gpu")
+        for place in self._places(group, mask, space, address):
+            self.sync.read(agent, place, scope, "acquire" in parts or "acq_rel" in parts)
+            self.sync.write(agent, place, scope, "release" in parts or "acq_rel" in parts, rmw=True)
+
+    @staticmethod
+    def _places(group: Group, mask: int, space: str, address: Any) -> set[Any]:
+        if address.__class__ is int:
+            addresses = {address}
+        else:
+            addresses = {int(address[lane]) for lane in lane_list(mask)}
+        return addresses if space == "global" else {(id(group.warp.cta.cluster), a) for a in addresses}
 
     # -- exit ------------------------------------------------------------------------------------
 

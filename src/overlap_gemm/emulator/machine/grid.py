@@ -57,6 +57,8 @@ class Grid:
         self._slots = list(range(machine.resident))
         self.total = launch.grid[0] * launch.grid[1] * launch.grid[2]
         self.ended = 0
+        self.history = self.checks.history(launch.rank, launch.stream)
+        self.learnt: dict[int, int] = {}
         self.finished: Callable[[Grid], None] = lambda grid: None
 
     def _layout(self, blobs: tuple[bytes, ...]) -> bytes:
@@ -126,6 +128,7 @@ class Grid:
     def cta_exited(self, cta: Cta) -> None:
         """Counts a CTA out; its cluster's memory goes when all of them have ended."""
         self.checks.cta_exit(cta)
+        self.checks.cta_ended(cta)
         for warp in cta.warps:
             self.scheduler.live.pop(id(warp), None)
         self.ended += 1
@@ -136,6 +139,7 @@ class Grid:
             self._slots.extend(c.state["slot"] for c in cluster.ctas)
             self.start()
         if self.ended == self.total:
+            self.checks.grid_ended(self)
             self.finished(self)
 
     def joined(self, slot: int, mask: int, new: Any, old: Any) -> Any:

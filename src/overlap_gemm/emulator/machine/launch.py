@@ -102,8 +102,8 @@ class Machine:
         self.memory = GlobalMemory()
         self.report = Report()
         self.watch: dict[int, list[Any]] = {}
-        self.observer: Any = None
-        self.checks = Checks(self.report, frozenset(checks))
+        self.checks = Checks(self.report, frozenset(checks), self.memory)
+        self.races = self.checks.races
         self.engine = AsyncEngine(mode, seed)
         self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
         self.engine.moved = self.scheduler.moved
@@ -153,6 +153,7 @@ class Machine:
             self.scheduler.reset()
             self.engine.reset()
             self.watch.clear()
+            self.checks.clear()
             self.report.instructions = self.scheduler.executed
             self.report.seconds += time.perf_counter() - begin
 

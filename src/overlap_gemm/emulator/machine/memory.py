@@ -200,14 +200,14 @@ class GlobalMemory:
     def gather(self, addresses: NDArray[np.int64], chunk: int) -> NDArray[np.generic]:
         """Reads aligned chunks of `chunk` bytes: `[n]` of the dtype that carries so many."""
         out: np.ndarray = np.empty(addresses.shape, _DTYPE[chunk])
-        for allocation, where in self._spans(addresses, chunk):
+        for allocation, where in self.spans(addresses, chunk):
             view, index = self._indexed(allocation, addresses[where], chunk)
             out[where] = view[index]
         return out
 
     def scatter(self, addresses: NDArray[np.int64], chunk: int, values: NDArray[np.generic]) -> None:
         """Writes aligned chunks."""
-        for allocation, where in self._spans(addresses, chunk):
+        for allocation, where in self.spans(addresses, chunk):
             view, index = self._indexed(allocation, addresses[where], chunk)
             view[index] = values[where]
 
@@ -223,7 +223,7 @@ class GlobalMemory:
         view = allocation.raw[skew : skew + (allocation.nbytes - skew) // chunk * chunk].view(_DTYPE[chunk])
         return view, (addresses - allocation.base - skew) >> shift
 
-    def _spans(
+    def spans(
         self, addresses: NDArray[np.int64], chunk: int
     ) -> Iterator[tuple[Allocation, NDArray[np.bool_] | slice]]:
         """Splits addresses by allocation; checks every one."""

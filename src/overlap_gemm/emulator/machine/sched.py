@@ -161,7 +161,6 @@ class Scheduler:
             except Exception as error:
                 raise program.locate(error, group, pc) from error
             self.executed += count
-            warp.counted += count
         if not warp.queued and any(not g.why for g in warp.groups):
             warp.queued = True
             starved = self.schedule.starved

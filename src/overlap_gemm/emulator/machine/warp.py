@@ -154,6 +154,7 @@ class Warp:
         program = cta.grid.program
         self.groups = [Group(self, self.full, program.start, list(program.initial))]
         self.queued = False
+        self.agent = cta.grid.checks.new_agent(self)
         self.bulk: dict[tuple[str, int], BulkGroups] = {}
         self.cluster_token: int | None = None
         self.local: np.ndarray | None = None
@@ -218,7 +219,7 @@ class Cta:
         self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
         self.tmem_waiters: list[Group] = []
         self.tmem_order = TmemOrder()
-        self.dirty = np.zeros(len(self.smem) >> 4, np.uint16)
+        self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}
         self.pending: dict[int, Any] = {}
@@ -292,6 +293,7 @@ class Cluster:
         self.barrier = CountBarrier(
             f"barrier of the cluster at {first} of rank {grid.launch.rank}",
             lambda: sum(32 * c.live_warps for c in self.ctas),
+            "cluster",
         )
         self.ctas: list[Cta] = []
         offsets = [(x, y, z) for z in range(cz) for y in range(cy) for x in range(cx)]

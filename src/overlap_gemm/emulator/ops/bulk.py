@@ -15,6 +15,8 @@ from overlap_gemm.emulator.machine.access import notify
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.memory import PARAM, WINDOW_SHIFT
+from overlap_gemm.emulator.machine.order import SCOPES
+from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group
 from overlap_gemm.emulator.ops.memory import combine
 from overlap_gemm.emulator.ops.registry import instruction
@@ -75,7 +77,7 @@ def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
 def write_smem(cta: Cta, offsets: np.ndarray, chunk: int, data: np.ndarray) -> None:
     """An async unit writes chunks of shared memory."""
     smem_chunks(cta, chunk)[offsets >> (chunk.bit_length() - 1)] = data
-    cta.grid.checks.async_write(cta, offsets)
+    cta.grid.checks.smem_written(cta, offsets)
     if cta.cluster.watch:
         notify(cta.cluster.watch, ((offsets + cta.base) >> 4).tolist())
 
@@ -156,13 +158,14 @@ def _load_box(
     if int(plan.smem_offsets.max()) + plan.chunk > limit:
         raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")
     line, memory = ins.line, grid.machine.memory
-    observer = grid.machine.observer
+    if grid.machine.races is not None:
+        addresses = plan.clipped()[0]
+        if len(addresses):
+            grid.machine.races.async_read(group.warp.agent, line, addresses, plan.chunk)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             data = _gather_box(memory, tmap, plan)
-            if observer is not None:
-                observer.async_read(group, ins, plan)
             write_smem(cta, plan.smem_offsets, plan.chunk, data)
             signalled.mbarrier(barrier & _OFFSET | signalled.base).complete(plan.box_bytes)
 
@@ -201,7 +204,7 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
                 if len(addresses):
                     copy_out(group, ins, lane, addresses, offsets, plan.chunk, merge)
                 else:
-                    bulk_groups(group, lane).open.append((DONE, DONE))
+                    bulk_groups(group, lane).open.append((DONE, DONE, 0))
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 
@@ -232,8 +235,13 @@ def copy_out(
         machine.memory.find(int(addresses.max()), chunk)
     held: list[np.ndarray] = []
     what = f"the bulk store of line {ins.line}"
-    grid.checks.async_read(cta, offsets, what, ins.line)
-    store = machine.observer.begin_store(group, ins) if machine.observer is not None else None
+    grid.checks.smem_read(group, cta, offsets, what, ins.line)
+    agent = group.warp.agent
+    agent.issued += 1
+    if machine.races is not None:
+        for target in machine.memory.multicast_targets(low):
+            strength = WEAK if merge is None else SCOPES.index("sys")
+            machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk)
 
     def read() -> None:
         held.append(smem_chunks(cta, chunk)[offsets >> (chunk.bit_length() - 1)])
@@ -241,8 +249,6 @@ def copy_out(
 
     def write() -> None:
         data = held.pop()
-        if store is not None:
-            store.write(addresses, chunk)
         if merge is None:
             write_global(group, addresses, chunk, data)
         else:
@@ -256,7 +262,7 @@ def copy_out(
     first = Event(read, grid, cta, f"{what} reading shared memory", "read")
     grid.engine.submit(first)
     second = grid.engine.submit(Event(write, grid, None, what, "write", after=(first,)))
-    bulk_groups(group, lane).open.append((first, second))
+    bulk_groups(group, lane).open.append((first, second, agent.issued))
 
 
 def _wake(group: Group, what: str) -> None:
@@ -354,22 +360,22 @@ def _copy_in(
         places = [(cluster.owner(dst), cluster.owner(barrier))]
     else:
         places = [(cluster.ctas[r], cluster.ctas[r]) for r in range(cluster.size) if cta_mask >> r & 1]
-    memory, observer = grid.machine.memory, grid.machine.observer
+    memory = grid.machine.memory
     offsets, chunk = _run_of(dst & _OFFSET, nbytes)
     if (dst & _OFFSET) + nbytes > len(places[0][0].smem):
         raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
     if from_global:
         memory.find(src, nbytes)
         source_cta, sources = None, _run_of(src, nbytes)[0]
+        if grid.machine.races is not None:
+            grid.machine.races.async_read(group.warp.agent, ins.line, sources, chunk)
     else:
         source_cta, sources = cluster.owner(src), _run_of(src & _OFFSET, nbytes)[0]
-        grid.checks.async_read(source_cta, sources, f"the bulk copy of line {ins.line}", ins.line)
+        grid.checks.smem_read(group, source_cta, sources, "the bulk copy", ins.line)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             if source_cta is None:
-                if observer is not None:
-                    observer.async_read_range(group, ins, src, nbytes)
                 data = memory.gather(sources, chunk)
             else:
                 data = smem_chunks(source_cta, chunk)[sources >> 4]
@@ -419,8 +425,9 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
                     return BLOCK_RESULT
             while len(committed) > allowed and all(op[1].done for op in committed[0]):
                 done = committed.popleft()
-                if part == 1 and group.warp.grid.machine.observer is not None:
-                    group.warp.grid.machine.observer.completed(group, done)
+                if part == 1:
+                    agent = group.warp.agent
+                    agent.learn(agent.id + 1, max((op[2] for op in done), default=0))
         return None
 
     return Op(run, (ins.operands[0],), (), head=True)

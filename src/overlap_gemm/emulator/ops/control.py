@@ -9,6 +9,7 @@ from typing import Any
 
 from overlap_gemm.emulator.machine.errors import EmulatorError, KernelTrap
 from overlap_gemm.emulator.machine.memory import FUNCTION
+from overlap_gemm.emulator.machine.order import SCOPES
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.ops.convergence import gathered
 from overlap_gemm.emulator.ops.registry import instruction
@@ -191,4 +192,12 @@ def _vprintf(group: Group, text: Any, arguments: Any) -> int:
     return 0
 
 
-BUILTIN: dict[str, Callable[..., Any]] = {"vprintf": _vprintf}
+def _nvshmem_update_mem(group: Group) -> None:
+    """How NVSHMEM ends a wait: a fence of gpu scope, on which it relies beyond the GPU; taken at its word."""
+    group.warp.agent.fence(SCOPES.index("sys"))
+
+
+BUILTIN: dict[str, Callable[..., Any]] = {
+    "vprintf": _vprintf,
+    "_Z36nvshmemi_transfer_syncapi_update_memv": _nvshmem_update_mem,
+}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.machine.access import Access, granules
+from overlap_gemm.emulator.machine.access import STRONG, Access, granules
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.ops.registry import destinations, instruction
 from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, Op, Unsupported, width_of
@@ -17,7 +17,6 @@ from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem,
 from overlap_gemm.emulator.ptx.lanes import DTYPE, MASK, lane_list, one, resize, signed
 
 _SPACES = ("global", "shared", "local", "param", "const")
-STRONG = ("relaxed", "acquire", "volatile", "release", "mmio")
 
 
 def space_of(ins: Instruction) -> str:
@@ -58,7 +57,6 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     regs = [r if r is not None and kind != "b128" and width_of(r) != bits else None for r in outputs]
     convert = any(r is not None for r in regs)
     polling = any(p in STRONG for p in ins.parts)
-    acquires = "acquire" in ins.parts
 
     def run(group: Group, mask: int, address: Any) -> Any:
         where, at = access.resolve(group, mask, address)
@@ -66,7 +64,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
         if polling and _parked(group, ins, mask, where, at, value, access.size):
             return BLOCK_RESULT
         if polling:
-            group.warp.grid.checks.strong_load(group, ins, where, at, acquires)
+            group.warp.grid.checks.strong_load(group, ins, mask, where, at)
         if convert:
             parts = (value,) if count == 1 else value
             parts = tuple(
@@ -170,8 +168,10 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         where, at = access.resolve(group, mask, address)
         if strong:
-            group.warp.grid.checks.strong_store(group, ins, where, at)
+            group.warp.grid.checks.strong_store(group, ins, mask, where, at)
         access.store(group, mask, where, at, (values,) if single else values)
+        if strong:
+            group.warp.agent.step()
 
     return Op(run, (address, source), (), head=strong)
 
@@ -269,7 +269,7 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
         operands = operand if count > 1 else (operand,)
         old = np.zeros((count, 32), DTYPE[pair_size])
         changed = False
-        group.warp.grid.checks.atomic(group, ins, where, at)
+        group.warp.grid.checks.atomic(group, ins, mask, where, at)
         for lane in lane_list(mask):
             lane_mask, place = 1 << lane, one(at, 1 << lane)
             before = access.load(group, lane_mask, where, place)
@@ -285,6 +285,7 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
             if tuple(after) != tuple(before):
                 changed = True
                 access.store(group, lane_mask, where, place, tuple(after))
+        group.warp.agent.step()
         if returns and not changed and _parked(group, ins, mask, where, at, old[0], access.size):
             return BLOCK_RESULT
         if changed:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from overlap_gemm.emulator.machine.access import Access
+from overlap_gemm.emulator.machine.access import STRONG, Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.warp import Group
-from overlap_gemm.emulator.ops.memory import STRONG, combine, shape_of
+from overlap_gemm.emulator.ops.memory import combine, shape_of
 from overlap_gemm.emulator.ops.registry import destinations, instruction
 from overlap_gemm.emulator.ops.sync import fail
 from overlap_gemm.emulator.ptx import fmath
@@ -121,8 +121,9 @@ def _multimem_red(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         operands = values if count > 1 else (values,)
-        group.warp.grid.checks.atomic(group, ins, "global", address)
         for shift in _shifts(group, ins, mask, address, access.size):
+            group.warp.agent.step()
+            group.warp.grid.checks.atomic(group, ins, mask, "global", _shifted(address, shift))
             for lane in lane_list(mask):
                 place = one(address, 1 << lane) + shift
                 old = access.load(group, 1 << lane, "global", place)

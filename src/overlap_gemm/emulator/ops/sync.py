@@ -43,13 +43,18 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
                 barrier.park(group, str(barrier))
                 return BLOCK_RESULT
             group.token = None
+            cta.grid.checks.leave(group, barrier, ins)
             return None
         count = one(count, mask)
         if count % 32:
             raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
+        cta.grid.checks.arrive(group, barrier, ins)
         generation = barrier.arrive(_threads(group, mask), count)
         group.effects += 1
-        if verb == "arrive" or barrier.generation != generation:
+        if verb == "arrive":
+            return None
+        if barrier.generation != generation:
+            cta.grid.checks.leave(group, barrier, ins)
             return None
         group.token = generation
         barrier.park(group, str(barrier))
@@ -73,6 +78,7 @@ def _bar_red(ins: Instruction, operation: str) -> Op:
         if group.token is None:
             expected = one(count, mask)
             votes = (bits(p) & mask).bit_count()
+            cta.grid.checks.arrive(group, barrier, ins)
             group.token = (
                 barrier.arrive(_threads(group, mask), expected, votes),
                 expected or barrier.everyone(),
@@ -82,6 +88,7 @@ def _bar_red(ins: Instruction, operation: str) -> Op:
             barrier.park(group, str(barrier))
             return BLOCK_RESULT
         group.token = None
+        cta.grid.checks.leave(group, barrier, ins)
         votes = barrier.votes[generation & 1]
         return votes if operation == "popc" else votes > 0 if operation == "or" else votes >= expected
 
@@ -97,6 +104,7 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
         if warp.cluster_token is not None and warp.state.get("cluster_lanes", 0) & mask:
             raise fail(group, ins, "arrives at the cluster barrier again without having waited")
         cluster = warp.cta.cluster
+        cluster.grid.checks.arrive(group, cluster.barrier, ins)
         warp.cluster_token = cluster.barrier.arrive(_threads(group, mask))
         warp.state["cluster_lanes"] = warp.state.get("cluster_lanes", 0) | mask
         group.effects += 1
@@ -108,6 +116,7 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
         if barrier.generation == warp.cluster_token:
             barrier.park(group, str(barrier))
             return BLOCK_RESULT
+        warp.grid.checks.leave(group, barrier, ins)
         warp.state["cluster_lanes"] &= ~mask
         if not warp.state["cluster_lanes"] & warp.live:
             warp.cluster_token = None
@@ -178,7 +187,6 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
         state = 0
         cta = group.warp.cta
         group.effects += 1
-        cta.grid.checks.release(group, ins)
         for a, n in _per_lane(mask, address, amount):
             barrier = cta.mbarrier(a & _WINDOW)
             if a >> 24 & 0xFF != cta.rank_in_cluster:
@@ -186,7 +194,7 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
                 if not cta.cluster.owner(a & _WINDOW).live_warps:
                     raise fail(group, ins, f"arrives at {barrier} of a CTA that has exited")
             state = barrier.phase | barrier.completed << 1
-            cta.grid.checks.arrive(group, barrier)
+            cta.grid.checks.arrive(group, barrier, ins)
             if drops:
                 barrier.count -= 1
             if expects:
@@ -234,7 +242,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         if done:
             if group.token is not None:
                 group.token = None
-            group.warp.grid.checks.acquire_barrier(group, barrier)
+            group.warp.grid.checks.leave(group, barrier, ins)
             return True
         timed_out = group.token == "timeout"
         if timed_out or not (hinted or looked.get(group) == group.effects):

@@ -216,7 +216,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         if "proxy" in cta.grid.checks.enabled:
             reads = product.smem_reads(len(ctas))
             for c in ctas:
-                cta.grid.checks.async_read(c, reads, f"tcgen05.mma of {group.warp}", ins.line)
+                cta.grid.checks.smem_read(group, c, reads, "tcgen05.mma", ins.line)
 
         checks, what = cta.grid.checks, f"tcgen05.mma of {group.warp}"
         strict = "tmem" in checks.enabled

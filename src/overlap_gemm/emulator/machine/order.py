@@ -1,0 +1,225 @@
+"""Happens-before between warps: vector clocks, release and acquire with scope (PTX ISA 8, memory model).
+
+Each warp is an agent with a clock. A release publishes what the agent knows; an acquire that observes it
+takes that over, but only where the scopes of both sides include the other party: `.cta` the same CTA,
+`.cluster` the same cluster, `.gpu` the same rank, `.sys` anyone. A fence makes a release of later, and an
+acquire of earlier, relaxed accesses. Barriers release and acquire.
+
+Beside each clock runs a second one, of generic-proxy writes that a proxy fence has passed to the async proxy.
+The bulk stores of a warp are a further agent (its id plus one), whose clock counts them: only a full
+wait_group makes the warp know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.warp import Warp
+    from overlap_gemm.emulator.ptx.ir import Instruction
+
+SCOPES = ("cta", "cluster", "gpu", "sys")
+Vector = dict[int, int]
+
+
+class History(NamedTuple):
+    """What a stream has behind it when a launch begins.
+
+    Attributes:
+        grids: Numbers of the launches that have ended before, wholly known.
+        vector: What those knew of others.
+    """
+
+    grids: frozenset[int] = frozenset()
+    vector: Vector = {}
+
+
+def merge(into: Vector, other: Vector) -> None:
+    """Takes the later clock of each agent."""
+    get = into.get
+    for agent, clock in other.items():
+        if get(agent, 0) < clock:
+            into[agent] = clock
+
+
+class Snapshot:
+    """What an agent, or all participants of a barrier, knew when they released."""
+
+    __slots__ = ("agent", "grids", "proxied", "vector")
+
+    def __init__(self, agent: Agent, vector: Vector, proxied: Vector, grids: frozenset[int]) -> None:
+        self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
+
+    @staticmethod
+    def joined(parts: Iterable[Snapshot]) -> Snapshot:
+        """Everything that any of several knew."""
+        first, *rest = parts
+        out = Snapshot(first.agent, dict(first.vector), dict(first.proxied), first.grids)
+        for part in rest:
+            merge(out.vector, part.vector)
+            merge(out.proxied, part.proxied)
+            if part.grids is not out.grids:
+                out.grids |= part.grids
+        return out
+
+    def including(self, agent: Agent) -> Snapshot:
+        """This and the agent's next access, which is the one that publishes it."""
+        vector = {**self.vector, agent.id: agent.vector[agent.id]}
+        return Snapshot(agent, vector, self.proxied, self.grids)
+
+
+class Agent:
+    """A warp's knowledge.
+
+    Attributes:
+        vector: Clock of every agent up to which its accesses happen before this one's next.
+        proxied: The same for generic writes to shared (key: the agent) and global memory (its complement)
+            that a proxy fence has passed on.
+        grids: Launches that are known as a whole.
+        touched: Whether it accessed memory since it last released.
+        fenced: Snapshot and scope of its last fence.
+        loads: Releases that its relaxed loads observed since the last fence, with the scope of both.
+        issued: Bulk stores issued.
+    """
+
+    __slots__ = (
+        "_latest",
+        "_seen",
+        "fenced",
+        "grids",
+        "id",
+        "issued",
+        "loads",
+        "proxied",
+        "touched",
+        "vector",
+        "warp",
+    )
+
+    def __init__(self, number: int, warp: Warp, history: History) -> None:
+        self.id, self.warp, self.grids = number, warp, history.grids
+        self.vector: Vector = {**history.vector, number: 1}
+        self.proxied: Vector = {~agent: clock for agent, clock in history.vector.items()}
+        self.touched = False
+        self.fenced: tuple[Snapshot, int] | None = None
+        self.loads: list[tuple[Snapshot, int]] = []
+        self.issued = 0
+        self._latest: Snapshot | None = None
+        self._seen: dict[int, Snapshot] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The agent and its clock in one integer."""
+        return self.id << 32 | self.vector[self.id]
+
+    def release(self) -> Snapshot:
+        """Publishes what it knows; later accesses get a later clock."""
+        if self._latest is None or self.touched:
+            self._latest = Snapshot(self, dict(self.vector), dict(self.proxied), self.grids)
+            self.vector[self.id] += 1
+            self.touched = False
+        return self._latest
+
+    def acquire(self, snapshot: Snapshot) -> None:
+        """Takes over what another agent published."""
+        key = snapshot.agent.id
+        if self._seen.get(key) is snapshot or snapshot is self._latest:
+            return
+        self._seen[key] = snapshot
+        self._latest = None
+        merge(self.vector, snapshot.vector)
+        merge(self.proxied, snapshot.proxied)
+        if snapshot.grids is not self.grids:
+            self.grids |= snapshot.grids
+
+    def step(self) -> None:
+        """What follows is later than what was published by the last access."""
+        self.vector[self.id] += 1
+        self._latest = None
+
+    def fence_proxy(self, in_shared: bool, in_global: bool) -> None:
+        """Passes every generic write it knows of, to shared or global memory, to the async proxy."""
+        if in_shared:
+            merge(self.proxied, self.vector)
+        if in_global:
+            merge(self.proxied, {~agent: clock for agent, clock in self.vector.items()})
+        self._latest = None
+        self.touched = True
+
+    def learn(self, agent: int, clock: int) -> None:
+        """Knows of one more agent's accesses."""
+        if self.vector.get(agent, 0) < clock:
+            self.vector[agent] = clock
+            self._latest = None
+
+    def knows(self, epoch: int, owner: Agent) -> bool:
+        """Whether an access of `owner` happened before this agent's next one."""
+        return self.vector.get(epoch >> 32, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
+
+    def has_proxied(self, epoch: int, owner: Agent, in_global: bool) -> bool:
+        """Whether a generic write was passed to the async proxy, as far as this agent knows."""
+        key = ~owner.id if in_global else owner.id
+        return self.proxied.get(key, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
+
+    def fence(self, scope: int) -> None:
+        """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""
+        for snapshot, both in self.loads:
+            if includes(min(scope, both), snapshot.agent.warp, self.warp):
+                self.acquire(snapshot)
+        self.loads.clear()
+        self.fenced = (self.release(), scope)
+
+
+def includes(scope: int, a: Warp, b: Warp) -> bool:
+    """Whether two warps lie in one instance of a scope."""
+    if scope == 3:
+        return True
+    if a.grid.launch.rank != b.grid.launch.rank:
+        return False
+    if scope == 2:
+        return True
+    return a.cta is b.cta if scope == 0 else a.cta.cluster is b.cta.cluster
+
+
+def scope_of(ins: Instruction, default: str) -> int:
+    """Index in `SCOPES` of an instruction's scope."""
+    parts = ins.parts
+    if "volatile" in parts or "mmio" in parts:
+        return 3
+    name = next((s for s in SCOPES if s in parts), {"gl": "gpu"}.get(parts[-1], default))
+    return SCOPES.index(name)
+
+
+class SyncVariables:
+    """Releases visible in memory: `(snapshot, scope)` heads of each location's release sequences."""
+
+    def __init__(self) -> None:
+        self._heads: dict[Any, list[tuple[Snapshot, int]]] = {}
+
+    def write(self, agent: Agent, place: Any, scope: int, releases: bool, rmw: bool) -> None:
+        """A strong write, about to be made. A read-modify-write continues the release sequences it read."""
+        heads = list(self._heads.get(place, ())) if rmw else []
+        if releases:
+            heads.append((agent.release().including(agent), scope))
+        elif agent.fenced is not None:
+            heads.append((agent.fenced[0].including(agent), min(scope, agent.fenced[1])))
+        if heads:
+            self._heads[place] = heads[-64:]
+        else:
+            self._heads.pop(place, None)
+
+    def read(self, agent: Agent, place: Any, scope: int, acquires: bool) -> None:
+        """A strong read."""
+        for snapshot, released in self._heads.get(place, ()):
+            both = min(scope, released)
+            if not acquires:
+                agent.loads.append((snapshot, both))
+            elif includes(both, snapshot.agent.warp, agent.warp):
+                agent.acquire(snapshot)
+        if len(agent.loads) > 256:
+            del agent.loads[:-256]
+
+    def clear(self) -> None:
+        """Forgets everything: all that happened is ordered before what follows."""
+        self._heads.clear()

@@ -1,0 +1,211 @@
+"""Data races on global memory, found by happens-before (as FastTrack does) rather than by what a run shows.
+
+Every granule of an allocation remembers the last write and the last read: agent, clock, PTX line, strength.
+An access that is not ordered after a conflicting one of another CTA or rank is reported with both parties,
+unless both are strong (relaxed, acquire, release, atomic) at scopes that include each other. A granule has
+16 bytes, or as few as the smallest access to the allocation. Reads are recorded in
+symmetric memory and memory of other ranks, elsewhere from the first write of a run on; of several reads of a
+granule only the last is remembered. What ended with the run before
+is ordered before everything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.order import SCOPES, Agent, includes
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.machine.memory import Allocation, GlobalMemory
+
+WEAK = -1
+
+
+class Shadow:
+    """Last write and last read of each granule of an allocation, as rows (epoch, line and strength)."""
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.nbytes, self.granule = nbytes, granule
+        self.writes = np.zeros((2, -(-nbytes // granule)), np.int64)
+        self.reads = np.zeros_like(self.writes)
+
+    def refine(self, granule: int) -> None:
+        """Goes over to smaller granules."""
+        factor = self.granule // granule
+        self.granule = granule
+        self.writes = np.repeat(self.writes, factor, axis=1)
+        self.reads = np.repeat(self.reads, factor, axis=1)
+
+
+def _mark(line: int, strength: int) -> int:
+    return line << 4 | (strength + 1)
+
+
+class RaceDetector:
+    """Told of every access to global memory.
+
+    Attributes:
+        agents: Every agent of the run by id.
+    """
+
+    def __init__(self, report: Report, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
+        self.report, self.memory, self.agents = report, memory, agents
+        self._shadows: dict[int, Shadow] = {}
+
+    def clear(self) -> None:
+        """Starts afresh: everything so far is ordered before what follows."""
+        self._shadows.clear()
+
+    def read(
+        self, agent: Agent, line: int, strength: int, allocation: Allocation, address: Any, size: int
+    ) -> None:
+        """A generic read of `size` bytes per lane."""
+        shadow = self._shadow_for_read(agent, allocation)
+        if shadow is None:
+            return
+        cells = self._cells(shadow, allocation, address, size)
+        self._check(agent, line, strength, allocation, shadow, shadow.writes, cells, "read", "written")
+        shadow.reads[0][cells] = agent.epoch
+        shadow.reads[1][cells] = _mark(line, strength)
+        agent.touched = True
+
+    def write(
+        self, agent: Agent, line: int, strength: int, allocation: Allocation, address: Any, size: int
+    ) -> None:
+        """A generic write of `size` bytes per lane."""
+        self._write(agent, agent.epoch, line, strength, allocation, address, size)
+        agent.touched = True
+
+    def bulk_write(self, agent: Agent, line: int, strength: int, addresses: np.ndarray, chunk: int) -> None:
+        """The destination write of the bulk store that an agent issued last, in chunks."""
+        epoch = agent.id + 1 << 32 | agent.issued
+        for allocation, where in self.memory.spans(addresses, chunk):
+            self._write(agent, epoch, line, strength, allocation, addresses[where], chunk)
+
+    def async_read(self, agent: Agent, line: int, addresses: np.ndarray, chunk: int) -> None:
+        """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence."""
+        for allocation, where in self.memory.spans(addresses, chunk):
+            shadow = self._shadow_for_read(agent, allocation)
+            if shadow is None:
+                continue
+            cells = self._cells(shadow, allocation, addresses[where], chunk)
+            self._check(agent, line, WEAK, allocation, shadow, shadow.writes, cells, "async read", "written")
+            self._check_proxy(agent, line, allocation, shadow, cells)
+            shadow.reads[0][cells] = agent.epoch
+            shadow.reads[1][cells] = _mark(line, WEAK)
+            agent.touched = True
+
+    def _shadow_for_read(self, agent: Agent, allocation: Allocation) -> Shadow | None:
+        """None where a read need not be recorded: nobody wrote, and no other rank is known to have access."""
+        shadow = self._shadows.get(allocation.base)
+        if shadow is None and (
+            allocation.kind == "symmetric" or allocation.rank != agent.warp.grid.launch.rank
+        ):
+            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
+        return shadow
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        agent: Agent,
+        epoch: int,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        address: Any,
+        size: int,
+    ) -> None:
+        shadow = self._shadows.get(allocation.base)
+        if shadow is None:
+            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
+        cells = self._cells(shadow, allocation, address, size)
+        for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
+            self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb)
+        shadow.writes[0][cells] = epoch
+        shadow.writes[1][cells] = _mark(line, strength)
+
+    @staticmethod
+    def _cells(shadow: Shadow, allocation: Allocation, address: Any, size: int) -> Any:
+        """Granules that an access touches, refining the shadow where the access is smaller than one."""
+        if address.__class__ is int:
+            start = address - allocation.base
+            fits = (start | size) % shadow.granule == 0
+        else:
+            offsets = (address - address.dtype.type(allocation.base)).astype(np.int64)
+            fits = int(np.bitwise_or.reduce(offsets) | size) % shadow.granule == 0
+        if not fits:
+            low = start | size if address.__class__ is int else int(np.bitwise_or.reduce(offsets)) | size
+            shadow.refine(min(shadow.granule, low & -low))
+        if address.__class__ is int:
+            return slice(start // shadow.granule, -(-(start + size) // shadow.granule))
+        cells = offsets // shadow.granule
+        if size > shadow.granule:
+            cells = (cells[:, None] + np.arange(size // shadow.granule)).reshape(-1)
+        return cells
+
+    def _check(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        shadow: Shadow,
+        history: np.ndarray,
+        cells: Any,
+        verb: str,
+        other_verb: str,
+    ) -> None:
+        epochs = history[0][cells]
+        first = int(epochs[0])
+        distinct = [first] if (epochs == first).all() else np.unique(epochs).tolist()
+        for epoch in distinct:
+            owner = self.agents.get((epoch >> 32) & ~1)
+            if epoch == 0 or owner is None or owner.warp.cta is agent.warp.cta or agent.knows(epoch, owner):
+                continue
+            at = int(np.flatnonzero(epochs == epoch)[0])
+            mark = int(history[1][cells][at])
+            theirs = (mark & 15) - 1
+            if strength != WEAK and theirs != WEAK:
+                if includes(min(strength, theirs), owner.warp, agent.warp):
+                    continue
+                why = f"both are strong, but at .{SCOPES[strength]} and .{SCOPES[theirs]} scope"
+            elif epoch >> 32 & 1:
+                why = "the bulk store's completion was not waited for (full wait_group) and passed on"
+            else:
+                why = "no release/acquire of sufficient scope orders them"
+            index = cells.start + at if isinstance(cells, slice) else int(cells[at])
+            what = f"{verb} of {allocation.base + index * shadow.granule:#x} ({allocation}) by {agent.warp}"
+            self.report.add(
+                "race",
+                f"{what}, line {line}, is not ordered after it was {other_verb} by {owner.warp}, "
+                f"line {mark >> 4}: {why}",
+                line,
+                key=(line, mark >> 4, verb),
+            )
+
+    def _check_proxy(
+        self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Any
+    ) -> None:
+        epochs = shadow.writes[0][cells]
+        for epoch in np.unique(epochs).tolist():
+            owner = self.agents.get(epoch >> 32)
+            if (
+                owner is None
+                or agent.has_proxied(epoch, owner, in_global=True)
+                or not agent.knows(epoch, owner)
+            ):
+                continue
+            at = int(np.flatnonzero(epochs == epoch)[0])
+            mark = int(shadow.writes[1][cells][at])
+            self.report.add(
+                "proxy-fence",
+                f"the async read of line {line} by {agent.warp} reads {allocation}, which "
+                f"{owner.warp} wrote in line {mark >> 4} through the generic proxy: "
+                "no fence.proxy.async lies between the two",
+                line,
+                key=(line, mark >> 4),
+            )
