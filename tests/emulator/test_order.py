@@ -114,6 +114,19 @@ def test_wrong_handoff_between_ranks_is_a_race(name, mode):
         assert ".gpu" in text or "sufficient scope" in text
 
 
+def test_data_becomes_visible_after_a_flag_of_too_small_scope():
+    """The adversarial store model: no system-scope release, so the peer sees the flag and old data."""
+    for name in ("release at gpu scope", "relaxed store", "fence at gpu scope"):
+        _, _, out = exchange(*WRONG[name], mode="lazy")
+        assert not (out[:32] == 7).any(), name
+        _, _, out = exchange(*WRONG[name], mode="immediate")
+        assert (out[:32] == 7).all(), name
+    own = WRITE + "ld.global.b32 %r5, [%d11]; st.global.b32 [%d11+256], %r5;" + flag("release.sys")
+    for mode in MODES:
+        _, _, out = exchange(own, wait("acquire.sys") + READ.replace("[%d11]", "[%d11+256]"), mode=mode)
+        assert (out[:32] == 7).all()
+
+
 def test_a_weak_flag_is_a_race_itself():
     kinds, text, _ = exchange(
         WRITE + "mov.b32 %r2, 1; @%p0 st.global.b32 [%d2], %r2;", wait("acquire.sys") + READ
@@ -295,3 +308,20 @@ def test_findings_do_not_depend_on_the_schedule():
 def test_checks_can_be_turned_off():
     kinds, _, _ = exchange(*WRONG["relaxed store"], checks=("exit",))
     assert not kinds
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_knowledge_passes_through_the_launches_of_a_stream(waits):
+    """Rank 0 reads, then sends a flag; rank 1 waits for it, then overwrites: each step is a launch."""
+    data, flag_word, out = aligned(32), aligned(32), aligned(32)
+    address = "mov.u32 %r0, %tid.x; setp.eq.b32 %p0, %r0, 0; mul.wide.u32 %d20, %r0, 4;"
+    address += "add.s64 %d11, %d1, %d20; add.s64 %d10, %d0, %d20;"
+    bodies = [(0, READ), (0, flag("release.sys")), (1, wait("acquire.sys") if waits else ""), (1, WRITE)]
+    m = Machine("sm_100a", ranks=2)
+    for array, name in ((out, "out"), (data, "data"), (flag_word, "flag")):
+        m.memory.register(array.ctypes.data, array.nbytes, 0, name, "symmetric")
+    for rank, body in bodies:
+        one = launch(module(address + body, 3), [out, data, flag_word])
+        m.submit(dataclasses.replace(one, rank=rank))
+    m.run()
+    assert m.report.ok == waits, m.report.findings

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ..machine.errors import EmulatorError, Report
+from ..machine.inject import Faults
 from ..machine.launch import SM_COUNT, Launch, Machine
 from . import nvshmem
 from .cuda_device import hardware_info
@@ -137,6 +138,11 @@ class Emulator:
     def report(self) -> Report:
         """What all runs so far recorded: findings, warp instructions, seconds, printed lines."""
         return self.machine.report
+
+    @property
+    def faults(self) -> Faults:
+        """Faults on purpose: lost, late or repeated stores to peers, ranks that stop (`machine.inject`)."""
+        return self.machine.faults
 
     # --- ranks and runs
 

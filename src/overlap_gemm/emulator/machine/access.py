@@ -15,6 +15,7 @@ import numpy as np
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.order import scope_of
+from overlap_gemm.emulator.machine.visibility import HeldStore
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
 from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, lane_array, lane_list, one
 
@@ -145,11 +146,9 @@ class Access:
         return cta, offset
 
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:
-        machine = group.warp.grid.machine
         if address.__class__ is int:
             allocation = self._allocation(group, mask, address)
-            if machine.races is not None:
-                machine.races.read(group.warp.agent, self.line, self.strength, allocation, address, self.size)
+            self._reads(group, allocation, address)
             start = address - allocation.base
             raw = allocation.raw[start : start + self.size].tobytes()
             values = [
@@ -163,9 +162,15 @@ class Access:
             for lane in lane_list(mask):
                 out[:, lane] = self._load_global(group, 1 << lane, int(addresses[lane]))
             return out[0] if self.count == 1 else tuple(out)
-        if machine.races is not None:
-            machine.races.read(group.warp.agent, self.line, self.strength, allocation, addresses, self.size)
+        self._reads(group, allocation, addresses)
         return self._columns(allocation.view(self.width, self.count)[index])
+
+    def _reads(self, group: Group, allocation: Allocation, address: Any) -> None:
+        machine = group.warp.grid.machine
+        if machine.races is not None:
+            machine.races.read(group.warp.agent, self.line, self.strength, allocation, address, self.size)
+        if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
+            machine.held.touch(group.warp.grid.launch.rank, allocation, *_span(address, self.size))
 
     def _allocation(self, group: Group, mask: int, address: int) -> Allocation:
         if address % self.size:
@@ -312,29 +317,38 @@ class Access:
     def _store_global(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
         machine = group.warp.grid.machine
         if address.__class__ is int:
-            allocation = self._allocation(group, mask, address)
-            if machine.races is not None:
-                machine.races.write(
-                    group.warp.agent, self.line, self.strength, allocation, address, self.size
-                )
-            start = address - allocation.base
+            allocation: Any = self._allocation(group, mask, address)
+            touched, view = address, allocation.raw
+            where: Any = slice(address - allocation.base, address - allocation.base + self.size)
             data = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
-            allocation.raw[start : start + self.size] = data
         else:
-            active = address if mask == FULL else address[lane_array(mask)]
-            allocation_, index = self._index(group, mask, active)
-            if allocation_ is None:
+            touched = address if mask == FULL else address[lane_array(mask)]
+            allocation, where = self._index(group, mask, touched)
+            if allocation is None:
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_global(group, 1 << lane, int(address[lane]), one_lane)
                 return
-            if machine.races is not None:
-                machine.races.write(
-                    group.warp.agent, self.line, self.strength, allocation_, active, self.size
-                )
-            allocation_.view(self.width, self.count)[index] = self._rows(mask, values)
-        if machine.watch:
-            notify(machine.watch, granules(address, mask, self.size))
+            view, data = allocation.view(self.width, self.count), self._rows(mask, values)
+        if machine.races is not None:
+            machine.races.write(group.warp.agent, self.line, self.strength, allocation, touched, self.size)
+
+        def put() -> None:
+            view[where] = data
+            if machine.watch:
+                notify(machine.watch, granules(address, mask, self.size))
+
+        if machine.faults.active and machine.faults.catches(group, self.line, allocation, put):
+            return
+        if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
+            low, high = _span(touched, self.size)
+            machine.held.touch(group.warp.grid.launch.rank, allocation, low, high)
+            if self.strength < 0:
+                agent = group.warp.agent
+                machine.held.hold(HeldStore(agent, agent.epoch, allocation, low, high, put))
+                agent.touched = True
+                return
+        put()
 
     def _store_local(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
         rows = group.warp.local_rows(self.width)
@@ -342,6 +356,12 @@ class Access:
             at = self._local_offset(group, lane, address) >> self.shift
             for n, v in enumerate(values):
                 rows[lane, at + n] = one(v, 1 << lane) & ((1 << self.bits) - 1)
+
+
+def _span(address: Any, size: int) -> tuple[int, int]:
+    if address.__class__ is int:
+        return address, address + size
+    return int(address.min()), int(address.max()) + size
 
 
 def granules(address: Any, mask: int, size: int) -> set[int]:

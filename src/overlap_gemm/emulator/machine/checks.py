@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator.machine.order import Agent, History, SyncVariables, includes, merge, scope_of
+from overlap_gemm.emulator.machine.order import (
+    SCOPES,
+    Agent,
+    History,
+    SyncVariables,
+    includes,
+    merge,
+    scope_of,
+)
 from overlap_gemm.emulator.machine.races import RaceDetector
 from overlap_gemm.emulator.ptx.lanes import lane_list
 
@@ -16,9 +24,11 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.errors import Report
     from overlap_gemm.emulator.machine.grid import Grid
     from overlap_gemm.emulator.machine.memory import GlobalMemory
+    from overlap_gemm.emulator.machine.visibility import HeldStores
     from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
 
+SYS = SCOPES.index("sys")
 CHECKS = ("proxy", "exit", "mbarrier", "race")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
 STRICT_CHECKS = ("tmem", "wgmma")
@@ -30,11 +40,13 @@ class Checks:
     Attributes:
         races: The race detector, or None where it is off.
         sync: Releases visible in memory.
+        held: Stores to other ranks that are held back until a release.
     """
 
     def __init__(self, report: Report, enabled: frozenset[str], memory: GlobalMemory) -> None:
         self.report, self.enabled = report, enabled
         self.sync = SyncVariables()
+        self.held: HeldStores | None = None
         self.agents: dict[int, Agent] = {}
         self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
         self._histories: dict[tuple[int, int], History] = {}
@@ -56,6 +68,8 @@ class Checks:
         grid = cta.grid
         for warp in cta.warps:
             vector = warp.agent.vector
+            if warp.agent.grids is not grid.known_grids:
+                grid.known_grids |= warp.agent.grids
             merge(grid.learnt, {a: c for a, c in vector.items() if self.agents[a & ~1].warp.grid is not grid})
 
     def grid_ended(self, grid: Grid) -> None:
@@ -64,7 +78,7 @@ class Checks:
         vector = {**before.vector}
         merge(vector, grid.learnt)
         key = grid.launch.rank, grid.launch.stream
-        self._histories[key] = History(before.grids | {grid.number}, vector)
+        self._histories[key] = History(grid.known_grids | {grid.number}, vector)
 
     def clear(self) -> None:
         """A run is over: all of it is ordered before what follows."""
@@ -166,7 +180,10 @@ class Checks:
     def fence(self, group: Group, ins: Instruction) -> None:
         """`fence.{sc,acq_rel}` and `membar`."""
         if ins.parts[0] == "membar" or {"sc", "acq_rel", "acquire", "release"} & set(ins.parts):
-            group.warp.agent.fence(scope_of(ins, "cta" if ins.parts[0] == "membar" else "sys"))
+            scope = scope_of(ins, "cta" if ins.parts[0] == "membar" else "sys")
+            group.warp.agent.fence(scope)
+            if scope == SYS and self.held is not None:
+                self.held.release(group.warp.agent)
 
     def arrive(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
         """An arrival at a barrier: a release unless it says `.relaxed`."""
@@ -191,17 +208,25 @@ class Checks:
 
     def strong_store(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or release store."""
+        scope, releases = scope_of(ins, "gpu"), "release" in ins.parts
+        if releases and scope == SYS and self.held is not None:
+            self.held.release(group.warp.agent)
         for place in self._places(group, mask, space, address):
-            scope = scope_of(ins, "gpu")
-            self.sync.write(group.warp.agent, place, scope, "release" in ins.parts, rmw=False)
+            self.sync.write(group.warp.agent, place, scope, releases, rmw=False)
 
     def atomic(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """An atomic or reduction; relaxed unless it says more."""
         parts, agent = ins.parts, group.warp.agent
         scope = scope_of(ins, "sys" if parts[0] == "multimem" else "gpu")
+        acquires, releases = (
+            "acquire" in parts or "acq_rel" in parts,
+            "release" in parts or "acq_rel" in parts,
+        )
+        if releases and scope == SYS and self.held is not None:
+            self.held.release(agent)
         for place in self._places(group, mask, space, address):
-            self.sync.read(agent, place, scope, "acquire" in parts or "acq_rel" in parts)
-            self.sync.write(agent, place, scope, "release" in parts or "acq_rel" in parts, rmw=True)
+            self.sync.read(agent, place, scope, acquires)
+            self.sync.write(agent, place, scope, releases, rmw=True)
 
     @staticmethod
     def _places(group: Group, mask: int, space: str, address: Any) -> set[Any]:

@@ -59,6 +59,7 @@ class Grid:
         self.ended = 0
         self.history = self.checks.history(launch.rank, launch.stream)
         self.learnt: dict[int, int] = {}
+        self.known_grids = self.history.grids
         self.finished: Callable[[Grid], None] = lambda grid: None
 
     def _layout(self, blobs: tuple[bytes, ...]) -> bytes:

@@ -16,6 +16,7 @@ from overlap_gemm.emulator.machine.errors import Report
 from overlap_gemm.emulator.machine.grid import Grid, bank
 from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
 from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+from overlap_gemm.emulator.machine.visibility import HeldStores
 from overlap_gemm.emulator.ptx.program import Program, program
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Machine:
     Attributes:
         memory: Registry of global memory.
         report: Findings, instruction count, time, printed lines.
+        faults: Faults on purpose, see `machine.inject`.
         intercepts: Handlers of device functions by name (see `intercept`).
     """
 
@@ -108,6 +110,9 @@ class Machine:
         self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
         self.engine.moved = self.scheduler.moved
         self.scheduler.trace = self.engine.trace = trace
+        self.faults = self.scheduler.faults
+        self.held = self.scheduler.held = HeldStores(mode, seed)
+        self.checks.held = self.held
         self.intercepts: dict[str, Callable[..., Any]] = {}
         self._queues: dict[tuple[int, int], deque[Launch]] = {}
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
@@ -154,6 +159,7 @@ class Machine:
             self.engine.reset()
             self.watch.clear()
             self.checks.clear()
+            self.held.clear()
             self.report.instructions = self.scheduler.executed
             self.report.seconds += time.perf_counter() - begin
 

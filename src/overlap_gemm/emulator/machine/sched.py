@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from overlap_gemm.emulator.machine.errors import Deadlock, EmulatorError
+from overlap_gemm.emulator.machine.inject import Faults
+from overlap_gemm.emulator.machine.visibility import HeldStores
 from overlap_gemm.emulator.ptx.emit import BLOCK
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Scheduler:
         self.rng = random.Random(seed)
         self.queue: deque[Warp] = deque()
         self.hungry: deque[Warp] = deque()
+        self.faults = Faults(self)
+        self.held = HeldStores("immediate", seed)
         self.progress = 0
         self.executed = 0
         self.clock = 1_000_000
@@ -113,12 +117,17 @@ class Scheduler:
                 queue.rotate(-self.rng.randrange(len(queue)))
             warp = queue.popleft()
             warp.queued = False
+            if self.faults.active:
+                self.faults.step(idle=False)
+                if self.faults.holds(warp):
+                    continue
             before = self.executed
             self._turn(warp, self.rng.randint(1, QUANTUM) if random_order else QUANTUM)
             self.clock += self.executed - before
             if self.trace is not None:
                 self.trace.ran(warp, self.executed, self.executed - before)
             self.engine.step()
+            self.held.step()
             turns += 1
             if not turns & 255 and self.tick is not None:
                 self.tick()
@@ -196,11 +205,16 @@ class Scheduler:
 
     def _idle(self) -> bool:
         """Finds something to do; False when all warps have exited."""
-        if self.engine.idle_step():
+        if self.engine.idle_step() or self.held.idle_step():
             return True
         if self.hungry:
             self.queue.append(self.hungry.popleft())
             return True
+        if self.faults.active:
+            if self.faults.step(idle=True):
+                return True
+            if all(self.faults.is_dead(w.grid.launch.rank) for w in self.live.values()):
+                return False
         if not self.live:
             return False
         if self._let_time_pass():

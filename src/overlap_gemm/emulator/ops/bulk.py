@@ -7,6 +7,7 @@ bulk async-group is complete for `wait_group.read` after the first and for `wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,16 +83,21 @@ def write_smem(cta: Cta, offsets: np.ndarray, chunk: int, data: np.ndarray) -> N
         notify(cta.cluster.watch, ((offsets + cta.base) >> 4).tolist())
 
 
-def write_global(group: Group, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
+def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
     """An async unit writes chunks of global memory; a multicast address writes every rank's copy."""
     machine = group.warp.grid.machine
     low = int(addresses.min())
-    targets = machine.memory.multicast_targets(low)
-    for target in targets:
-        moved = addresses if target == low else addresses + (target - low)
-        machine.memory.scatter(moved, chunk, data)
-        if machine.watch:
-            notify(machine.watch, (moved >> 4).tolist())
+    for target in machine.memory.multicast_targets(low):
+        put = partial(_put_global, machine, addresses + (target - low), chunk, data)
+        allocation = machine.memory.find(target, chunk)
+        if not (machine.faults.active and machine.faults.catches(group, line, allocation, put)):
+            put()
+
+
+def _put_global(machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
+    machine.memory.scatter(addresses, chunk, data)
+    if machine.watch:
+        notify(machine.watch, (addresses >> 4).tolist())
 
 
 def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
@@ -250,7 +256,7 @@ def copy_out(
     def write() -> None:
         data = held.pop()
         if merge is None:
-            write_global(group, addresses, chunk, data)
+            write_global(group, ins.line, addresses, chunk, data)
         else:
             for target in machine.memory.multicast_targets(low):
                 moved = addresses + (target - low)

@@ -1,0 +1,124 @@
+"""Faults on purpose: stores to other ranks that are lost, late or repeated, and ranks that stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.memory import Allocation
+    from overlap_gemm.emulator.machine.sched import Scheduler
+    from overlap_gemm.emulator.machine.warp import Group, Warp
+
+ACTIONS = ("drop", "delay", "duplicate")
+
+
+@dataclass(frozen=True)
+class StoreFault:
+    """What happens to chosen stores into another rank's memory, bulk stores included.
+
+    Attributes:
+        action: `drop`, `delay` (made when nothing else can go on, or after `instructions`), or `duplicate`
+            (made, and made again then).
+        source: Storing rank, or None for any.
+        target: Rank whose memory it is, or None for any.
+        line: PTX line, or None for any.
+        skip: Matching stores to leave alone first.
+        count: Stores to act on after that; None for all.
+        instructions: Warp instructions until a late store is made.
+    """
+
+    action: str
+    source: int | None = None
+    target: int | None = None
+    line: int | None = None
+    skip: int = 0
+    count: int | None = None
+    instructions: int = 1 << 62
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ValueError(f"action={self.action!r} must be one of {', '.join(ACTIONS)}")
+
+
+class Faults:
+    """The faults of a machine.
+
+    Attributes:
+        active: Whether there are any.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.active = False
+        self._scheduler = scheduler
+        self._stores: list[StoreFault] = []
+        self._matched: dict[int, int] = {}
+        self._killed: dict[int, int] = {}
+        self._stalled: dict[int, tuple[int, int]] = {}
+        self._held: list[Warp] = []
+        self._late: list[tuple[int, Callable[[], None]]] = []
+
+    def add(self, fault: StoreFault) -> None:
+        """Adds a fault of stores."""
+        self._stores.append(fault)
+        self.active = True
+
+    def kill(self, rank: int, after: int = 0) -> None:
+        """Stops a rank for good once the machine has run `after` warp instructions."""
+        self._killed[rank] = after
+        self.active = True
+
+    def stall(self, rank: int, begin: int, end: int) -> None:
+        """Stops a rank while the count of warp instructions is in `[begin, end)`, if others can go on."""
+        self._stalled[rank] = begin, end
+        self.active = True
+
+    def catches(self, group: Group, line: int, allocation: Allocation, write: Callable[[], None]) -> bool:
+        """Whether a store is not to be made now; a late one is kept."""
+        source, target = group.warp.grid.launch.rank, allocation.rank
+        if source == target:
+            return False
+        for n, fault in enumerate(self._stores):
+            wanted = ((fault.source, source), (fault.target, target), (fault.line, line))
+            if any(want not in (None, have) for want, have in wanted):
+                continue
+            seen = self._matched[n] = self._matched.get(n, 0) + 1
+            if seen <= fault.skip or (fault.count is not None and seen > fault.skip + fault.count):
+                continue
+            if fault.action != "drop":
+                self._late.append((self._scheduler.executed + fault.instructions, write))
+            return fault.action != "duplicate"
+        return False
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank has been killed."""
+        after = self._killed.get(rank)
+        return after is not None and self._scheduler.executed >= after
+
+    def holds(self, warp: Warp) -> bool:
+        """Whether a warp may not run now."""
+        rank = warp.grid.launch.rank
+        if self.is_dead(rank):
+            return True
+        begin, end = self._stalled.get(rank, (0, 0))
+        if begin <= self._scheduler.executed < end:
+            self._held.append(warp)
+            return True
+        return False
+
+    def step(self, idle: bool) -> bool:
+        """Makes late stores that are due and lets stalled ranks go on; all of them where nothing else can."""
+        now = self._scheduler.executed
+        due = [w for at, w in self._late if idle or at <= now]
+        self._late = [] if idle else [x for x in self._late if x[0] > now]
+        for write in due:
+            write()
+        free = self._held if idle else [w for w in self._held if now >= self._stalled[w.grid.launch.rank][1]]
+        if free:
+            self._held = [w for w in self._held if w not in free]
+            if idle:
+                self._stalled.clear()
+            for warp in free:
+                self._scheduler.ready(warp)
+        return bool(due or free)
