@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 TYPE_BYTES = {
     **dict.fromkeys(("b8", "u8", "s8"), 1),
@@ -98,7 +99,7 @@ class Instruction:
     line: int
     text: str
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """The opcode split at its dots."""
         return tuple(self.opcode.split("."))
