@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +13,14 @@ from rich.progress import track
 from rich.table import Table
 
 from ..kernels.config import SMEM_BYTES, GemmConfig
-from ..kernels.lint import PtxasReport, find_ptxas, ptx_findings, ptxas_findings, run_ptxas
+from ..kernels.lint import (
+    PtxasReport,
+    find_ptxas,
+    inner_loop_instructions,
+    ptx_findings,
+    ptxas_findings,
+    run_ptxas,
+)
 from ..tuning.space import every_config
 from .console import rank_zero_console
 
@@ -26,12 +35,14 @@ class Checked:
         config: its configuration.
         exchanges: GEMM reduce-scatter, or the plain GEMM of the same configuration.
         report: what ptxas says; None where there is no ptxas.
+        inner_loop: PTX instructions of the mainloop's inner loop.
         findings: what is wrong with it.
     """
 
     config: GemmConfig
     exchanges: bool
     report: PtxasReport | None
+    inner_loop: int
     findings: tuple[str, ...]
 
 
@@ -48,7 +59,7 @@ def check(config: GemmConfig, exchanges: bool) -> Checked:
     report = run_ptxas(ptx, config.arch) if find_ptxas() else None
     if report is not None:
         findings += ptxas_findings(report)
-    return Checked(config, exchanges, report, tuple(findings))
+    return Checked(config, exchanges, report, inner_loop_instructions(ptx), tuple(findings))
 
 
 def smem_bytes(config: GemmConfig) -> int:
@@ -56,9 +67,22 @@ def smem_bytes(config: GemmConfig) -> int:
     return config.ab_stages * config.ab_stage_bytes + config.ring_stages * config.stage_bytes
 
 
+def figures_of(checked: Checked) -> dict[str, int]:
+    """What must not grow unseen: registers, spills, barriers, shared memory, the inner loop."""
+    assert checked.report is not None, "figures need ptxas"
+    return {
+        "registers": checked.report.registers,
+        "barriers": checked.report.barriers,
+        "spilled_bytes": checked.report.spill_bytes,
+        "inner_loop_instructions": checked.inner_loop,
+        "smem_bytes": smem_bytes(checked.config),
+    }
+
+
 def compile_check(
     arch: Annotated[list[str] | None, typer.Option(help="Architectures; default: all.")] = None,
     match: Annotated[str, typer.Option(help="Only configurations whose name contains this.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Compiles every kernel; fails on spills, C75xx warnings, and synchronisation too weak for a peer."""
     console = rank_zero_console(0)
@@ -72,11 +96,21 @@ def compile_check(
     if find_ptxas() is None:
         console.print("[yellow]ptxas is not on PATH[/]: registers, spills and C75xx warnings are not checked")
     table = Table(title="kernels as ptxas sees them")
-    for heading in ("configuration", "op", "registers", "barriers", "spilled B", "stages A/B", "smem KiB"):
+    for heading in (
+        "configuration",
+        "op",
+        "registers",
+        "barriers",
+        "spilled B",
+        "inner loop",
+        "stages",
+        "smem KiB",
+    ):
         table.add_column(
             heading, justify="left" if heading in ("configuration", "op") else "right", no_wrap=True
         )
     wrong: list[Checked] = []
+    figures: dict[str, dict[str, int]] = {}
     jobs = [(config, exchanges) for config in configs for exchanges in (False, True)]
     for config, exchanges in track(jobs, "compiling"):
         checked = check(config, exchanges)
@@ -84,6 +118,8 @@ def compile_check(
         if checked.findings:
             wrong.append(checked)
         facts = checked.report
+        if checked.report is not None:
+            figures[f"{config.name} {'GEMM-RS' if exchanges else 'GEMM'}"] = figures_of(checked)
         table.add_row(
             config.name,
             "GEMM-RS" if exchanges else "GEMM",
@@ -92,6 +128,7 @@ def compile_check(
                 if facts is None
                 else map(str, (facts.registers, facts.barriers, facts.spill_bytes))
             ),
+            str(checked.inner_loop),
             str(config.ab_stages),
             f"{smem_bytes(config) / 1024:.0f}",
         )
@@ -100,6 +137,8 @@ def compile_check(
         for finding in checked.findings:
             op = "GEMM-RS" if checked.exchanges else "GEMM"
             console.print(f"[red]{checked.config.name} {op}[/]: {finding}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
     console.print(f"{len(jobs)} kernels compiled, {len(wrong)} with findings")
     if wrong:
         raise typer.Exit(1)

@@ -116,3 +116,25 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
         if any("ld.global.nc" in line for line in lines):
             findings.append("a non-coherent load: slots change while the kernel runs")
     return findings
+
+
+def inner_loop_instructions(ptx: str) -> int:
+    """Instructions of the mainloop's inner loop: the shortest loop that holds an MMA.
+
+    Raises:
+        ValueError: no loop of the module holds one.
+    """
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"[\w$]+:", line)}
+    lengths = []
+    for end, line in enumerate(lines):
+        branch = re.search(r"\bbra(?:\.uni)?\s+([\w$]+);", line)
+        if branch and labels.get(branch[1], end) < end:
+            body = [
+                x for x in lines[labels[branch[1]] : end + 1] if x.endswith(";") and not x.startswith(".")
+            ]
+            if any("tcgen05.mma" in x or "wgmma.mma_async" in x for x in body):
+                lengths.append(len(body))
+    if not lengths:
+        raise ValueError("no loop of this module holds an MMA")
+    return min(lengths)

@@ -1,0 +1,42 @@
+"""Registers, shared memory and inner loops do not grow unseen.
+
+`overlap-gemm compile-check --json benchmarks/results/kernels.json` writes the figures anew; do that in the
+commit that changes them, with the reason.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overlap_gemm.cli.compile_check import check, figures_of
+from overlap_gemm.kernels.lint import find_ptxas, inner_loop_instructions
+from overlap_gemm.tuning.space import every_config
+
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels.json").read_text())
+CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)}
+QUICK = ["sm_90a_pingpong_128x128_c1x1_bf16", "sm_90a_cooperative_128x256_c1x1_bf16"]
+QUICK += ["sm_100a_1cta_128x256_c1x1_bf16", "sm_100a_2cta_256x256_c2x1_bf16"]
+
+
+def test_every_kernel_is_recorded():
+    assert set(RECORDED) == {f"{name} {op}" for name in CONFIGS for op in ("GEMM", "GEMM-RS")}
+
+
+@pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not on PATH")
+@pytest.mark.parametrize("op", ["GEMM", "GEMM-RS"])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
+def test_nothing_has_grown(name, op):
+    now, recorded = figures_of(check(CONFIGS[name], op == "GEMM-RS")), RECORDED[f"{name} {op}"]
+    grown = {figure: (recorded[figure], value) for figure, value in now.items() if value > recorded[figure]}
+    assert not grown, f"(recorded, now): {grown}"
+
+
+def test_the_inner_loop_is_the_shortest_that_multiplies():
+    loop = "$A:\n add.s32 %r1, %r1, 1;\n {mma}\n @%p1 bra $A;\n"
+    outer = "$B:\n mov.u32 %r2, %r1;\n" + loop.format(mma="tcgen05.mma x;") + " @%p2 bra $B;\n"
+    assert inner_loop_instructions(outer) == 3
+    with pytest.raises(ValueError, match="no loop"):
+        inner_loop_instructions(loop.format(mma="nop;"))
