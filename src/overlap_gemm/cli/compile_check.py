@@ -15,6 +15,7 @@ from rich.table import Table
 from ..kernels.config import SMEM_BYTES, GemmConfig
 from ..kernels.lint import (
     PtxasReport,
+    count_instructions,
     find_ptxas,
     inner_loop_instructions,
     ptx_findings,
@@ -35,13 +36,15 @@ class Checked:
         config: its configuration.
         exchanges: GEMM reduce-scatter, or the plain GEMM of the same configuration.
         report: what ptxas says; None where there is no ptxas.
-        inner_loop: PTX instructions of the mainloop's inner loop.
+        instructions: PTX instructions of the kernel.
+        inner_loop: those of the mainloop's inner loop.
         findings: what is wrong with it.
     """
 
     config: GemmConfig
     exchanges: bool
     report: PtxasReport | None
+    instructions: int
     inner_loop: int
     findings: tuple[str, ...]
 
@@ -59,7 +62,9 @@ def check(config: GemmConfig, exchanges: bool) -> Checked:
     report = run_ptxas(ptx, config.arch) if find_ptxas() else None
     if report is not None:
         findings += ptxas_findings(report)
-    return Checked(config, exchanges, report, inner_loop_instructions(ptx), tuple(findings))
+    return Checked(
+        config, exchanges, report, count_instructions(ptx), inner_loop_instructions(ptx), tuple(findings)
+    )
 
 
 def smem_bytes(config: GemmConfig) -> int:
@@ -74,6 +79,7 @@ def figures_of(checked: Checked) -> dict[str, int]:
         "registers": checked.report.registers,
         "barriers": checked.report.barriers,
         "spilled_bytes": checked.report.spill_bytes,
+        "instructions": checked.instructions,
         "inner_loop_instructions": checked.inner_loop,
         "smem_bytes": smem_bytes(checked.config),
     }

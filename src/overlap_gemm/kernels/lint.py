@@ -118,6 +118,11 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
     return findings
 
 
+def count_instructions(ptx: str) -> int:
+    """Instructions of the module."""
+    return sum(bool(re.match(r"\t(@\S+ +\t?)?[a-z][\w.]*[\s;]", line)) for line in ptx.splitlines())
+
+
 def inner_loop_instructions(ptx: str) -> int:
     """Instructions of the mainloop's inner loop: the shortest loop that holds an MMA.
 

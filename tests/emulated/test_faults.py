@@ -1,0 +1,97 @@
+"""Lost, late and repeated flags, dead and stalled ranks: who waited for whom is said, or the result right."""
+
+import pytest
+import torch
+
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.emulator.machine.inject import StoreFault
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.tuning.space import configured
+
+CASE = Case("gemm_reduce_scatter", 384, 64, 64, torch.bfloat16)
+ARCHS = {
+    "sm_100a": {"mma": "1cta", "tile": (128, 64)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+}
+pytestmark = pytest.mark.parametrize("arch", ARCHS)
+
+
+class World:
+    """Three virtual ranks whose faults are set by `harm` after their launches are queued, before they run."""
+
+    def __init__(self, arch, harm, launches=1):
+        self.arch, self.harm, self.launches = arch, harm, launches
+
+    def run(self):
+        """The judgements of all launches."""
+        with (
+            configured(**ARCHS[self.arch]),
+            Emulator(self.arch, 3, "immediate") as emulator,
+            VirtualWorld(3, emulator=emulator) as world,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            submit, run, self.flag_lines = emulator.machine.submit, emulator.run, set()
+
+            def note_flags(launch):
+                lines = launch.ptx.splitlines()
+                self.flag_lines |= {n for n, line in enumerate(lines, 1) if "st.release.sys" in line}
+                submit(launch)
+
+            def harm_and_run():
+                self.harm(self, emulator.faults)
+                return run()
+
+            patch.setattr(emulator.machine, "submit", note_flags)
+            patch.setattr(emulator, "run", harm_and_run)
+            launched = run_launches(CASE, world, self.launches)
+            return [judge(CASE, given, outs, torch.bfloat16) for given, outs in launched]
+
+
+def flag_fault(action, source, target, **options):
+    def harm(world, faults):
+        assert world.flag_lines
+        for line in world.flag_lines:
+            faults.add(StoreFault(action, source, target, line, **options))
+
+    return harm
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 1)])
+def test_a_lost_flag_is_reported_with_its_tile_and_epochs(arch, source, target):
+    with pytest.raises(CommTimeoutError) as caught:
+        World(arch, flag_fault("drop", source, target)).run()
+    failure = caught.value.failure
+    assert (failure.rank, failure.source, failure.op) == (target, source, Op.GEMM_REDUCE_SCATTER)
+    assert (failure.role, failure.expected, failure.seen) == (Role.EPILOGUE_PARTIAL, 1, 0)
+    assert failure.flag == failure.tile * 3 + source
+
+
+def test_a_flag_lost_in_a_later_call_is_told_from_the_one_before(arch):
+    tiles = 128 // ARCHS[arch]["tile"][0]  # flags of one call from 0 to 1
+    with pytest.raises(CommTimeoutError) as caught:
+        World(arch, flag_fault("drop", 0, 1, skip=tiles), launches=2).run()
+    failure = caught.value.failure
+    assert (failure.rank, failure.source) == (1, 0)
+    assert (failure.expected, failure.seen) == (2, 1)
+
+
+@pytest.mark.parametrize("action", ["delay", "duplicate"])
+def test_a_late_or_repeated_flag_does_no_harm(arch, action):
+    verdicts = World(arch, flag_fault(action, None, None, instructions=5000), launches=3).run()
+    assert len(verdicts) == 3 and all(verdict.holds for verdict in verdicts), verdicts
+
+
+def test_a_dead_rank_is_named(arch):
+    with pytest.raises(CommTimeoutError) as caught:
+        World(arch, lambda world, faults: faults.kill(1)).run()
+    assert caught.value.failure.source == 1
+    assert caught.value.failure.rank in (0, 2)
+
+
+def test_a_rank_that_stalls_for_a_while_does_no_harm(arch):
+    verdicts = World(arch, lambda world, faults: faults.stall(1, 1000, 60_000), launches=2).run()
+    assert len(verdicts) == 2 and all(verdict.holds for verdict in verdicts), verdicts
