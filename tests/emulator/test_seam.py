@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -273,6 +274,53 @@ def test_it_works_when_the_dsl_was_imported_first_and_in_a_process_of_its_own(tm
         [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     assert result.stdout.strip() == "(1, 1, 1) True", result.stderr
+
+
+def test_tvm_ffi_functions_arrive_after_something_was_compiled_for_the_device(tmp_path):
+    """By then the process has the DSL's own runtime library loaded, whose functions have the same names."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import cuda.bindings.driver as cuda
+            import cutlass
+            import cutlass.cute as cute
+            import torch
+            from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+            from overlap_gemm.emulator import Emulator
+            from tests.emulator.kernels_simple import scale
+
+            def compiled(options):
+                x = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int32(),))
+                y = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int32(),))
+                given = (cutlass.Float32(0), cutlass.Int32(0), make_fake_stream())
+                return cute.compile(scale, x, y, *given, options=options)
+
+            compiled("")
+            x, y = torch.arange(100.0), torch.full((100,), torch.nan)
+            with Emulator() as emu:
+                compiled("--enable-tvm-ffi")(x, y, 2.0, 100, 0)
+            assert torch.equal(y, 2 * x), y
+            """
+        )
+    )
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the object file of this test comes from a C compiler")
+def test_renaming_touches_undefined_symbols_of_object_files_only(tmp_path):
+    source, built = tmp_path / "x.s", tmp_path / "x.o"
+    source.write_text(".globl here\nhere:\n call far_away\n call near_by\n")
+    subprocess.run(["cc", "-c", source, "-o", built], check=True)
+    names = {"far_away": "own_away", "here": "gone"}
+    renamed = elf.rename_undefined(built.read_bytes(), names)
+    assert b"own_away\0" in renamed and b"far_away" not in renamed
+    assert b"here\0" in renamed and b"near_by\0" in renamed
+    assert len(renamed) == built.stat().st_size
+    assert elf.rename_undefined(b"no object", names) == b"no object"
 
 
 def test_tvm_ffi_functions_arrive_with_cpu_tensors(calls):

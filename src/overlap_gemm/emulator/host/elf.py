@@ -14,6 +14,8 @@ from pathlib import Path
 _ELF_HEADER = 64
 _PROGRAM_HEADER = 56
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
+_SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, ...
+_SHT_SYMTAB = 2
 _SHN_ABS = 0xFFF1
 _GLOBAL_FUNCTION = (1 << 4) | 2
 _ET_DYN = 3
@@ -85,3 +87,30 @@ def _elf_header(program_headers: int) -> bytes:
         "<HHIQQQIHHHHHH",
         _ET_DYN, machine, 1, 0, _ELF_HEADER, 0, 0, _ELF_HEADER, _PROGRAM_HEADER, program_headers, 64, 0, 0,
     )  # fmt: skip
+
+
+def rename_undefined(image: bytes, names: Mapping[str, str]) -> bytes:
+    """An ELF64 object file that asks for other symbols.
+
+    Args:
+        image: a relocatable object; anything else comes back as it is.
+        names: new name by old name of undefined symbols, of the same length.
+    """
+    if not image.startswith(b"\x7fELF"):
+        return image
+    changed = bytearray(image)
+    (table,) = struct.unpack_from("<Q", image, 40)
+    size, count = struct.unpack_from("<HH", image, 58)
+    sections = [_SECTION.unpack_from(image, table + i * size) for i in range(count)]
+    for _, kind, _, _, start, length, link, *_ in sections:
+        if kind != _SHT_SYMTAB:
+            continue
+        strings = sections[link][4]
+        for entry in range(start, start + length, _SYMBOL.size):
+            name_offset, _, _, section, _, _ = _SYMBOL.unpack_from(image, entry)
+            begin = strings + name_offset
+            name = image[begin : image.index(b"\0", begin)].decode()
+            if section == 0 and name in names:
+                assert len(names[name]) == len(name), f"{name} cannot become {names[name]} in place"
+                changed[begin : begin + len(name)] = names[name].encode()
+    return bytes(changed)

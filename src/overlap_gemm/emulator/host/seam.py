@@ -29,7 +29,7 @@ from typing import Any
 from ..machine.errors import EmulatorError
 from . import tvm_ffi
 from .capture import keep_ptx
-from .elf import absolute_symbols
+from .elf import absolute_symbols, rename_undefined
 from .nvshmem import linked_for
 from .replace import environment, replaced
 from .runtime_api import DeviceProperties, KernelCall, RuntimeApi
@@ -88,6 +88,7 @@ class Seam:
         """The shared object to give to the DSL's JIT, made once per process."""
         if self._path is None:
             symbols = {**_real_helpers(), **self.api.symbols()}
+            symbols |= {own_name(name): address for name, address in symbols.items()}
             self._folder = tempfile.TemporaryDirectory(prefix="overlap_gemm_seam_")
             path = Path(self._folder.name) / LIBRARY_NAME
             path.write_bytes(absolute_symbols(symbols, LIBRARY_NAME))
@@ -114,6 +115,7 @@ class Seam:
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
         from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
 
+        yield from _binding_to_own_names()
         function = CudaDialectJitCompiledFunction
         settings = CuTeDSL._get_dsl().envar
         yield replaced(settings, "shared_libs", library)
@@ -208,6 +210,30 @@ def _linking_nvshmem(trace: Callable[..., Any]) -> Callable[..., Any]:
             return trace(dsl, *args, **kwargs)
 
     return trace_and_link
+
+
+def own_name(name: str) -> str:
+    """The equally long name under which only the seam's library offers a function of the CUDA runtime."""
+    return name.replace("cu", "em", 1) if name.startswith(("_cu", "cuda_dialect_")) else name
+
+
+def _binding_to_own_names() -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Functions made from object files (TVM-FFI's, loaded ones) find the seam, whatever else is loaded.
+
+    Their engine looks a symbol up in the whole process before it does in the libraries it is given, and once
+    a function was compiled for the device of this process, the DSL's own runtime library is there.
+    """
+    from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine as engines
+    from cutlass.base_dsl.export import ExternalBinaryModule
+
+    real = engines.BinaryExecutionEngine
+    names = {name: own_name(name) for name in (*SEAM.api.symbols(), *_real_helpers())}
+
+    def bound(image: bytes, *rest: Any) -> Any:
+        return real(rename_undefined(bytes(image), names), *rest)
+
+    yield replaced(engines, "BinaryExecutionEngine", bound)
+    yield replaced(ExternalBinaryModule.load_provider, "execution_engine_constructor", bound)
 
 
 def dsl_version() -> str:
