@@ -1,5 +1,6 @@
 """Descriptors, tensor memory and the matrix instructions against element-by-element references."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -175,6 +176,41 @@ def test_tcgen05_mma(types, ctas, m, n, a_mn, b_mn):
         scale = np.abs(left) @ np.abs(right).T + 1
         assert (np.abs(got - want) <= 1e-5 * scale).all()
         assert all((c == 0x7FC00000).all() for c in work), "wrote outside D"
+
+
+@pytest.mark.parametrize("a_mn, b_mn", [(False, False), (False, True), (True, False), (True, True)])
+def test_products_in_a_row_are_one_of_a_larger_k(a_mn, b_mn):
+    rng = np.random.default_rng(0)
+    smem = np.zeros(1 << 17, np.uint8)
+    shape = tcgen05.decode_instruction(instruction(128, 32, 1, 1, a_mn=a_mn, b_mn=b_mn), "f16", 1)
+    steps, want = [], rng.standard_normal((128, 32)).astype(np.float32)
+    cells = np.zeros((128, 512), np.uint32)
+    cells.view(np.float32)[:, 8:40] = want
+    for place in (16384, 0, 32768):  # the second one lies below the first
+        a, b = (numeric.f32_to_bf16(rng.standard_normal((r, 16)).astype(np.float32)) for r in (128, 32))
+        tiles = (place_operand(smem, place, a, a_mn, 2), place_operand(smem, 65536 + place, b, b_mn, 2))
+        want = want + numeric.bf16_to_f32(a) @ numeric.bf16_to_f32(b).T
+        steps.append(tcgen05.Mma(shape, 8, *tiles, accumulate=True))
+    assert all(tcgen05.continues(steps[0], step) for step in steps[1:])
+    tcgen05.join(tuple(steps)).run([smem], [cells])
+    np.testing.assert_allclose(cells.view(np.float32)[:, 8:40], want, rtol=1e-4, atol=1e-4)
+
+
+def test_products_that_are_not_one():
+    smem = np.zeros(1 << 16, np.uint8)
+    operand = place_operand(smem, 0, np.zeros((128, 16), np.uint16), False, 2)
+    shape = tcgen05.decode_instruction(instruction(128, 32, 1, 1), "f16", 1)
+    half = tcgen05.decode_instruction(instruction(128, 32, 0, 0, d=0), "f16", 1)
+    mma = tcgen05.Mma(shape, 0, operand, operand, True)
+    assert tcgen05.continues(mma, mma)
+    for change in (
+        {"d": 64}, {"accumulate": False}, {"scale_d": 1}, {"a": 100},
+        {"disabled_lanes": np.zeros((1, 128), bool)}, {"b": dataclasses.replace(operand, stride=2048)},
+        {"shape": tcgen05.decode_instruction(instruction(128, 48, 1, 1), "f16", 1)},
+    ):  # fmt: skip
+        assert not tcgen05.continues(mma, dataclasses.replace(mma, **change)), change
+    halves = [dataclasses.replace(mma, shape=half) for _ in range(2)]
+    assert not tcgen05.continues(*halves)
 
 
 def test_tcgen05_options():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.emit import _gather_packs
+from overlap_gemm.emulator.ptx.emit import _gather_runs
 
 from .handwritten import run
 
@@ -76,13 +76,36 @@ def test_lines_are_gathered_no_further_than_their_use():
         return f"v{n} = pack2({a}, {b}, 'bf16x2', 'rn', False)"
 
     lines = [pack(3, "v1", "v2"), "v4 = F(v1)", pack(5, "v4", "v2"), "v6 = v5 + 1", pack(7, "v1", "k8")]
-    assert _gather_packs(lines) == [
+    assert _gather_runs(lines) == [
         "v4 = F(v1)",
         "v3, v5, = pack2_run((v1, v4,), (v2, v2,))",
         "v6 = v5 + 1",
         "v7, = pack2_run((v1,), (k8,))",
     ]
-    assert _gather_packs([pack(3, "v1", "v2"), pack(4, "v3", "v1")]) == [
+    assert _gather_runs([pack(3, "v1", "v2"), pack(4, "v3", "v1")]) == [
         "v3, = pack2_run((v1,), (v2,))",
         "v4, = pack2_run((v3,), (v1,))",
     ]
+
+
+def test_halves_of_wide_registers_are_converted_where_they_are():
+    pack = "v{} = pack2(v{}, v{}, 'bf16x2', 'rn', False)".format
+    halves = ["v2 = low32(v1)", "v3 = high32(v1)", "v5 = low32(v4)", "v6 = high32(v4)"]
+    assert _gather_runs([*halves, pack(7, 3, 2), pack(8, 6, 5)]) == ["v7, v8, = pack2_words((v1, v4,))"]
+    swapped = _gather_runs([*halves, pack(7, 3, 2), pack(8, 5, 6)])
+    assert swapped == [*halves, "v7, v8, = pack2_run((v3, v5,), (v2, v6,))"]
+    used = _gather_runs([*halves[:2], pack(7, 3, 2), "v8 = v2 + 1"])
+    assert used == ["v2 = low32(v1)", "v8 = v2 + 1", "v7, = pack2_words((v1,))"]
+
+
+def test_wide_registers_hold_their_halves_across_items(values):
+    out = np.zeros((32, 8), np.uint32)
+    body = "mov.b32 %f1, 0f3FC00000;\n"  # uniform beside values of the lanes
+    body += "".join(f"mov.b64 %d{n}, {{%f{2 * n}, %f{2 * n + 1}}};\n" for n in range(4))
+    body += "bra.uni NEXT;\nNEXT:\n"
+    body += "".join(f"mov.b64 {{%f{10 + n}, %f{20 + n}}}, %d{n};\n" for n in range(4))
+    body += "".join(f"cvt.rn.bf16x2.f32 %r{n}, %f{20 + n}, %f{10 + n};\n" for n in range(4))
+    body += "".join(f"mov.b32 %r{n}, 0;\n" for n in range(4, 8))
+    packed(values, out, body)
+    values[:, 1] = 1.5
+    np.testing.assert_array_equal(out[:, :4], expected(values[:, 1::2], values[:, ::2]))

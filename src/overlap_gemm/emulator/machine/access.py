@@ -298,7 +298,7 @@ class Access:
             offset = active - np.uint32(cta.base)
             view = cta.rows(self.width, self.count)
             if int(np.bitwise_or.reduce(offset)) & (self.size - 1) or int(
-                offset.max()
+                np.maximum.reduce(offset)
             ) >> self.row_shift >= len(view):
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
@@ -307,7 +307,7 @@ class Access:
             view[offset >> self.row_shift] = self._rows(mask, values)
             agent = group.warp.agent
             agent.touched = True
-            cta.dirty[offset >> 4] = agent.epoch
+            cta.dirty[offset >> np.uint32(4)] = agent.epoch
             if self.size == 32:
                 cta.dirty[(offset >> 4) + 1] = agent.epoch
         watch = group.warp.cta.cluster.watch

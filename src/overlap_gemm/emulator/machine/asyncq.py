@@ -1,8 +1,9 @@
 """The async engine: when TMA, bulk copies, tensor-core and cp.async operations take effect.
 
-An operation is a chain of events. In mode `immediate` each happens when it is issued. In `random` they
-happen at random later times. In `lazy` an event happens only when no warp can go on: as late as the
-specification allows, and the global writes of bulk stores last of all, when nothing else is pending.
+An operation is a chain of events. In mode `immediate` each happens when it is issued, except that a product
+waits for the next other event or the end of the warp's turn, so that a run of products can be one. In
+`random` they happen at random later times. In `lazy` an event happens only when no warp can go on: as late as
+the specification allows, and the global writes of bulk stores last of all, when nothing else is pending.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ class AsyncEngine:
         self.pending: list[Event] = []
         self.queues: dict[Any, deque[Event]] = {}
         self._order = _ORDERS[seed % len(_ORDERS)]
+        self.held: Event | None = None
         self.moved: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
 
     def submit(self, event: Event) -> Event:
         """Adds an unordered event."""
+        self.settle()
         if self.trace is not None:
             self.trace.issued(event)
         if self.mode == "immediate" and all(e.done for e in event.after):
@@ -77,6 +80,7 @@ class AsyncEngine:
 
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
+        self.settle()
         if self.trace is not None:
             self.trace.issued(event)
         if self.mode == "immediate":
@@ -86,8 +90,23 @@ class AsyncEngine:
             self._count(event, 1)
         return event
 
+    def hold(self, queue: Any, event: Event) -> None:
+        """Like `enqueue`, but what `immediate` mode would do now waits for `settle` and may grow."""
+        if self.mode == "immediate" and self.trace is None:
+            self.settle()
+            self.held = event
+        else:
+            self.enqueue(queue, event)
+
+    def settle(self) -> None:
+        """Does the event that `hold` put off."""
+        if self.held is not None:
+            event, self.held = self.held, None
+            self._do(event)
+
     def step(self) -> None:
         """Called between turns of warps: in `random` mode something may happen."""
+        self.settle()
         if self.mode == "random" and (self.pending or self.queues) and self.rng.random() < 0.3:
             self._one(self._ready())
 
@@ -152,5 +171,6 @@ class AsyncEngine:
 
     def reset(self) -> None:
         """Drops everything that is pending."""
+        self.held = None
         self.pending.clear()
         self.queues.clear()

@@ -197,10 +197,21 @@ class GlobalMemory:
 
     # -- chunks, for tiled async operations ------------------------------------------------------
 
-    def gather(self, addresses: NDArray[np.int64], chunk: int) -> NDArray[np.generic]:
-        """Reads aligned chunks of `chunk` bytes: `[n]` of the dtype that carries so many."""
+    def gather(
+        self, addresses: NDArray[np.int64], chunk: int, bounds: tuple[int, int] | None = None
+    ) -> NDArray[np.generic]:
+        """Reads aligned chunks of `chunk` bytes: `[n]` of the dtype that carries so many.
+
+        Args:
+            addresses: Of the chunks.
+            chunk: Bytes of each.
+            bounds: The lowest and highest address, where they are known.
+        """
         out: np.ndarray = np.empty(addresses.shape, _DTYPE[chunk])
-        for allocation, where in self.spans(addresses, chunk):
+        for allocation, where in self.spans(addresses, chunk, bounds):
+            if where.__class__ is slice:
+                view, index = self._indexed(allocation, addresses, chunk)
+                return view[index]
             view, index = self._indexed(allocation, addresses[where], chunk)
             out[where] = view[index]
         return out
@@ -224,10 +235,10 @@ class GlobalMemory:
         return view, (addresses - allocation.base - skew) >> shift
 
     def spans(
-        self, addresses: NDArray[np.int64], chunk: int
+        self, addresses: NDArray[np.int64], chunk: int, bounds: tuple[int, int] | None = None
     ) -> Iterator[tuple[Allocation, NDArray[np.bool_] | slice]]:
         """Splits addresses by allocation; checks every one."""
-        low, high = int(addresses.min()), int(addresses.max())
+        low, high = bounds or (int(addresses.min()), int(addresses.max()))
         allocation = self.lookup(low)
         if allocation is not None and high + chunk <= allocation.end:
             yield allocation, slice(None)

@@ -13,6 +13,7 @@ wait_group makes the warp know of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -184,7 +185,11 @@ def includes(scope: int, a: Warp, b: Warp) -> bool:
 
 def scope_of(ins: Instruction, default: str) -> int:
     """Index in `SCOPES` of an instruction's scope."""
-    parts = ins.parts
+    return _scope(ins.parts, default)
+
+
+@lru_cache(maxsize=256)
+def _scope(parts: tuple[str, ...], default: str) -> int:
     if "volatile" in parts or "mmio" in parts:
         return 3
     name = next((s for s in SCOPES if s in parts), {"gl": "gpu"}.get(parts[-1], default))

@@ -85,9 +85,19 @@ class RaceDetector:
         for allocation, where in self.memory.spans(addresses, chunk):
             self._write(agent, epoch, line, strength, allocation, addresses[where], chunk)
 
-    def async_read(self, agent: Agent, line: int, addresses: np.ndarray, chunk: int) -> None:
-        """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence."""
-        for allocation, where in self.memory.spans(addresses, chunk):
+    def async_read(
+        self,
+        agent: Agent,
+        line: int,
+        addresses: np.ndarray,
+        chunk: int,
+        bounds: tuple[int, int] | None = None,
+    ) -> None:
+        """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence.
+
+        Arguments as for `GlobalMemory.gather`.
+        """
+        for allocation, where in self.memory.spans(addresses, chunk, bounds):
             shadow = self._shadow_for_read(agent, allocation)
             if shadow is None:
                 continue

@@ -243,6 +243,10 @@ class Cta:
             self._rows[key] = view.reshape(-1, count) if count > 1 else view
         return self._rows[key]
 
+    def written_in(self, spans: list[tuple[int, int]]) -> bool:
+        """Whether the last writes to some ranges of 16-byte chunks include ordinary stores."""
+        return any(np.logical_or.reduce(self.dirty[first:end]) for first, end in spans)
+
     def barrier(self, number: int) -> CountBarrier:
         """Named barrier `number`."""
         if not 0 <= number < 16:

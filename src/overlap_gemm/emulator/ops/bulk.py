@@ -161,13 +161,13 @@ def _load_box(
         leader = (barrier >> 24) & 1
         places = [(cluster.ctas[r], cluster.ctas[(r & ~1) | leader if paired else r]) for r in ranks]
     limit = len(places[0][0].smem)
-    if int(plan.smem_offsets.max()) + plan.chunk > limit:
+    if plan.smem_end > limit:
         raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")
     line, memory = ins.line, grid.machine.memory
     if grid.machine.races is not None:
         addresses = plan.clipped()[0]
         if len(addresses):
-            grid.machine.races.async_read(group.warp.agent, line, addresses, plan.chunk)
+            grid.machine.races.async_read(group.warp.agent, line, addresses, plan.chunk, plan.bounds)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
@@ -185,11 +185,11 @@ def _load_box(
 
 def _gather_box(memory: Any, tmap: TensorMap, plan: Plan) -> np.ndarray:
     if plan.valid is None:
-        return memory.gather(plan.global_addresses, plan.chunk)
+        return memory.gather(plan.global_addresses, plan.chunk, plan.bounds)
     data: np.ndarray = np.empty(plan.global_addresses.shape, CHUNK_DTYPE[plan.chunk])
     data[...] = tmap.fill_pattern(plan.chunk)
     if plan.valid.any():
-        data[plan.valid] = memory.gather(plan.global_addresses[plan.valid], plan.chunk)
+        data[plan.valid] = memory.gather(plan.global_addresses[plan.valid], plan.chunk, plan.bounds)
     return data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         cta, n, first = group.warp.cta, one(columns, mask), one(address, mask) & 0xFFFF
         if not (cta.tmem_owner[first : first + n] == first + 1).all():
             raise fail(group, ins, f"columns {first}..{first + n - 1} are not one allocation")
+        cta.grid.engine.settle()
         cta.grid.checks.tmem_use(
             cta, ("ld", "st"), first, n, (0, 1), f"tcgen05.dealloc of {group.warp}", ins.line
         )
@@ -121,6 +123,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         at = one(address, mask)
         _check_cells(group, ins, at, columns)
+        group.warp.grid.engine.settle()
         group.warp.cta.tmem_order.begin("ld", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
         try:
             values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
@@ -144,6 +147,7 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         at = one(address, mask)
         _check_cells(group, ins, at, columns)
+        group.warp.grid.engine.settle()
         group.warp.cta.tmem_order.begin("st", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:
@@ -170,6 +174,39 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 # -- matrix products -----------------------------------------------------------------------------
+
+
+class _Products(Event):
+    """A `tcgen05.mma`, or a run of them into one accumulator."""
+
+    def __init__(self, group: Group, ins: Instruction, ctas: list[Cta], product: tcgen05.Mma) -> None:
+        cta = group.warp.cta
+        super().__init__(self._multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}", "tensor")
+        self._group, self._ins, self._ctas = group, ins, ctas
+        self._products = [product]
+
+    def take(self, group: Group, ctas: list[Cta], product: tcgen05.Mma) -> bool:
+        """Whether another product has become part of this event."""
+        if group.warp is not self._group.warp or len(ctas) != len(self._ctas):
+            return False
+        if not tcgen05.continues(self._products[0], product):
+            return False
+        self._products.append(product)
+        return True
+
+    def _multiply(self) -> None:
+        group, ins = self._group, self._ins
+        product = tcgen05.join(tuple(self._products)) if len(self._products) > 1 else self._products[0]
+        checks = self.grid.checks
+        if "tmem" in checks.enabled:
+            what, ctas = f"tcgen05.mma of {group.warp}", len(self._ctas)
+            for c in self._ctas:
+                checks.tmem_use(c, ("ld", "st"), *product.d_cells(ctas), what, ins.line)
+                checks.tmem_use(c, ("st",), *product.a_cells(), what, ins.line)
+        try:
+            product.run([c.smem for c in self._ctas], [c.tmem for c in self._ctas])
+        except (ValueError, IndexError) as why:
+            raise fail(group, ins, str(why)) from None
 
 
 @instruction("tcgen05.mma")
@@ -199,40 +236,33 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         cta = group.warp.cta
         ctas = pair_of(cta) if pair else [cta]
         try:
-            shape = tcgen05.decode_instruction(one(descriptor, lane), kind, len(ctas))
-            left = one(a, lane) if a_in_tmem else smem_desc.decode_umma(one(a, lane))
-            off = _disabled(disabled, lane, len(ctas))
-            product = tcgen05.Mma(
-                shape,
+            product = tcgen05.decode_mma(
+                kind,
+                len(ctas),
                 one(d, lane),
-                left,
-                smem_desc.decode_umma(one(b, lane)),
+                one(a, lane),
+                a_in_tmem,
+                one(b, lane),
+                one(descriptor, lane),
                 bool(_predicate(enable, lane)),
                 one(shift, lane),
-                off,
             )
+            off = _disabled(disabled, lane, len(ctas))
+            if off is not None:
+                product = replace(product, disabled_lanes=off)
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
-        if "proxy" in cta.grid.checks.enabled:
-            reads = product.smem_reads(len(ctas))
+        checks, engine = cta.grid.checks, cta.grid.engine
+        if "proxy" in checks.enabled:
+            spans = tcgen05.smem_spans(product, len(ctas))
             for c in ctas:
-                cta.grid.checks.smem_read(group, c, reads, "tcgen05.mma", ins.line)
-
-        checks, what = cta.grid.checks, f"tcgen05.mma of {group.warp}"
-        strict = "tmem" in checks.enabled
-
-        def multiply() -> None:
-            for c in ctas if strict else ():
-                checks.tmem_use(c, ("ld", "st"), *product.d_cells(len(ctas)), what, ins.line)
-                checks.tmem_use(c, ("st",), *product.a_cells(), what, ins.line)
-            try:
-                product.run([c.smem for c in ctas], [c.tmem for c in ctas])
-            except (ValueError, IndexError) as why:
-                raise fail(group, ins, str(why)) from None
-
-        cta.grid.engine.enqueue(
-            ("tensor", cta), Event(multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}", "tensor")
-        )
+                if c.written_in(spans):
+                    checks.smem_read(group, c, product.smem_reads(len(ctas)), "tcgen05.mma", ins.line)
+        held = engine.held
+        if isinstance(held, _Products) and held.take(group, ctas, product):
+            return
+        put = engine.enqueue if "tmem" in checks.enabled else engine.hold
+        put(("tensor", cta), _Products(group, ins, ctas, product))
 
     return Op(run, (d, a, b, descriptor, disabled, enable, shift))
 
@@ -244,9 +274,10 @@ def _predicate(value: Any, lane: int) -> Any:
 def _disabled(vector: Any, lane: int, ctas: int) -> Any:
     if vector is None:
         return None
-    words = np.array([one(v, lane) for v in vector], np.uint32)
-    if not words.any():
+    values = [one(v, lane) for v in vector]
+    if not any(values):
         return None
+    words = np.array(values, np.uint32)
     return np.unpackbits(words.view(np.uint8), bitorder="little").reshape(ctas, 128).astype(np.bool_)
 
 

@@ -9,6 +9,7 @@ register file.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -289,40 +290,67 @@ class Emitter:
 
     def flush(self, live: set[int]) -> None:
         """Writes the live definitions back to the register file."""
-        for slot, reg in self.defs.items():
-            if slot in live:
-                self.lines.append(f"R[{slot}] = {self._form(reg, 'i')}")
+        values = [(slot, self._form(reg, "i")) for slot, reg in self.defs.items() if slot in live]
+        self.lines.extend(f"R[{slot}] = {value}" for slot, value in values)
 
     def source(self, name: str) -> str:
         """The function's text."""
-        body = "\n    ".join(_gather_packs(self.lines))
+        body = "\n    ".join(_gather_runs(self.lines))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
 
 
 _PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
+_PAIR = re.compile(r"(v\d+) = pair64\((v\d+), (v\d+)\)")
+_HALF = re.compile(r"(v\d+) = (low|high)32\((v\d+)\)")
 _LOCAL = re.compile(r"\bv\d+\b")
 
 
-def _gather_packs(lines: list[str]) -> list[str]:
-    """Moves conversions to bf16 pairs down to the first use of any, where all become one operation.
+def _gather_runs(lines: list[str]) -> list[str]:
+    """Makes one operation of conversions to bf16 pairs that are near each other, and of pairs of registers.
 
-    An epilogue has dozens of them in a row, each with more overhead than work; locals are assigned once, so
-    a line may move down as far as its result is not needed.
+    An epilogue has dozens of them in a row, each with more overhead than work.
+    """
+    halves = {m[1]: (m[2], m[3]) for m in map(_HALF.fullmatch, lines) if m}
+
+    def pack(runs: list[tuple[str, ...]]) -> str:
+        names, his, los = (", ".join(parts) for parts in zip(*runs, strict=True))
+        whole = [halves.get(lo, ("", ""))[1] for _, _, lo in runs]
+        if all(
+            halves.get(hi) == ("high", w) and halves[lo] == ("low", w)
+            for (_, hi, lo), w in zip(runs, whole, strict=True)
+        ):
+            return f"{names}, = pack2_words(({', '.join(whole)},))"
+        return f"{names}, = pack2_run(({his},), ({los},))"
+
+    def pair(runs: list[tuple[str, ...]]) -> str:
+        names, los, his = (", ".join(parts) for parts in zip(*runs, strict=True))
+        return f"{names}, = pair64_run(({los},), ({his},))"
+
+    out = _sink(_sink(lines, _PACK, pack), _PAIR, pair)
+    used = Counter(_LOCAL.findall("\n".join(out)))
+    return [line for line in out if not ((m := _HALF.fullmatch(line)) and used[m[1]] == 1)]
+
+
+def _sink(
+    lines: list[str], pattern: re.Pattern[str], together: Callable[[list[tuple[str, ...]]], str]
+) -> list[str]:
+    """Moves the lines of a pattern down to the first use of any, where all become one.
+
+    Locals are assigned once, so a line may move down as far as its result is not needed.
     """
     out: list[str] = []
-    waiting: dict[str, tuple[str, str]] = {}
+    waiting: dict[str, tuple[str, ...]] = {}
 
     def flush() -> None:
         if waiting:
-            his, los = (", ".join(pair[n] for pair in waiting.values()) for n in (0, 1))
-            out.append(f"{', '.join(waiting)}, = pack2_run(({his},), ({los},))")
+            out.append(together(list(waiting.values())))
             waiting.clear()
 
     for line in lines:
-        if match := _PACK.fullmatch(line):
+        if match := pattern.fullmatch(line):
             if waiting.keys() & set(match.groups()):
                 flush()
-            waiting[match[1]] = (match[2], match[3])
+            waiting[match[1]] = match.groups()
             continue
         if waiting and waiting.keys() & set(_LOCAL.findall(line)):
             flush()

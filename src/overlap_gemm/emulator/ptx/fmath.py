@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.lanes import DTYPE, MASK, SIGNED, Value
+from overlap_gemm.emulator.ptx.lanes import DTYPE, MASK, SIGNED, Value, high32, low32
 
 Number = Any  # np.float32 / np.float64, scalar or array
 f32, f64 = np.float32, np.float64
@@ -174,6 +174,15 @@ def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
     return list(numeric.f32_to_bf16x2(block[0], block[1]))
 
 
+def pack2_words(words: tuple[Value, ...]) -> list[Value]:
+    """`pack2_run` of the halves of 64-bit values."""
+    if any(w.__class__ is int for w in words):
+        his, los = tuple(map(high32, words)), tuple(map(low32, words))
+        return pack2_run(his, los)
+    block = np.concatenate(words).view(np.float32).reshape(len(words), -1, 2)
+    return list(numeric.f32_to_bf16x2(block[:, :, 1], block[:, :, 0]))
+
+
 def _number(value: Any) -> Number:
     """`float32` values of values or of bit patterns."""
     if value.__class__ is int:
@@ -221,8 +230,8 @@ FUNCTIONS: dict[str, Any] = {
     f.__name__: f
     for f in (
         fma32, directed, ftz, sat, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
-        unpack_half, pack_half, unpack2, pack2, pack2_run, pack_fp8, unpack_fp8, tf32, round_integral,
-        clamp_int,
+        unpack_half, pack_half, unpack2, pack2, pack2_run, pack2_words, pack_fp8, unpack_fp8, tf32,
+        round_integral, clamp_int,
     )
 } | {
     "ex2": ex2, "lg2": lg2, "fsin": sin, "fcos": cos, "ftanh": tanh, "rcp": rcp, "rsqrt": rsqrt,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +55,13 @@ class SmemDescriptor:
     stride: int
     swizzle: Swizzle
 
+    def differs_in_start(self, other: SmemDescriptor) -> bool:
+        """Whether the other descriptor has the same tile at another place, at most."""
+        return (self.leading, self.stride, self.swizzle) == (other.leading, other.stride, other.swizzle)
+
     def addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
         """Byte address within the CTA's shared window of every element, `int64 [rows, k]`."""
-        plan, base = self._plan(rows, k, element_bytes, mn_major)
+        plan, base = _plan((self,), rows, k, element_bytes, mn_major)
         chunks = 16 * (plan + base)[:, :, None] + np.arange(0, 16, element_bytes, dtype=np.int64)
         if mn_major:  # [k, rows / T, T]
             return chunks.reshape(k, rows).T
@@ -64,8 +69,16 @@ class SmemDescriptor:
 
     def chunk_addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
         """Byte addresses of the 16-byte chunks the tile occupies, flat: what an operation reads."""
-        plan, base = self._plan(rows, k, element_bytes, mn_major)
+        plan, base = _plan((self,), rows, k, element_bytes, mn_major)
         return 16 * (plan.reshape(-1) + base)
+
+    def span(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> tuple[int, int]:
+        """First and end of the range of chunk numbers (addresses / 16) that holds `chunk_addresses`."""
+        mode = self.swizzle
+        phase = self.start % mode.repeat
+        first, end = _tile_span(self.leading, self.stride, mode, (phase,), rows, k, element_bytes, mn_major)
+        base = (self.start - phase) >> 4
+        return base + first, base + end
 
     def gather(
         self, smem: NDArray[np.uint8], rows: int, k: int, element_bytes: int, mn_major: bool
@@ -85,23 +98,50 @@ class SmemDescriptor:
         Raises:
             IndexError: the tile reaches beyond `smem`.
         """
-        plan, base = self._plan(rows, k, element_bytes, mn_major)
-        chunks = smem.view(np.complex128)[plan + base]
-        tile = chunks.view(_UNSIGNED[element_bytes])
-        return tile.T if mn_major else tile
+        return gather_steps(smem, (self,), rows, k, element_bytes, mn_major)
 
-    def _plan(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> tuple[I64, int]:
-        """Numbers of the tile's 16-byte chunks, and what to add to them."""
-        phase = self.start % self.swizzle.repeat
-        plan = _tile_plan(self.leading, self.stride, self.swizzle, phase, rows, k, element_bytes, mn_major)
-        return plan, (self.start - phase) >> 4
+
+def gather_steps(
+    smem: NDArray[np.uint8],
+    steps: tuple[SmemDescriptor, ...],
+    rows: int,
+    k: int,
+    element_bytes: int,
+    mn_major: bool,
+) -> NDArray[np.unsignedinteger]:
+    """Reads tiles that follow each other along K and differ in nothing but `start`: `[rows, len(steps) * k]`.
+
+    Arguments and errors as for `SmemDescriptor.gather`.
+    """
+    plan, base = _plan(steps, rows, k, element_bytes, mn_major)
+    chunks = smem.view(np.complex128)[plan + base]
+    tile = chunks.view(_UNSIGNED[element_bytes])
+    return tile.T if mn_major else tile
+
+
+def _plan(
+    steps: tuple[SmemDescriptor, ...], rows: int, k: int, element_bytes: int, mn_major: bool
+) -> tuple[I64, int]:
+    """Numbers of the tiles' 16-byte chunks, and what to add to them."""
+    first = steps[0]
+    origin = first.start - first.start % first.swizzle.repeat
+    starts = tuple([step.start - origin for step in steps])
+    plan = _tile_plan(first.leading, first.stride, first.swizzle, starts, rows, k, element_bytes, mn_major)
+    return plan, origin >> 4
 
 
 @lru_cache(maxsize=512)
 def _tile_plan(
-    leading: int, stride: int, mode: Swizzle, phase: int, rows: int, k: int, size: int, mn_major: bool
+    leading: int,
+    stride: int,
+    mode: Swizzle,
+    starts: tuple[int, ...],
+    rows: int,
+    k: int,
+    size: int,
+    mn_major: bool,
 ) -> I64:
-    """Chunk numbers from the swizzle repeat's start: `[rows, k / T]`, or `[k, rows / T]` for MN-major."""
+    """Chunk numbers from a swizzle repeat's start: `[rows, steps * k / T]`, or `[steps * k, rows / T]`."""
     per_chunk = 16 // size
     contiguous, other = (rows, k) if mn_major else (k, rows)
     if contiguous % per_chunk:
@@ -119,7 +159,13 @@ def _tile_plan(
         linear = c // in_row * leading + c % in_row * 16 + o // group * stride + o % group * mode.row_bytes
     else:
         linear = o // 8 * stride + o % 8 * mode.row_bytes + c * 16
-    return mode.apply(linear + phase) >> 4
+    return np.concatenate([mode.apply(linear + start) >> 4 for start in starts], axis=0 if mn_major else 1)
+
+
+@lru_cache(maxsize=512)
+def _tile_span(*tile: Any) -> tuple[int, int]:
+    plan = _tile_plan(*tile)
+    return int(plan.min()), int(plan.max()) + 1
 
 
 @lru_cache(maxsize=4096)

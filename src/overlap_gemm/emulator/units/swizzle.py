@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Address = TypeVar("Address", int, "NDArray[np.int64]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the constants below are all there are, and keys of caches
 class Swizzle:
     """One swizzle mode.
 

@@ -16,7 +16,7 @@ memory: with two CTAs each holds N/2 of its rows at the same descriptor offset.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
+from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_umma, gather_steps
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
 
@@ -117,9 +117,9 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int) -> Instructio
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mma:
-    """One decoded `tcgen05.mma`; executing it is `run`.
+    """One decoded `tcgen05.mma`, or several into one D as one of a larger K; executing it is `run`.
 
     Attributes:
         shape: the instruction descriptor.
@@ -129,6 +129,7 @@ class Mma:
         accumulate: whether D is an input (`enable-input-d`).
         scale_d: the exponent s of `scale-input-d`: D enters as D * 2**-s.
         disabled_lanes: `bool [128]` per CTA in order, lanes of D to leave alone, or `None`.
+        further: shared-memory descriptors of A and of B in the K steps that follow.
     """
 
     shape: InstructionDescriptor
@@ -138,6 +139,7 @@ class Mma:
     accumulate: bool
     scale_d: int = 0
     disabled_lanes: NDArray[np.bool_] | None = None
+    further: tuple[tuple[SmemDescriptor | int, SmemDescriptor], ...] = ()
 
     def run(self, smem: Sequence[Smem], tmem: Sequence[Tmem]) -> None:
         """Multiplies and accumulates into D.
@@ -179,13 +181,17 @@ class Mma:
 
     def smem_reads(self, ctas: int) -> I64:
         """Byte addresses of the 16-byte chunks read from each CTA's shared memory, flat."""
+        return np.concatenate([tile.chunk_addresses(*form) for tile, form in self.smem_tiles(ctas)])
+
+    def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
+        """The tiles of B and A in each CTA's shared memory: descriptor, rows, k, bytes, whether MN-major."""
         shape = self.shape
-        size_b = numeric.ELEMENT_BYTES[shape.b_type]
-        reads = [self.b.chunk_addresses(shape.n // ctas, shape.k, size_b, shape.b_mn_major)]
+        size = numeric.ELEMENT_BYTES[shape.b_type]
+        tiles = [(self.b, (shape.n // ctas, shape.k, size, shape.b_mn_major))]
         if isinstance(self.a, SmemDescriptor):
-            size_a = numeric.ELEMENT_BYTES[shape.a_type]
-            reads.append(self.a.chunk_addresses(shape.m // ctas, shape.k, size_a, shape.a_mn_major))
-        return np.concatenate(reads)
+            size = numeric.ELEMENT_BYTES[shape.a_type]
+            tiles.append((self.a, (shape.m // ctas, shape.k, size, shape.a_mn_major)))
+        return tiles
 
     def d_cells(self, ctas: int) -> tuple[int, int, tuple[int, ...]]:
         """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
@@ -202,14 +208,16 @@ class Mma:
     def _operand_b(self, smem: Smem, rows: int) -> F32:
         shape = self.shape
         size = numeric.ELEMENT_BYTES[shape.b_type]
-        b = numeric.widen(self.b.gather(smem, rows, shape.k, size, shape.b_mn_major), shape.b_type)
+        steps = (self.b, *[b for _, b in self.further])
+        b = numeric.widen(gather_steps(smem, steps, rows, shape.k, size, shape.b_mn_major), shape.b_type)
         return -b if shape.negate_b else b
 
     def _operand_a(self, smem: Smem, tmem: Tmem, rows: int, ctas: int) -> F32:
         shape = self.shape
         size = numeric.ELEMENT_BYTES[shape.a_type]
         if isinstance(self.a, SmemDescriptor):
-            bits = self.a.gather(smem, rows, shape.k, size, shape.a_mn_major)
+            steps = (self.a, *[a for a, _ in self.further if isinstance(a, SmemDescriptor)])
+            bits = gather_steps(smem, steps, rows, shape.k, size, shape.a_mn_major)
         else:
             words = _K_BYTES // 4
             lane, column = self.a >> 16, self.a & 0xFFFF
@@ -237,6 +245,62 @@ class Mma:
             values[...] = product + np.ldexp(values, -self.scale_d)
         else:
             values += product
+
+
+@lru_cache(maxsize=1024)
+def decode_mma(
+    kind: str,
+    ctas: int,
+    d: int,
+    a: int,
+    a_in_tmem: bool,
+    b: int,
+    descriptor: int,
+    accumulate: bool,
+    scale_d: int,
+) -> Mma:
+    """A `tcgen05.mma` of no disabled lanes from its operands. A main loop issues the same few all the time.
+
+    Raises:
+        ValueError: a descriptor that is reserved or not modelled.
+    """
+    shape = decode_instruction(descriptor, kind, ctas)
+    left = a if a_in_tmem else decode_umma(a)
+    return Mma(shape, d, left, decode_umma(b), accumulate, scale_d)
+
+
+@lru_cache(maxsize=1024)
+def smem_spans(mma: Mma, ctas: int) -> list[tuple[int, int]]:
+    """Ranges of chunk numbers, first and end, that hold all of `Mma.smem_reads`."""
+    return [tile.span(*form) for tile, form in mma.smem_tiles(ctas)]
+
+
+@lru_cache(maxsize=1024)
+def continues(mma: Mma, later: Mma) -> bool:
+    """Whether a later product only adds K steps, sums in `float32` being all that joining them changes.
+
+    Not so where D is rounded to f16 between them, or A may lie in cells that D takes.
+    """
+    a, b = later.a, later.b
+    return (
+        mma.d == later.d
+        and mma.shape == later.shape
+        and later.accumulate
+        and not later.scale_d
+        and mma.disabled_lanes is None
+        and later.disabled_lanes is None
+        and mma.shape.d_type == "f32"
+        and isinstance(a, SmemDescriptor)
+        and isinstance(mma.a, SmemDescriptor)
+        and a.differs_in_start(mma.a)
+        and b.differs_in_start(mma.b)
+    )
+
+
+@lru_cache(maxsize=1024)
+def join(run: tuple[Mma, ...]) -> Mma:
+    """A product and those that continue it as one."""
+    return replace(run[0], further=tuple([(mma.a, mma.b) for mma in run[1:]]))
 
 
 def _split_lanes(cells: NDArray[_Any], lane: int, rows: int, ctas: int) -> list[NDArray[_Any]]:

@@ -85,6 +85,8 @@ class Plan:
         valid: `bool [n]`, whether the chunk lies inside the tensor, or `None` where all do.
         chunk: bytes per chunk.
         box_bytes: bytes of the whole box: what a load adds to the mbarrier's transaction count, valid or not.
+        bounds: lowest and highest of the valid global addresses; meaningless where none is.
+        smem_end: one past the highest byte of `smem_offsets`' chunks.
     """
 
     global_addresses: I64
@@ -92,6 +94,8 @@ class Plan:
     valid: NDArray[np.bool_] | None
     chunk: int
     box_bytes: int
+    bounds: tuple[int, int]
+    smem_end: int
 
     def clipped(self) -> tuple[I64, I64]:
         """`(global_addresses, smem_offsets)` of the valid chunks only: what a store or reduction touches."""
@@ -232,11 +236,22 @@ class TensorMap:
             for c, dim, box in zip(coordinates, self.dims, self.box, strict=True)
         )
         phase = smem_address % max(self.swizzle.repeat, 128)
-        relative, offsets, valid, chunk = _box_plan(self._geometry, first % 16, overlap, phase)
+        relative, offsets, valid, chunk, (low, high), end = _box_plan(
+            self._geometry, first % 16, overlap, phase
+        )
         origin = self.address + first
         for c, stride in zip(coordinates[1:], self.strides, strict=True):
             origin += c * stride
-        return Plan(relative + origin, offsets + (smem_address - phase), valid, chunk, self.box_bytes)
+        start = smem_address - phase
+        return Plan(
+            relative + origin,
+            offsets + start,
+            valid,
+            chunk,
+            self.box_bytes,
+            (origin + low, origin + high),
+            start + end,
+        )
 
     def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
         """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
@@ -281,8 +296,8 @@ def _decode(raw: bytes) -> TensorMap:
 @lru_cache(maxsize=_PLANS)
 def _box_plan(
     geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
-) -> tuple[I64, I64, NDArray[np.bool_] | None, int]:
-    """Relative global addresses, shared offsets from the repeat's start, valid mask, chunk bytes."""
+) -> tuple[I64, I64, NDArray[np.bool_] | None, int, tuple[int, int], int]:
+    """The fields of a `Plan` but `box_bytes`, addresses relative and offsets from the repeat's start."""
     size, counts, steps, strides, mode = geometry
     row = counts[0] * size
     edges = [] if overlap[0] is None else [e * size for e in overlap[0]]
@@ -305,7 +320,11 @@ def _box_plan(
         for position, o, unit in zip(grid, overlap, (size, 1, 1, 1, 1)[: len(counts)], strict=True):
             if o is not None:
                 valid &= (position >= o[0] * unit) & (position < o[1] * unit)
-    return relative.reshape(-1), mode.apply(linear), None if valid is None else valid.reshape(-1), chunk
+    inside = relative.reshape(-1) if valid is None else relative[valid]
+    bounds = (int(inside.min()), int(inside.max())) if len(inside) else (0, 0)
+    offsets = mode.apply(linear)
+    end = int(offsets.max()) + chunk
+    return relative.reshape(-1), offsets, None if valid is None else valid.reshape(-1), chunk, bounds, end
 
 
 def encode_tiled(
