@@ -292,24 +292,29 @@ class Access:
             cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
             agent = group.warp.agent
             agent.touched = True
-            cta.dirty[offset >> 4 : (offset + self.size + 15) >> 4] = agent.epoch
+            end = offset + self.size
+            cta.mark_stored(slice(offset >> 4, (end + 15) >> 4), offset, end - 1, agent.epoch)
         else:
             active = address if mask == FULL else address[lane_array(mask)]
             offset = active - np.uint32(cta.base)
             view = cta.rows(self.width, self.count)
-            if int(np.bitwise_or.reduce(offset)) & (self.size - 1) or int(
-                np.maximum.reduce(offset)
-            ) >> self.row_shift >= len(view):
+            highest = int(np.maximum.reduce(offset))
+            if int(np.bitwise_or.reduce(offset)) & (self.size - 1) or highest >> self.row_shift >= len(view):
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
                 return
-            view[offset >> self.row_shift] = self._rows(mask, values)
+            chunks, rows = offset >> 4, self._rows(mask, values)
+            if self.size == 16:
+                cta.chunks[chunks] = rows.view(np.complex128)[:, 0]
+            else:
+                view[offset >> self.row_shift] = rows
             agent = group.warp.agent
             agent.touched = True
-            cta.dirty[offset >> np.uint32(4)] = agent.epoch
+            lowest, epoch = int(np.minimum.reduce(offset)), agent.epoch
+            cta.mark_stored(chunks, lowest, highest, epoch)
             if self.size == 32:
-                cta.dirty[(offset >> 4) + 1] = agent.epoch
+                cta.mark_stored(chunks + 1, lowest, highest + 16, epoch)
         watch = group.warp.cta.cluster.watch
         if watch:
             notify(watch, granules(address, mask, self.size))

@@ -219,7 +219,9 @@ class Cta:
         self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
         self.tmem_waiters: list[Group] = []
         self.tmem_order = TmemOrder()
+        self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
+        self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}
         self.pending: dict[int, Any] = {}
@@ -243,9 +245,19 @@ class Cta:
             self._rows[key] = view.reshape(-1, count) if count > 1 else view
         return self._rows[key]
 
+    def mark_stored(self, chunks: Any, lowest: int, highest: int, epoch: int) -> None:
+        """Ordinary stores wrote to these 16-byte chunks, between the chunks of two offsets."""
+        self.dirty[chunks] = epoch
+        first, end = self._stored
+        self._stored = min(first, lowest >> 4), max(end, (highest >> 4) + 1)
+
     def written_in(self, spans: list[tuple[int, int]]) -> bool:
         """Whether the last writes to some ranges of 16-byte chunks include ordinary stores."""
-        return any(np.logical_or.reduce(self.dirty[first:end]) for first, end in spans)
+        low, high = self._stored
+        for first, end in spans:
+            if first < high and low < end and np.logical_or.reduce(self.dirty[first:end]):
+                return True
+        return False
 
     def barrier(self, number: int) -> CountBarrier:
         """Named barrier `number`."""

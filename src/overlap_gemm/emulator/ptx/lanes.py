@@ -41,7 +41,13 @@ def bits(p: Value) -> int:
     """The 32-bit mask of a predicate."""
     if p.__class__ is bool:
         return FULL if p else 0
-    return int.from_bytes(np.packbits(p, bitorder="little").tobytes(), "little")
+    return _mask_of(p.tobytes())
+
+
+@lru_cache(maxsize=4096)
+def _mask_of(lanes: bytes) -> int:
+    assert len(lanes) == LANES, "predicates are boolean arrays"
+    return int.from_bytes(np.packbits(np.frombuffer(lanes, np.bool_), bitorder="little").tobytes(), "little")
 
 
 @lru_cache(maxsize=4096)

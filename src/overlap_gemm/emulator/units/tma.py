@@ -173,6 +173,15 @@ class TensorMap:
             raise ValueError(f"interleave mode {self.interleave} of a tensor map is not modelled")
         return _Geometry(self.element_bytes, self._box_counts, self._steps, self.strides, self.swizzle)
 
+    @cached_property
+    def _room(self) -> tuple[int, ...]:
+        """The last coordinates at which a box lies inside."""
+        return tuple(dim - box for dim, box in zip(self.dims, self.box, strict=True))
+
+    @cached_property
+    def _inside(self) -> tuple[None, ...]:
+        return (None,) * self.rank
+
     # -- codec -------------------------------------------------------------------------------------
 
     @staticmethod
@@ -231,10 +240,14 @@ class TensorMap:
         first = coordinates[0] * self.element_bytes
         # The plan depends on the position only through the innermost alignment, and, at an edge, on the
         # overlap.
-        overlap = tuple(
-            (min(max(-c, 0), box), max(min(dim - c, box), 0)) if c < 0 or c + box > dim else None
-            for c, dim, box in zip(coordinates, self.dims, self.box, strict=True)
-        )
+        overlap: tuple[tuple[int, int] | None, ...] = self._inside
+        for c, room in zip(coordinates, self._room, strict=True):
+            if not 0 <= c <= room:
+                overlap = tuple(
+                    (min(max(-c, 0), box), max(min(dim - c, box), 0)) if c < 0 or c + box > dim else None
+                    for c, dim, box in zip(coordinates, self.dims, self.box, strict=True)
+                )
+                break
         phase = smem_address % max(self.swizzle.repeat, 128)
         relative, offsets, valid, chunk, (low, high), end = _box_plan(
             self._geometry, first % 16, overlap, phase
