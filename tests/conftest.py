@@ -4,7 +4,7 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests/compiled last.
 
-    A compile outside the emulator loads the DSL's own CUDA runtime into the process, for good; an emulator opened
-    after that could not put its stand-in there (its kernels fail with cudaErrorInsufficientDriver).
+    A compile that makes host code, outside the emulator, loads the DSL's own CUDA runtime into the process
+    for good; functions made in an emulator opened after that find this one (cudaErrorInsufficientDriver).
     """
     items.sort(key=lambda item: "compiled" in item.path.parts)
