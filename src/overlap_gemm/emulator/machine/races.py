@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation, GlobalMemory
 
 WEAK = -1
+_COUNT = np.arange(32)
 
 
 class Shadow:
@@ -36,8 +37,15 @@ class Shadow:
         """Goes over to smaller granules."""
         factor = self.granule // granule
         self.granule = granule
-        self.writes = np.repeat(self.writes, factor, axis=1)
-        self.reads = np.repeat(self.reads, factor, axis=1)
+        self.writes, self.reads = (_repeated(cells, factor) for cells in (self.writes, self.reads))
+
+
+def _repeated(cells: np.ndarray, factor: int) -> np.ndarray:
+    """Each column `factor` times, without touching the many that are zero."""
+    out = np.zeros((2, cells.shape[1] * factor), np.int64)
+    used = np.flatnonzero(cells[0])
+    out.reshape(2, -1, factor)[:, used] = cells[:, used, None]
+    return out
 
 
 def _mark(line: int, strength: int) -> int:
@@ -143,18 +151,17 @@ class RaceDetector:
         """Granules that an access touches, refining the shadow where the access is smaller than one."""
         if address.__class__ is int:
             start = address - allocation.base
-            fits = (start | size) % shadow.granule == 0
+            low = start | size
         else:
             offsets = (address - address.dtype.type(allocation.base)).astype(np.int64)
-            fits = int(np.bitwise_or.reduce(offsets) | size) % shadow.granule == 0
-        if not fits:
-            low = start | size if address.__class__ is int else int(np.bitwise_or.reduce(offsets)) | size
-            shadow.refine(min(shadow.granule, low & -low))
+            low = int(np.bitwise_or.reduce(offsets)) | size
+        if low % shadow.granule:
+            shadow.refine(low & -low)
         if address.__class__ is int:
             return slice(start // shadow.granule, -(-(start + size) // shadow.granule))
         cells = offsets // shadow.granule
         if size > shadow.granule:
-            cells = (cells[:, None] + np.arange(size // shadow.granule)).reshape(-1)
+            cells = (cells[:, None] + _COUNT[: size // shadow.granule]).reshape(-1)
         return cells
 
     def _check(
@@ -171,7 +178,9 @@ class RaceDetector:
     ) -> None:
         epochs = history[0][cells]
         first = int(epochs[0])
-        distinct = [first] if (epochs == first).all() else np.unique(epochs).tolist()
+        distinct = [first] if np.logical_and.reduce(epochs == first) else np.unique(epochs).tolist()
+        if distinct == [0]:
+            return
         for epoch in distinct:
             owner = self.agents.get((epoch >> 32) & ~1)
             if epoch == 0 or owner is None or owner.warp.cta is agent.warp.cta or agent.knows(epoch, owner):
