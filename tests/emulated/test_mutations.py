@@ -32,7 +32,6 @@ WAITS = {
 }
 WARPS = {"sm_100a": 7, "sm_90a": 12}
 REASONS = {
-    "*.sys*: .*": "ordering and scope between ranks: tests/compiled reads them in the text",
     "atom.*: .acq_rel -> .relaxed": "the next launch reads the epoch, in stream order",
     "cp.async.bulk.wait_group#[23]: full -> .read": "own tiles: nobody reads them before the kernel's end",
     "mbarrier.arrive.shared.b64#[45]: remove": "frees stages behind the last tile; nothing follows",
@@ -41,11 +40,12 @@ REASONS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KERNELS)
-def test_every_broken_synchronisation_shows(kind):
-    arch, fields, sizes, num_sms = KERNELS[kind]
+FLAGS_AND_WAITS = ("*.sys*", "cp.async.bulk.wait_group*", "fence.proxy*")
+"""What stands between a peer's bytes and their reader; a GPU in one piece hides most of its absence."""
+
+
+def checking(arch, fields, sizes, num_sms):
+    """A check for `mutate.run`: two ranks, two launches through the public op, results judged."""
     case = Case("gemm_reduce_scatter", *sizes, torch.bfloat16)
 
     def check(options):
@@ -57,6 +57,33 @@ def test_every_broken_synchronisation_shows(kind):
             for given, outs in run_launches(case, world, 2):
                 assert judge(case, given, outs, torch.bfloat16).holds
 
+    return check
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_every_weakened_flag_and_bulk_wait_shows(kind):
+    """`.sys` -> `.gpu`, acquire or release -> relaxed, full wait -> `.read`, a group less, no proxy fence."""
+    arch, fields, (rows, columns, _), num_sms = KERNELS[kind]
+    check = checking(arch, fields, (rows, columns, 64), num_sms)
+    tried = [mutate.Setting("immediate"), mutate.Setting("lazy")]
+    outcomes = [
+        outcome
+        for select in FLAGS_AND_WAITS
+        for outcome in mutate.run(check, tried, select=select, reasons=REASONS)
+    ]
+    print(*outcomes, sep="\n")
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+    detected = {o.mutation.key.split(": ")[1] for o in outcomes if o.verdict == "detected"}
+    assert {"remove", ".sys -> .gpu", ".release -> .relaxed", ".acquire -> .relaxed"} <= detected
+    assert {"full -> .read", "wait for one group less"} <= detected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KERNELS)
+def test_every_broken_synchronisation_shows(kind):
+    arch, fields, sizes, num_sms = KERNELS[kind]
+    check = checking(arch, fields, sizes, num_sms)
     waits = {f"{WAIT}#{ordinal}: remove": reason for ordinal, reason in WAITS[kind].items()}
     outcomes = mutate.run(check, mutate.settings(1, 2, WARPS[arch]), reasons=REASONS | waits)
     print(*outcomes, sep="\n")
