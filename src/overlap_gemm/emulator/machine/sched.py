@@ -59,6 +59,7 @@ class Scheduler:
         self.pollers: dict[int, Group] = {}
         self.sleepers: list[tuple[int, int, Group]] = []
         self._last_soft_wake = -1
+        self._peeking = False
         self._warped = 0
         self._patience = 10_000
         self.tick: Callable[[], None] | None = None
@@ -236,6 +237,11 @@ class Scheduler:
             return True
         watching = [g for g in self.pollers.values() if g.clock]
         if watching and self._warped < 64:
+            self._peeking = not self._peeking
+            if self._peeking:
+                # A later time can end a wait for good: before that, everybody who polls looks once more.
+                self._release(list(self.pollers.values()))
+                return True
             # Nothing else can happen before these see a later time: jump further each time, so that a bounded
             # wait ends after a few looks whatever its bound.
             self._warped += 1
