@@ -171,7 +171,7 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> A
     if transport == "nvshmem" and config.arch == "sm_90a":
         raise ValueError(
             "transport nvshmem: puts from inside the kernel would cost sm_90 its register reallocation "
-            "(ptxas C7506, C7510), and the kernel that makes them beside it is not built"
+            "(ptxas C7506, C7510), and the op does not start the kernel that makes them beside it yet"
         )
 
     def build() -> Any:
