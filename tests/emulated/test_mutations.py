@@ -65,7 +65,7 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
     """`.sys` -> `.gpu`, acquire or release -> relaxed, full wait -> `.read`, a group less, no proxy fence."""
     arch, fields, (rows, columns, _), num_sms = KERNELS[kind]
     check = checking(arch, fields, (rows, columns, 64), num_sms)
-    tried = [mutate.Setting("immediate"), mutate.Setting("lazy")]
+    tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(3))]
     outcomes = [
         outcome
         for select in FLAGS_AND_WAITS
