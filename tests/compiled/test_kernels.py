@@ -6,16 +6,11 @@ import pytest
 
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
 from overlap_gemm.kernels.lint import find_ptxas, ptx_findings, ptxas_findings, run_ptxas
+from overlap_gemm.tuning.space import every_config
 
 needs_ptxas = pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not on PATH")
 
-SHAPES = [
-    GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster)
-    for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
-    for tile in TILES[mma]
-    for cluster in CLUSTERS[mma]
-]
+SHAPES = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
 SMALLEST = [
     GemmConfig(arch=arch, mma=mma, tile=TILES[mma][0], cluster=CLUSTERS[mma][0])
     for arch in ("sm_90a", "sm_100a")

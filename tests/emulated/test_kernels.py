@@ -11,17 +11,12 @@ from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
+from overlap_gemm.tuning.space import every_config
 
 from .kernel_case import KernelCase, Workspaces
 
 RELAY_STREAM = CUstream(1)
-EVERY_SHAPE = [
-    GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster)
-    for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
-    for tile in TILES[mma]
-    for cluster in CLUSTERS[mma]
-]
+EVERY_SHAPE = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
 SMALLEST = [
     GemmConfig(arch=arch, mma=mma, tile=TILES[mma][0], cluster=CLUSTERS[mma][0])
     for arch in ("sm_90a", "sm_100a")
