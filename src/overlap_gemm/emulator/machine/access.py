@@ -177,15 +177,15 @@ class Access:
             raise fault(
                 group, self.ins, mask, f"global address {address:#x} is not a multiple of {self.size}"
             )
+        memory = group.warp.grid.machine.memory
         cached = self.cached
         if (
             cached is not None
-            and cached.alive
+            and cached.owner is memory
             and cached.base <= address
             and address + self.size <= cached.end
         ):
             return cached
-        memory = group.warp.grid.machine.memory
         try:
             self.cached = found = memory.find(address, self.size)
         except MemoryFault as why:
@@ -196,7 +196,8 @@ class Access:
         """One allocation for all lanes and each lane's row; None where they differ or are at fault."""
         first = int(addresses[0])
         cached: Any = self.cached
-        if cached is None or not cached.alive or not cached.base <= first < cached.end:
+        memory = group.warp.grid.machine.memory
+        if cached is None or cached.owner is not memory or not cached.base <= first < cached.end:
             cached = self._allocation(group, mask, first)
         view = cached.view(self.width, self.count)
         if view is None:
@@ -369,13 +370,17 @@ def _span(address: Any, size: int) -> tuple[int, int]:
     return int(address.min()), int(address.max()) + size
 
 
-def granules(address: Any, mask: int, size: int) -> set[int]:
-    """The 16-byte granules that a lane access touches."""
+def granules(address: Any, mask: int, size: int) -> Iterable[int]:
+    """The 16-byte granules that a lane access touches, in the order of its lanes.
+
+    No set: its order, and so whom a store wakes first, would depend on where the host puts the memory.
+    """
     if address.__class__ is int:
-        return set(range(address >> 4, (address + size + 15) >> 4))
+        return range(address >> 4, (address + size + 15) >> 4)
     lanes = (address if mask == FULL else address[lane_array(mask)]) >> 4
-    out = set(lanes.tolist())
-    return out | {g + 1 for g in out} if size > 16 else out
+    return dict.fromkeys(
+        (lanes if size <= 16 else np.concatenate((lanes, lanes + lanes.dtype.type(1)))).tolist()
+    )
 
 
 def notify(watch: dict[int, list[Any]], touched: Iterable[int]) -> None:

@@ -229,12 +229,15 @@ class Checks:
             self.sync.write(agent, place, scope, releases, rmw=True)
 
     @staticmethod
-    def _places(group: Group, mask: int, space: str, address: Any) -> set[Any]:
+    def _places(group: Group, mask: int, space: str, address: Any) -> list[Any]:
         if address.__class__ is int:
-            addresses = {address}
+            addresses = [address]
         else:
-            addresses = {int(address[lane]) for lane in lane_list(mask)}
-        return addresses if space == "global" else {(id(group.warp.cta.cluster), a) for a in addresses}
+            addresses = list(dict.fromkeys(int(address[lane]) for lane in lane_list(mask)))
+        if space == "global":
+            return addresses
+        where = group.warp.grid.number, group.warp.cta.cluster.first
+        return [(where, a) for a in addresses]
 
     # -- exit ------------------------------------------------------------------------------------
 

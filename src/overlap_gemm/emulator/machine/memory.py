@@ -42,7 +42,8 @@ class Allocation:
         rank: The rank whose memory it is.
         name: For messages.
         kind: `device`, `symmetric`, `host` or `const`.
-        alive: False after `unregister`.
+        owner: The registry it is in, None after `unregister`. Whoever keeps an allocation for later must ask:
+            the host gives the same addresses to other tensors, and to other machines.
     """
 
     base: int
@@ -50,7 +51,7 @@ class Allocation:
     rank: int = 0
     name: str = ""
     kind: str = "device"
-    alive: bool = True
+    owner: GlobalMemory | None = field(default=None, repr=False)
     raw: NDArray[np.uint8] = field(init=False, repr=False)
     _views: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -116,7 +117,7 @@ class GlobalMemory:
         for other in neighbours:
             if address < other.end and other.base < address + nbytes:
                 raise ValueError(f"[{address:#x}, {address + nbytes:#x}) overlaps {other}")
-        allocation = Allocation(address, nbytes, rank, name, kind)
+        allocation = Allocation(address, nbytes, rank, name, kind, self)
         insort(self._bases, address)
         self._live[address] = allocation
         return allocation
@@ -125,7 +126,7 @@ class GlobalMemory:
         """Ends an allocation; later accesses are reported as use after free."""
         allocation = self._live.pop(address)
         self._bases.remove(address)
-        allocation.alive = False
+        allocation.owner = None
         self._freed = [*self._freed[-255:], allocation]
 
     def register_multicast(self, address: int, nbytes: int, targets: list[int]) -> None:

@@ -239,7 +239,9 @@ class Scheduler:
         if watching and self._warped < 64:
             self._peeking = not self._peeking
             if self._peeking:
-                # A later time can end a wait for good: before that, everybody who polls looks once more.
+                # A later time can end a wait for good. Before that everybody who polls looks once more: it
+                # may be parked at what was a peek, or its loop polls two places, of which one changed between
+                # its last look there and its being parked at the other.
                 self._release(list(self.pollers.values()))
                 return True
             # Nothing else can happen before these see a later time: jump further each time, so that a bounded

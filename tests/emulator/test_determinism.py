@@ -1,0 +1,134 @@
+"""A run is a function of its inputs and the seed: not of addresses, hash seeds, or what ran before it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+
+from .handwritten import aligned, launch, machine, module, run
+
+WARPS = 8
+# Warps 1 to 7 poll one word each, 16 bytes apart; one store of warp 0 sets them all. Who comes first draws
+# the first ticket.
+RACE_TO_TICKETS = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; and.b32 %r2, %r0, 31; setp.ne.b32 %p0, %r1, 0;
+@%p0 bra WAIT;
+mov.u32 %r3, 0;
+LATER: add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, 400; @%p1 bra LATER;
+shl.b32 %r4, %r2, 4; cvt.u64.u32 %d10, %r4; add.s64 %d11, %d1, %d10;
+st.relaxed.gpu.global.b32 [%d11], 1;
+bra.uni END;
+WAIT:
+shl.b32 %r4, %r1, 4; cvt.u64.u32 %d10, %r4; add.s64 %d11, %d1, %d10;
+SPIN: ld.relaxed.gpu.global.b32 %r5, [%d11]; setp.eq.b32 %p2, %r5, 0; @%p2 bra SPIN;
+setp.ne.b32 %p3, %r2, 0;
+@%p3 bra END;
+atom.relaxed.gpu.global.add.u32 %r6, [%d2], 1;
+shl.b32 %r7, %r1, 2; cvt.u64.u32 %d12, %r7; add.s64 %d13, %d0, %d12;
+st.global.b32 [%d13], %r6;
+END:
+"""
+
+
+def tickets(offset, **options):
+    """The order in which warps 1 to 7 came, with the flags `offset` granules into their memory."""
+    out, flags, counter = aligned(32), aligned(4096 + 128), aligned(32)
+    flags = flags[4 * offset : 4 * offset + 128]
+    run(RACE_TO_TICKETS, [out, flags, counter], block=(32 * WARPS, 1, 1), **options)
+    return out[1:WARPS].tolist()
+
+
+@pytest.mark.parametrize("mode", ["immediate", "lazy", "random"])
+def test_whom_a_store_wakes_first_does_not_depend_on_addresses(mode):
+    orders = {tuple(tickets(offset, mode=mode)) for offset in range(0, 1024, 37)}
+    assert len(orders) == 1
+    assert sorted(orders.pop()) == list(range(WARPS - 1))
+
+
+def turns(seed):
+    """Every turn of a shuffled run: warp, and instructions executed so far."""
+    log = []
+    take_turn = Scheduler._turn
+
+    def noted(self, warp, quantum):
+        take_turn(self, warp, quantum)
+        log.append((warp.index, self.executed, self.clock))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_turn", noted)
+        log.append(tickets(0, mode="random", seed=seed, schedule=Schedule("random", lanes=True)))
+    return repr(log)
+
+
+def test_another_process_takes_the_same_turns():
+    """With another hash seed and memory elsewhere."""
+    root = Path(__file__).parents[2]
+    code = (
+        "import numpy; keep = numpy.ones(12345); from tests.emulator.test_determinism import turns;"
+        "print(turns(5))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": f"{root / 'src'}:{root}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == turns(5)
+    assert turns(5) != turns(6)
+
+
+@pytest.mark.parametrize("form", ["uniform", "lanes"])
+def test_memory_of_an_earlier_machine_is_not_remembered(form):
+    """The host gives an address again: a translated kernel must not go by what lay there before."""
+    words = aligned(128)
+    body = "st.global.b32 [%d0+400], 7;\n" if form == "uniform" else (
+        "mov.u32 %r0, %tid.x; mul.wide.u32 %d10, %r0, 4; add.s64 %d11, %d0, %d10;"
+        "st.global.b32 [%d11+288], 7;\n"
+    )  # fmt: skip
+    ptx = module(body, 1)
+
+    def go(registered):
+        m = machine([registered])
+        m.submit(launch(ptx, [words]))
+        m.run()
+
+    go(words)
+    assert words[100] == 7
+    with pytest.raises(MemoryFault, match="out of bounds"):
+        go(words[:64])
+    go(words)
+
+
+PEEK_TWICE = """
+mov.u32 %r0, %tid.x; setp.ne.b32 %p0, %r0, 0;
+@!%p0 mbarrier.init.shared.b64 [bar], 1;
+bar.sync 0;
+setp.ge.u32 %p1, %r0, 32;
+@%p1 bra WAITER;
+mov.u32 %r1, 0;
+AGAIN: mbarrier.test_wait.parity.shared.b64 %p2, [bar], 0;
+add.u32 %r1, %r1, 1; setp.lt.u32 %p3, %r1, 3; @%p3 bra AGAIN;
+st.relaxed.gpu.global.b32 [%d1], 1;
+bra.uni END;
+WAITER:
+mov.u64 %d10, %globaltimer;
+LOOK: ld.relaxed.gpu.global.b32 %r2, [%d1]; setp.ne.b32 %p4, %r2, 0; @%p4 bra END;
+mov.u64 %d11, %globaltimer; sub.s64 %d12, %d11, %d10;
+setp.lt.u64 %p5, %d12, 30000000000; @%p5 bra LOOK;
+st.global.b32 [%d0], 1;
+END:
+"""
+
+
+def test_time_does_not_pass_while_somebody_only_peeked():
+    """A warp that looks at a barrier and would go on either way is parked there; nobody expires for that."""
+    expired, flag = aligned(32), aligned(32)
+    run(PEEK_TWICE, [expired, flag], smem=".shared .align 8 .b64 bar;", block=(64, 1, 1))
+    assert (expired[0], flag[0]) == (0, 1)
