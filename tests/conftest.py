@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -8,3 +9,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for good; functions made in an emulator opened after that find this one (cudaErrorInsufficientDriver).
     """
     items.sort(key=lambda item: "compiled" in item.path.parts)
+
+
+def pytest_report_header() -> str | None:
+    """Says what a machine without a CUDA device does not run."""
+    return None if torch.cuda.is_available() else "no CUDA device: tests/gpu is not collected"

@@ -19,8 +19,8 @@ FILE = Path(__file__).parents[2] / "benchmarks/results/instructions.json"
 KERNELS = {
     "sm_100a 1cta 128x128": ("sm_100a", {"mma": "1cta", "tile": (128, 128)}),
     "sm_100a 2cta 256x128": ("sm_100a", {"mma": "2cta", "tile": (256, 128)}),
-    "sm_90a pingpong 128x128": ("sm_90a", {"mma": "pingpong", "tile": (128, 128)}),
-    "sm_90a cooperative 128x128": ("sm_90a", {"mma": "cooperative", "tile": (128, 128)}),
+    "sm_90a pingpong 128x128": ("sm_90a", {"mma": "pingpong", "tile": (128, 128), "cluster": (1, 1)}),
+    "sm_90a cooperative 128x128": ("sm_90a", {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)}),
 }
 OPS = {"GEMM": 1, "GEMM-RS on 2 ranks": 2, "GEMM-RS on 4 ranks": 4}
 SLACK = 1.03

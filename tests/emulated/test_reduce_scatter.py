@@ -18,10 +18,19 @@ KINDS = {
     "sm_90a": [
         {"mma": "pingpong", "tile": (64, 128)},
         {"mma": "cooperative", "tile": (128, 128)},
+        {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
+        {"mma": "cooperative", "tile": (128, 256), "cluster": (1, 2)},
     ],
 }
 CONFIGS = [(arch, fields) for arch, choices in KINDS.items() for fields in choices]
-NAMES = [f"{arch}-{fields['mma']}-{fields['tile'][0]}x{fields['tile'][1]}" for arch, fields in CONFIGS]
+
+
+def name(arch, fields):
+    sizes = ("x".join(map(str, fields[field])) for field in ("tile", "cluster") if field in fields)
+    return "-".join((arch, fields["mma"], *sizes))
+
+
+NAMES = [name(arch, fields) for arch, fields in CONFIGS]
 
 SHAPES = {
     "even": (256, 128, 128),

@@ -10,7 +10,6 @@ graph, once the first call of its kind has compiled the kernel and made the work
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -72,8 +71,11 @@ class Fused:
         a, b = aligned(x), aligned(weight)
         executor = executor_for(group, x.device)
         shape = ReduceScatterShape(shards.total, columns, group.size, shards.chunk)
-        config = replace(
-            default_config(executor.arch, DTYPES[x.dtype], shape, executor.num_sms),
+        config = default_config(
+            executor.arch,
+            DTYPES[x.dtype],
+            shape,
+            executor.num_sms,
             a_major=major(a, "m"),
             b_major=major(b, "n"),
             bias=bias is not None,
@@ -113,7 +115,7 @@ def launch(
         bias: `[N]` or None.
     """
     exchange = None
-    with executor.active() as stream:
+    with executor.active(a, b, out, bias) as stream:
         puts = group.size > 1 and needs_puts(group)
         transport = "local" if group.size == 1 else "nvshmem" if puts else "peer_bulk"
         compiled = compiled_kernel(executor, config, transport)

@@ -34,7 +34,8 @@ def bench(
     only: Annotated[str, typer.Option(help="Of the file, the shapes whose name contains this.")] = "",
     dtype: Annotated[DType, typer.Option(help="Of operands and result.")] = "float32",
     backends: Annotated[
-        str, typer.Option(help="Compared with sequential, separated by commas.")
+        str,
+        typer.Option(help="Compared with sequential, separated by commas; torch: its own mm and collective."),
     ] = "decomposed",
     rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 11,
     device: Annotated[

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import overlap_gemm
@@ -13,6 +14,9 @@ from ..backends.collectives import all_gather_rows, gemm, reduce_scatter_rows
 from ..runtime.group import Group
 from ..sharding import Shards
 from ..testing.cases import LAYOUTS
+
+TORCH = "torch"
+"""Name of the baseline that uses nothing of this library."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,14 @@ class Workload:
     def variants(
         self, backends: Sequence[str], group: Group, device: torch.device
     ) -> dict[str, Callable[[], object]]:
-        """The op by each of `backends`, beside the product alone ("gemm") and the transfer alone ("comm")."""
+        """The op by each of `backends`, beside the product alone ("gemm") and the transfer alone ("comm").
+
+        Among `backends`, `TORCH` is torch's product and torch.distributed's own collective, called one after
+        the other: what a model without this library does.
+
+        Raises:
+            ValueError: `TORCH`, and shards of different lengths, which that collective does not take.
+        """
         x, weight = self.operands(group, device)
         rows = Shards.even(self.m, group.size)
         columns = Shards.even(self.n, group.size)
@@ -79,6 +90,8 @@ class Workload:
             return own if self.op == "gemm_reduce_scatter" else all_gather_rows(own, rows, group)
 
         def by(backend: str) -> Callable[[], object]:
+            if backend == TORCH:
+                return lambda: self._by_torch(x, weight, group)
             return lambda: op(x, weight, group=group.process_group, backend=backend, **extents)
 
         return {
@@ -86,3 +99,25 @@ class Workload:
             "comm": comm,
             **{backend: by(backend) for backend in backends},
         }
+
+    def _by_torch(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        if self.m % group.size or self.n % group.size:
+            raise ValueError(
+                f"baseline {TORCH!r} needs M={self.m} and N={self.n} divisible by P={group.size}"
+            )
+        if self.op == "all_gather_gemm":
+            whole = x.new_empty(self.m, self.k)
+            dist.all_gather_into_tensor(whole, x, group=group.process_group)
+            return torch.mm(whole, weight.t())
+        if self.op == "gemm_all_gather":
+            columns = torch.mm(weight, x.t())
+            gathered = x.new_empty(self.n, self.m)
+            dist.all_gather_into_tensor(gathered, columns, group=group.process_group)
+            return gathered.t().contiguous()
+        product = torch.mm(x, weight.t())
+        if self.op == "gemm_all_reduce":
+            dist.all_reduce(product, group=group.process_group)
+            return product
+        own = x.new_empty(self.m // group.size, self.n)
+        dist.reduce_scatter_tensor(own, product, group=group.process_group)
+        return own

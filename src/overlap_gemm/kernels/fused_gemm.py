@@ -91,7 +91,8 @@ class FusedGemm:
         res = mainloop.setup(ops, barriers + 2 * cfg.ring_stages, smem)
         ring = EpilogueRing.create(barriers, cfg.ring_stages, cfg.inflight, cfg.epilogue_threads // 32)
         stages = allocate_stages(cfg, smem)
-        pipeline_init_arrive(cluster_shape_mn=cute.make_layout(cfg.cluster), is_relaxed=True)
+        # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
+        pipeline_init_arrive(cluster_shape_mn=cute.make_layout(cfg.cluster), is_relaxed=False)
         pipeline_init_wait(cluster_shape_mn=cute.make_layout(cfg.cluster))
 
         if (

@@ -23,7 +23,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -82,14 +82,14 @@ class CompileCache:
 
     folder: Path | None = field(default_factory=cache_folder)
     log: list[tuple[str, float, str]] = field(default_factory=list)
-    _loaded: dict[str, Any] = field(default_factory=dict)
+    _loaded: dict[tuple[Hashable, str], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def get(self, config: object, arch: str, build: Callable[[], Any]) -> Any:
+    def get(self, config: Hashable, arch: str, build: Callable[[], Any]) -> Any:
         """The compiled function of ``config`` for ``arch``.
 
         Args:
-            config: anything whose ``repr`` states every compile-time choice.
+            config: anything hashable whose ``repr`` states every compile-time choice.
             arch: target, e.g. ``"sm_90a"``.
             build: compiles it (``cute.compile`` with `OPTIONS`); called at most once per process and key, and
                 not at all where the disk has the entry.
@@ -97,14 +97,16 @@ class CompileCache:
         Returns:
             The DSL's callable, from memory, from disk or fresh.
         """
+        if (function := self._loaded.get((config, arch))) is not None:
+            return function
         name = f"{arch} {config!r}"
         key = hashlib.sha256("\0".join((name, dsl_version(), source_digest())).encode()).hexdigest()
         with self._lock:
-            if key not in self._loaded:
+            if (config, arch) not in self._loaded:
                 start = time.perf_counter()
-                self._loaded[key], origin = self._find(key, name, build)
+                self._loaded[config, arch], origin = self._find(key, name, build)
                 self.log.append((origin, time.perf_counter() - start, name))
-            return self._loaded[key]
+            return self._loaded[config, arch]
 
     def _find(self, key: str, name: str, build: Callable[[], Any]) -> tuple[Any, str]:
         if self.folder is None:

@@ -43,8 +43,12 @@ class Executor(Protocol):
     def max_clusters(self, size: int) -> int:
         """Clusters of `size` CTAs that are resident at once, one CTA per SM."""
 
-    def active(self) -> AbstractContextManager[int]:
-        """Makes this executor the target of kernel launches; gives the stream handle to pass to them."""
+    def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
+        """Makes this executor the target of kernel launches; gives the stream handle to pass to them.
+
+        Args:
+            *used: the caller's tensors that the launches read or write, kept from being reused before.
+        """
 
     def host_words(self, count: int) -> torch.Tensor:
         """Zeroed int32 ``[count]`` in host memory that kernels write and the host reads at any time."""
@@ -64,15 +68,16 @@ class CudaExecutor:
         """See `Executor.max_clusters`; a share of a device is not asked, but divided."""
         if self.stream is not None or size == 1:
             return self.num_sms // size
-        from cutlass.utils import HardwareInfo
-
-        return int(HardwareInfo(self.device.index or 0).get_max_active_clusters(size))
+        return _resident_clusters(self.device.index or 0, size)
 
     @contextmanager
-    def active(self) -> Iterator[int]:
+    def active(self, *used: torch.Tensor | None) -> Iterator[int]:
         """See `Executor.active`."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are made there
+            for tensor in used:
+                if tensor is not None:
+                    tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             yield torch.cuda.current_stream(self.device).cuda_stream
 
@@ -105,8 +110,8 @@ class EmulatorExecutor:
         return self.num_sms // size
 
     @contextmanager
-    def active(self) -> Iterator[int]:
-        """See `Executor.active`."""
+    def active(self, *used: torch.Tensor | None) -> Iterator[int]:
+        """See `Executor.active`; the emulator itself keeps what a launch was given."""
         with self.emulator.rank(self.rank):
             yield 0
 
@@ -128,6 +133,13 @@ def cuda_executor(index: int) -> CudaExecutor:
     properties = torch.cuda.get_device_properties(index)
     arch = ARCH_OF_CAPABILITY[properties.major, properties.minor]
     return CudaExecutor(arch, torch.device("cuda", index), properties.multi_processor_count)
+
+
+@cache  # the DSL compiles and loads a probe kernel to find out
+def _resident_clusters(index: int, size: int) -> int:
+    from cutlass.utils import HardwareInfo
+
+    return int(HardwareInfo(index).get_max_active_clusters(size))
 
 
 @cache

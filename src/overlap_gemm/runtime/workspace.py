@@ -104,8 +104,12 @@ class Workspace:
     _stream: torch.cuda.Stream | None = field(default=None, repr=False)
 
     def order_after_last_use(self, device: torch.device) -> None:
-        """Makes torch's current stream wait for the last call, if that was on another stream."""
-        if device.type != "cuda":
+        """Makes torch's current stream wait for the last call, if that was on another stream.
+
+        Not during CUDA graph capture: torch begins one with a synchronised device, and a graph cannot depend
+        on work outside of it. A replay is ordered by the stream it is started on, which is not seen here.
+        """
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(device)
         if self._stream is not None and self._stream != current:

@@ -54,6 +54,11 @@ class Operands:
     bias: Tensor | None
     grad: Tensor
 
+    def to(self, device: torch.device) -> "Operands":
+        """The same operands on a device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return Operands(self.x.to(device), self.weight.to(device), bias, self.grad.to(device))
+
 
 def operands(case: Case) -> Operands:
     """The operands of a case: normal, scaled so that results are of order one; the same on every rank."""

@@ -65,7 +65,7 @@ def judge(case: Case, given: Operands, outs: Sequence[Tensor], slot: torch.dtype
     layout = LAYOUTS["gemm_reduce_scatter"]
     rows = Shards.even(case.m, ranks)
     partials = []
-    magnitude = torch.zeros(case.m, case.n, dtype=torch.float64)
+    magnitude = given.x.new_zeros(case.m, case.n, dtype=torch.float64)
     for rank in range(ranks):
         x = layout.part(given.x, layout.x, rank, ranks)
         weight = layout.part(given.weight, layout.weight, rank, ranks)
@@ -103,7 +103,7 @@ def recipe(
     blocks = []
     for owner in range(rows.parts):
         own = slice(*rows.range(owner))
-        total = torch.zeros(rows.size(owner), case.n)
+        total = partials[owner].new_zeros(rows.size(owner), case.n, dtype=torch.float32)
         for rank, partial in enumerate(partials):
             addend = partial[own].float()
             total += addend if rank == owner else addend.to(slot).float()
@@ -128,11 +128,11 @@ def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tup
         The operands and the ranks' results of each launch, after all have ended.
     """
     layout = LAYOUTS["gemm_reduce_scatter"]
-    ranks = len(world.ranks)
+    ranks, device = len(world.ranks), world.executor(0).device
     queued = []
     with poisoned_allocations():
         for launch in range(launches):
-            given = operands(case.with_seed(case.seed + launch))
+            given = operands(case.with_seed(case.seed + launch)).to(device)
             outs = []
             for group in world.ranks:
                 x = layout.part(given.x, layout.x, group.rank, ranks)

@@ -31,10 +31,11 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """A world of `size` CPU processes joined by gloo.
+    """A world of `size` processes: on CPUs joined by gloo, or on one GPU each joined by NCCL, too.
 
     Args:
         size: Processes.
+        device: "cpu" or "cuda".
         timeout: Seconds that a rank waits for a peer in torch.distributed.
         limit: Seconds that a function may take before the processes are ended.
         threads: Intra-op threads of torch in each process.
@@ -46,6 +47,7 @@ class Ranks:
         self,
         size: int,
         *,
+        device: str = "cpu",
         timeout: float = 30,
         limit: float = 120,
         threads: int = 1,
@@ -64,7 +66,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, size, store, timeout, threads), daemon=True
+                target=_serve, args=(theirs, rank, size, device, store, timeout, threads), daemon=True
             )
             process.start()
             theirs.close()
@@ -84,7 +86,10 @@ class Ranks:
         Raises:
             RankError: The function raised on a rank, or did not end within the limit. The processes are ended
                 then: their peers may be stuck in the middle of anything.
+            RuntimeError: The processes are ended.
         """
+        if not self._pipes:
+            raise RuntimeError("these ranks have been closed, or ended by a failure")
         message = (inspect.getfile(function), function.__qualname__, args)
         for pipe in self._pipes:
             pipe.send(message)
@@ -138,12 +143,18 @@ class Ranks:
         return [answers[rank] for rank in range(self.size)]
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, threads: int) -> None:
+def _serve(
+    pipe: Connection, rank: int, size: int, device: str, store: str, timeout: float, threads: int
+) -> None:
     """A rank's loop: receives functions, answers with results."""
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    own = torch.device(device, rank) if device == "cuda" else None
+    if own is not None:
+        torch.cuda.set_device(own)
     dist.init_process_group(
-        "gloo",
+        "gloo" if own is None else "cpu:gloo,cuda:nccl",
+        device_id=own,
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,

@@ -1,0 +1,132 @@
+"""The ops with one GPU per rank: NCCL, torch's symmetric memory, stores over NVLink."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from overlap_gemm.testing.emulated import judge, poisoned_allocations
+from overlap_gemm.testing.references import reference
+from overlap_gemm.testing.tolerances import assert_as_good_as
+from overlap_gemm.tuning.space import configured
+
+WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+pytestmark = pytest.mark.parametrize("world", WORLDS)
+
+
+def forward_and_backward(rank, size, case, backend):
+    given = operands(case).to(torch.device("cuda", rank))
+    layout = LAYOUTS[case.op]
+    x = layout.part(given.x, layout.x, rank, size).requires_grad_()
+    weight = layout.part(given.weight, layout.weight, rank, size).requires_grad_()
+    bias = layout.part(given.bias, layout.bias, rank, size).requires_grad_()
+    out = getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend)
+    out.backward(layout.part(given.grad, layout.out, rank, size))
+
+    exact, baseline = reference(given), reference(given, case.dtype)
+    reduces_out = case.op in ("gemm_reduce_scatter", "gemm_all_reduce")
+    for name, result, dim in (
+        ("out", out.detach(), layout.out),
+        ("x", x.grad, layout.x),
+        ("weight", weight.grad, layout.weight),
+        ("bias", bias.grad, layout.bias),
+    ):
+        summed = reduces_out if name == "out" else name == "x" and not reduces_out
+        wanted, truth = (layout.part(getattr(r, name), dim, rank, size) for r in (baseline, exact))
+        assert_as_good_as(result, wanted, truth, what=name, roundings=size if summed else 0)
+
+
+def launches(rank, size, case, fields, count, late=None):
+    """Queues `count` calls on changing data, with rank `late` behind the others, and judges them all."""
+    device, layout = torch.device("cuda", rank), LAYOUTS[case.op]
+    slot = torch.float32 if fields.get("slot_dtype") == "f32" else case.dtype
+    queued = []
+    with configured(**fields), poisoned_allocations():
+        for launch in range(count):
+            given = operands(case.with_seed(launch)).to(device)
+            x, weight = (
+                layout.part(getattr(given, n), getattr(layout, n), rank, size) for n in ("x", "weight")
+            )
+            if rank == late:
+                torch.cuda._sleep(10_000_000)
+            out = overlap_gemm.gemm_reduce_scatter(x, weight, bias=given.bias, backend="fused")
+            queued.append((given, out))
+    torch.cuda.synchronize()
+    for given, out in queued:
+        outs = [None] * size
+        dist.all_gather_object(outs, out.cpu())
+        verdict = judge(case, given, [part.to(device) for part in outs], slot)
+        assert verdict.holds, verdict
+    overlap_gemm.close_workspaces()
+
+
+def replays(rank, size, case, count):
+    """One captured call, replayed on changing data, judged each time."""
+    device, layout = torch.device("cuda", rank), LAYOUTS[case.op]
+    first = operands(case).to(device)
+    x, weight = (layout.part(getattr(first, n), getattr(layout, n), rank, size) for n in ("x", "weight"))
+    overlap_gemm.gemm_reduce_scatter(x, weight, backend="fused")  # compiles and allocates
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = overlap_gemm.gemm_reduce_scatter(x, weight, backend="fused")
+    for launch in range(count):
+        given = operands(case.with_seed(launch)).to(device)
+        x.copy_(layout.part(given.x, layout.x, rank, size))
+        weight.copy_(layout.part(given.weight, layout.weight, rank, size))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        outs = [None] * size
+        dist.all_gather_object(outs, out.cpu())
+        verdict = judge(case, given, [part.to(device) for part in outs], case.dtype)
+        assert verdict.holds, verdict
+    overlap_gemm.close_workspaces()
+
+
+PORTABLE = {"even": (256, 128, 192), "uneven": (123, 72, 200), "fewer-rows-than-ranks": (1, 64, 64)}
+SHAPES = {
+    "even": (1024, 512, 512),
+    "ragged": (200, 136, 72),
+    "fewer-rows-than-ranks": (1, 64, 64),
+    "many-tiles": (4096, 4096, 2048),
+}
+KERNELS = {
+    "default": {},
+    "pingpong": {"mma": "pingpong", "tile": (64, 128)},
+    "cooperative": {"mma": "cooperative", "tile": (128, 256)},
+    "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
+    "whole-partials": {"slot_dtype": "f32"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("shape", PORTABLE)
+@pytest.mark.parametrize("op", OPS)
+def test_portable_backends(ranks, op, shape, backend, dtype, world):
+    ranks(world).run(forward_and_backward, Case(op, *PORTABLE[shape], dtype), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", PORTABLE)
+def test_fused_with_gradients(ranks, shape, dtype, world):
+    ranks(world).run(forward_and_backward, Case("gemm_reduce_scatter", *PORTABLE[shape], dtype), "fused")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_kernel(ranks, shape, kernel, world):
+    case = Case("gemm_reduce_scatter", *SHAPES[shape], torch.bfloat16)
+    ranks(world).run(launches, case, KERNELS[kernel], 4)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_fifty_launches_with_a_lagging_rank(ranks, late, world):
+    ranks(world).run(launches, Case("gemm_reduce_scatter", 520, 264, 200, torch.bfloat16), {}, 50, late)
+
+
+def test_graph_replays(ranks, world):
+    ranks(world).run(replays, Case("gemm_reduce_scatter", 520, 264, 200, torch.bfloat16, bias=False), 20)
