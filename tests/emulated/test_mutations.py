@@ -1,7 +1,8 @@
 """Removes or weakens every synchronisation operation of the GEMM reduce-scatter kernels, one at a time.
 
-An hour per kernel on one core: `bash launch/test.sh -m slow tests/emulated/test_mutations.py`. What goes
-undetected must be explained here; results: docs/notes/2026-11-20-mutations.md.
+An hour or two per kernel on one core: `bash launch/test.sh -m slow -n auto tests/emulated/test_mutations.py`
+deals the parts of each run to all cores. What goes undetected must be explained here; results:
+docs/notes/2026-11-20-mutations.md.
 """
 
 import pytest
@@ -16,8 +17,16 @@ from overlap_gemm.tuning.space import configured
 # One CTA per rank, three foreign and three own tiles, more k tiles in each than the 8 A/B stages.
 KERNELS = {
     "1cta": ("sm_100a", {"mma": "1cta", "tile": (128, 64)}, (256, 192, 1152), 1),
+    "2cta": ("sm_100a", {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}, (512, 384, 1152), 2),
     "pingpong": ("sm_90a", {"mma": "pingpong", "tile": (64, 128)}, (128, 384, 1152), 1),
+    "cooperative": (
+        "sm_90a",
+        {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)},
+        (256, 384, 1152),
+        1,
+    ),
 }
+PARTS = 12
 WAIT = "mbarrier.try_wait.parity.shared.b64"
 DRAIN = "a drain at a role's end, needed in clusters"
 # By kind and ordinal of the wait. 1 to 8: the load role's drain of the 8 A/B stages.
@@ -80,12 +89,19 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", KERNELS)
-def test_every_broken_synchronisation_shows(kind):
+def test_every_broken_synchronisation_shows(kind, part):
+    outcomes = part_of_the_whole(kind, part, PARTS)
+    print(*outcomes, sep="\n")
+    assert len(outcomes) > 50 // PARTS
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+
+
+def part_of_the_whole(kind, part, parts):
+    """Every `parts`-th mutation of a kernel under all settings."""
     arch, fields, sizes, num_sms = KERNELS[kind]
     check = checking(arch, fields, sizes, num_sms)
-    waits = {f"{WAIT}#{ordinal}: remove": reason for ordinal, reason in WAITS[kind].items()}
-    outcomes = mutate.run(check, mutate.settings(1, 2, WARPS[arch]), reasons=REASONS | waits)
-    print(*outcomes, sep="\n")
-    assert len(outcomes) > 50
-    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+    waits = {f"{WAIT}#{ordinal}: remove": reason for ordinal, reason in WAITS.get(kind, {}).items()}
+    tried = mutate.settings(1, 2, WARPS[arch])
+    return mutate.run(check, tried, reasons=REASONS | waits, part=(part, parts))

@@ -293,6 +293,7 @@ def run(
     select: str = "*",
     reasons: Mapping[str, str] | None = None,
     exhaustive: bool = False,
+    part: tuple[int, int] = (0, 1),
     progress: Callable[[int, int, Mutation], None] | None = None,
 ) -> list[Outcome]:
     """Tries every mutation of every kernel that a check launches.
@@ -304,6 +305,8 @@ def run(
         select: only mutations whose key matches this pattern (`fnmatch`).
         reasons: for mutations that may go undetected, why: pattern of keys -> reason.
         exhaustive: go on after the first setting that detects a mutation.
+        part: (i, n): the i-th of n parts that together are the whole run, for processes side by side. A part
+            tries the unmodified check under every n-th setting, and every n-th mutation under all settings.
         progress: called before each mutation with its number, their total and itself.
 
     Returns:
@@ -320,7 +323,7 @@ def run(
         modules.setdefault(ptx)
         return ptx
 
-    for setting in tried:
+    for setting in tried[part[0] :: part[1]] or tried[:1]:
         check({**setting.options(), "rewrite": keep, "progress": limit})
     if not modules:
         raise ValueError("the check launched no kernel in the emulator")
@@ -337,6 +340,7 @@ def run(
         return None
 
     work = [(p, m) for p in modules for m in enumerate_mutations(p) if fnmatch.fnmatchcase(m.key, select)]
+    work = work[part[0] :: part[1]]
     outcomes = []
     for number, (ptx, mutation) in enumerate(work):
         if progress is not None:
