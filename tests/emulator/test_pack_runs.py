@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.emit import _gather_runs
+from overlap_gemm.emulator.ptx.emit import _gather_runs, _needed
 
 from .handwritten import run
 
@@ -91,11 +91,23 @@ def test_lines_are_gathered_no_further_than_their_use():
 def test_halves_of_wide_registers_are_converted_where_they_are():
     pack = "v{} = pack2(v{}, v{}, 'bf16x2', 'rn', False)".format
     halves = ["v2 = low32(v1)", "v3 = high32(v1)", "v5 = low32(v4)", "v6 = high32(v4)"]
-    assert _gather_runs([*halves, pack(7, 3, 2), pack(8, 6, 5)]) == ["v7, v8, = pack2_words((v1, v4,))"]
+    both = _gather_runs([*halves, pack(7, 3, 2), pack(8, 6, 5)])
+    assert _needed(both) == ["v7, v8, = pack2_words((v1, v4,))"]
     swapped = _gather_runs([*halves, pack(7, 3, 2), pack(8, 5, 6)])
-    assert swapped == [*halves, "v7, v8, = pack2_run((v3, v5,), (v2, v6,))"]
-    used = _gather_runs([*halves[:2], pack(7, 3, 2), "v8 = v2 + 1"])
-    assert used == ["v2 = low32(v1)", "v8 = v2 + 1", "v7, = pack2_words((v1,))"]
+    assert _needed(swapped) == [*halves, "v7, v8, = pack2_run((v3, v5,), (v2, v6,))"]
+    used = _gather_runs([*halves[:2], pack(7, 3, 2), "R[8] = v2"])
+    assert _needed(used) == ["v2 = low32(v1)", "R[8] = v2", "v7, = pack2_words((v1,))"]
+
+
+def test_what_nobody_needs_is_dropped_unless_it_does_more_than_compute():
+    lines = [
+        "v1 = R[3]",
+        "v2 = v1 + 1",
+        "v3 = h7(g, g.mask, v1)",
+        "v4 = g.warp.special('x')",
+        "v5 = R[4]",
+    ]
+    assert _needed([*lines, "R[5] = v5"]) == ["v1 = R[3]", *lines[2:], "R[5] = v5"]
 
 
 def test_wide_registers_hold_their_halves_across_items(values):
@@ -109,3 +121,31 @@ def test_wide_registers_hold_their_halves_across_items(values):
     packed(values, out, body)
     values[:, 1] = 1.5
     np.testing.assert_array_equal(out[:, :4], expected(values[:, 1::2], values[:, ::2]))
+
+
+def widening(rows):
+    return "".join(
+        f"ld.global.b32 %r{n}, [%d30+{4 * n}]; mov.b32 {{%h{n}, %h{n + 8}}}, %r{n};\n" for n in range(rows)
+    )
+
+
+def test_a_run_of_bf16_halves_equals_single_conversions():
+    words = np.random.default_rng(3).integers(0, 1 << 32, (32, 8), np.uint32)
+    words[0] = [0x7F807F80, 0xFF80FF81, 0x00010001, 0x80018001, 0, 0x80000000, 0x7FC07FC0, 0x3F803F80]
+    for upper in (False, True):
+        out = np.zeros((32, 8), np.uint32)
+        body = widening(8) + "".join(f"cvt.f32.bf16 %f{n}, %h{n + 8 * upper};\n" for n in range(8))
+        body += "".join(f"cvt.f32.bf16 %f{n + 10}, %h{n + 8 * (not upper)};\n" for n in range(8))
+        body += "".join(f"mov.b32 %r{n}, %f{n};\n" for n in range(8))
+        packed(words.view(np.float32), out, body)
+        halves = words >> 16 if upper else words & 0xFFFF
+        np.testing.assert_array_equal(out, halves.astype(np.uint32) << 16)
+
+
+def test_a_uniform_word_is_widened_too():
+    out = np.zeros((32, 8), np.uint32)
+    body = widening(7) + "mov.b32 %r7, 0xBF803F80; mov.b32 {%h7, %h15}, %r7;\n"
+    body += "".join(f"cvt.f32.bf16 %f{n}, %h{n + 8}; mov.b32 %r{n}, %f{n};\n" for n in range(8))
+    packed(np.ones((32, 8), np.float32), out, body)
+    np.testing.assert_array_equal(out[:, 7], np.full(32, 0xBF800000, np.uint32))
+    np.testing.assert_array_equal(out[:, :7], np.full((32, 7), 0x3F800000, np.uint32))

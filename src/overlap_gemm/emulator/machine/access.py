@@ -8,9 +8,11 @@ case needs no comparison; alignment is one OR-reduction.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
@@ -102,14 +104,14 @@ class Access:
                 cta, offset = self._other_cta(group, mask, address)
             view, i = cta.mem[self.width], offset >> self.shift
             return view[i] if self.count == 1 else tuple(view[i + n] for n in range(self.count))
-        offset = _safe(address, mask) - np.uint32(cta.base)
-        try:
-            rows = cta.rows(self.width, self.count)[offset >> self.row_shift]
-        except IndexError:
-            rows = None
-        if rows is None or int(np.bitwise_or.reduce(offset)) & (self.size - 1):
+        lanes = self._plan(_safe(address, mask), cta.base)
+        rows = cta.rows(self.width, self.count)
+        if not lanes.aligned or lanes.highest >> self.row_shift >= len(rows):
             return self._load_lanes(group, mask, address)
-        return self._columns(rows)
+        return self._columns(rows[lanes.rows])
+
+    def _plan(self, addresses: np.ndarray, base: int) -> _LanePlan:
+        return _lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
 
     def _columns(self, rows: np.ndarray) -> Any:
         return rows if self.count == 1 else tuple(np.ascontiguousarray(rows.T))
@@ -297,25 +299,23 @@ class Access:
             cta.mark_stored(slice(offset >> 4, (end + 15) >> 4), offset, end - 1, agent.epoch)
         else:
             active = address if mask == FULL else address[lane_array(mask)]
-            offset = active - np.uint32(cta.base)
+            lanes = self._plan(active, cta.base)
             view = cta.rows(self.width, self.count)
-            highest = int(np.maximum.reduce(offset))
-            if int(np.bitwise_or.reduce(offset)) & (self.size - 1) or highest >> self.row_shift >= len(view):
+            if not lanes.aligned or lanes.highest >> self.row_shift >= len(view):
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
                 return
-            chunks, rows = offset >> 4, self._rows(mask, values)
+            rows = self._rows(mask, values)
             if self.size == 16:
-                cta.chunks[chunks] = rows.view(np.complex128)[:, 0]
+                cta.chunks[lanes.rows] = rows.view(np.complex128)[:, 0]
             else:
-                view[offset >> self.row_shift] = rows
+                view[lanes.rows] = rows
             agent = group.warp.agent
             agent.touched = True
-            lowest, epoch = int(np.minimum.reduce(offset)), agent.epoch
-            cta.mark_stored(chunks, lowest, highest, epoch)
+            cta.mark_stored(lanes.chunks, lanes.lowest, lanes.highest, agent.epoch)
             if self.size == 32:
-                cta.mark_stored(chunks + 1, lowest, highest + 16, epoch)
+                cta.mark_stored(lanes.chunks + 1, lanes.lowest, lanes.highest + 16, agent.epoch)
         watch = group.warp.cta.cluster.watch
         if watch:
             notify(watch, granules(address, mask, self.size))
@@ -362,6 +362,33 @@ class Access:
             at = self._local_offset(group, lane, address) >> self.shift
             for n, v in enumerate(values):
                 rows[lane, at + n] = one(v, 1 << lane) & ((1 << self.bits) - 1)
+
+
+class _LanePlan(NamedTuple):
+    """Where the lanes of an access to shared memory go, from the CTA's start.
+
+    Attributes:
+        rows: In accesses.
+        chunks: In chunks of 16 bytes.
+        lowest: Lowest byte address.
+        highest: Highest byte address that a lane's access begins at.
+        aligned: Whether all are multiples of the access' size.
+    """
+
+    rows: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    lowest: int
+    highest: int
+    aligned: bool
+
+
+@lru_cache(maxsize=4096)
+def _lane_plan(addresses: bytes, base: int, row_shift: int) -> _LanePlan:
+    """The plan of 32-bit addresses. A loop has few different ones, and each takes several reductions."""
+    # What lies below the CTA's memory wraps around and becomes an index beyond its end.
+    offsets = (np.frombuffer(addresses, np.uint32) - np.uint32(base)).astype(np.int64)
+    aligned = not int(np.bitwise_or.reduce(offsets)) & ((1 << row_shift) - 1)
+    return _LanePlan(offsets >> row_shift, offsets >> 4, int(offsets.min()), int(offsets.max()), aligned)
 
 
 def _span(address: Any, size: int) -> tuple[int, int]:

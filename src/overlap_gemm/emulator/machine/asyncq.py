@@ -28,7 +28,7 @@ _ORDERS = (
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
     """One thing an operation does.
 

@@ -16,7 +16,7 @@ from overlap_gemm.emulator.machine.order import (
     merge,
     scope_of,
 )
-from overlap_gemm.emulator.machine.races import RaceDetector
+from overlap_gemm.emulator.machine.races import RaceDetector, distinct
 from overlap_gemm.emulator.ptx.lanes import lane_list
 
 if TYPE_CHECKING:
@@ -95,18 +95,19 @@ class Checks:
         shared = not spaces or any(s.startswith("shared") for s in spaces)
         group.warp.agent.fence_proxy(shared, not spaces or "global" in spaces)
 
-    def smem_read(self, group: Group, cta: Cta, offsets: NDArray[np.int64], what: str, line: int) -> None:
-        """An async unit is told to read shared memory: every granule must have been fenced since written."""
+    def smem_read(
+        self, group: Group, cta: Cta, granules: slice | NDArray[np.int64], what: str, line: int
+    ) -> None:
+        """An async unit is told to read 16-byte granules: each must have been fenced since it was written."""
         if "proxy" not in self.enabled:
             return
-        epochs = cta.dirty[offsets >> 4]
-        if not epochs.any():
-            return
+        epochs = cta.dirty[granules]
         agent = group.warp.agent
-        for epoch in np.unique(epochs).tolist():
+        for epoch in distinct(epochs):
             owner = self.agents.get(epoch >> 32)
             if owner is not None and not agent.has_proxied(epoch, owner, in_global=False):
-                at = int(offsets[np.flatnonzero(epochs == epoch)[0]])
+                number = int(np.flatnonzero(epochs == epoch)[0])
+                at = 16 * int(np.arange(len(cta.dirty))[granules][number])
                 writer = owner.warp
                 self.report.add(
                     "proxy-fence",
@@ -116,9 +117,9 @@ class Checks:
                 )
                 return
 
-    def smem_written(self, cta: Cta, offsets: NDArray[np.int64]) -> None:
+    def smem_written(self, cta: Cta, granules: slice | NDArray[np.int64]) -> None:
         """An async unit overwrote shared memory: generic writes before it no longer matter."""
-        cta.dirty[offsets >> 4] = 0
+        cta.dirty[granules] = 0
 
     # -- initialisation of mbarriers -------------------------------------------------------------
 

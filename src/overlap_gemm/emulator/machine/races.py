@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.order import SCOPES, Agent, includes
 
@@ -46,6 +47,16 @@ def _repeated(cells: np.ndarray, factor: int) -> np.ndarray:
     used = np.flatnonzero(cells[0])
     out.reshape(2, -1, factor)[:, used] = cells[:, used, None]
     return out
+
+
+def distinct(epochs: NDArray[np.int64]) -> list[int]:
+    """The different epochs of some granules but zero, which says that there was no access; ascending.
+
+    Nearly always there are none, or one.
+    """
+    first = int(epochs[0])
+    found = [first] if np.logical_and.reduce(epochs == first) else np.unique(epochs).tolist()
+    return [epoch for epoch in found if epoch]
 
 
 def _mark(line: int, strength: int) -> int:
@@ -177,13 +188,9 @@ class RaceDetector:
         other_verb: str,
     ) -> None:
         epochs = history[0][cells]
-        first = int(epochs[0])
-        distinct = [first] if np.logical_and.reduce(epochs == first) else np.unique(epochs).tolist()
-        if distinct == [0]:
-            return
-        for epoch in distinct:
+        for epoch in distinct(epochs):
             owner = self.agents.get((epoch >> 32) & ~1)
-            if epoch == 0 or owner is None or owner.warp.cta is agent.warp.cta or agent.knows(epoch, owner):
+            if owner is None or owner.warp.cta is agent.warp.cta or agent.knows(epoch, owner):
                 continue
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(history[1][cells][at])
@@ -210,7 +217,7 @@ class RaceDetector:
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Any
     ) -> None:
         epochs = shadow.writes[0][cells]
-        for epoch in np.unique(epochs).tolist():
+        for epoch in distinct(epochs):
             owner = self.agents.get(epoch >> 32)
             if (
                 owner is None

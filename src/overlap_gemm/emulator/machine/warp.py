@@ -209,6 +209,7 @@ class Cta:
             rank_in_cluster,
             ctaid,
         )
+        self._name = f"rank {self.grid.launch.rank} CTA {ctaid}"
         self.base = rank_in_cluster * CTA_WINDOW
         size = self.grid.smem_bytes
         self.smem = cluster.window[self.base : self.base + -(-size // 16) * 16]
@@ -269,6 +270,9 @@ class Cta:
 
     def mbarrier(self, address: int) -> MBarrier:
         """The mbarrier at a shared address of this cluster."""
+        mine = self.mbarriers.get(address - self.base)
+        if mine is not None:
+            return mine
         owner = self.cluster.owner(address)
         barrier = owner.mbarriers.get(address & (CTA_WINDOW - 1))
         if barrier is None:
@@ -286,7 +290,7 @@ class Cta:
             barrier.check()
 
     def __str__(self) -> str:
-        return f"rank {self.grid.launch.rank} CTA {self.ctaid}"
+        return self._name
 
 
 _VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

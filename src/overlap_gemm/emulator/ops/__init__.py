@@ -7,16 +7,29 @@ from overlap_gemm.emulator.ops import (
     bulk,
     control,
     convergence,
+    cp_async,
     memory,
     remote,
     sync,
     tensor,
+    tensor_copy,
     warpgroup,
 )
 from overlap_gemm.emulator.ops.control import make_call
 from overlap_gemm.emulator.ops.registry import make, unsupported
 
-INSTRUCTION_SETS = (bulk, control, convergence, memory, remote, sync, tensor, warpgroup)
+INSTRUCTION_SETS = (
+    bulk,
+    control,
+    convergence,
+    cp_async,
+    memory,
+    remote,
+    sync,
+    tensor,
+    tensor_copy,
+    warpgroup,
+)
 """The modules whose import registers their instructions."""
 
 __all__ = ["INSTRUCTION_SETS", "make", "make_call", "unsupported"]

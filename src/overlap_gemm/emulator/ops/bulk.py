@@ -1,4 +1,4 @@
-"""Asynchronous copies: cp.async, cp.async.bulk, TMA tensor copies and their reductions (PTX ISA 9.7.9.25).
+"""Bulk copies, their reductions and groups: `cp.async.bulk`, `cp.reduce.async.bulk` (PTX ISA 9.7.9.25.4).
 
 A copy from shared to global memory is two events: its source is read, later its destination is written. A
 bulk async-group is complete for `wait_group.read` after the first and for `wait_group` only after the second.
@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.access import notify
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.errors import MemoryFault
-from overlap_gemm.emulator.machine.memory import PARAM, WINDOW_SHIFT
 from overlap_gemm.emulator.machine.order import SCOPES
 from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group
@@ -23,15 +23,15 @@ from overlap_gemm.emulator.ops.memory import combine
 from overlap_gemm.emulator.ops.registry import instruction
 from overlap_gemm.emulator.ops.sync import fail
 from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, Op, Unsupported
-from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem, Operand, Vec
-from overlap_gemm.emulator.ptx.lanes import lane_array, lane_list, one, signed
-from overlap_gemm.emulator.units.tma import CHUNK_DTYPE, Plan, TensorMap
+from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
+from overlap_gemm.emulator.ptx.lanes import lane_list, one
+from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
 
 _WINDOW = 0xFFFFFFFF
 _OFFSET = 0xFFFFFF
 
 
-def _threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """(lane, operands) of each operation that is issued.
 
     A warp that executes a bulk instruction with uniform operands issues it once: the instruction is a uniform
@@ -58,16 +58,20 @@ def bulk_groups(group: Group, lane: int) -> BulkGroups:
     return bulk[key]
 
 
-def tensor_map(group: Group, address: int) -> TensorMap:
-    """The tensor map at a generic address: kernel parameter, constant or global memory."""
-    grid = group.warp.grid
-    if address >> WINDOW_SHIFT == PARAM >> WINDOW_SHIFT:
-        at = address & _WINDOW
-        return TensorMap.decode(grid.params[at : at + 128])
-    return TensorMap.decode(grid.machine.memory.bytes_at(address, 128))
-
-
 # -- moving bytes --------------------------------------------------------------------------------
+
+
+Where = slice | NDArray[np.int64]
+"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
+
+
+def granules_of(where: Where, chunk: int) -> Where:
+    """The 16-byte granules in which chunks of `chunk` bytes lie."""
+    if chunk == 16:
+        return where
+    if isinstance(where, slice):
+        return slice(where.start * chunk >> 4, where.stop * chunk + 15 >> 4)
+    return where * chunk >> 4
 
 
 def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
@@ -75,12 +79,13 @@ def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
     return cta.smem[: len(cta.smem) // chunk * chunk].view(CHUNK_DTYPE[chunk])
 
 
-def write_smem(cta: Cta, offsets: np.ndarray, chunk: int, data: np.ndarray) -> None:
+def write_smem(cta: Cta, where: Where, chunk: int, data: np.ndarray) -> None:
     """An async unit writes chunks of shared memory."""
-    smem_chunks(cta, chunk)[offsets >> (chunk.bit_length() - 1)] = data
-    cta.grid.checks.smem_written(cta, offsets)
+    smem_chunks(cta, chunk)[where] = data
+    written = granules_of(where, chunk)
+    cta.grid.checks.smem_written(cta, written)
     if cta.cluster.watch:
-        notify(cta.cluster.watch, ((offsets + cta.base) >> 4).tolist())
+        notify(cta.cluster.watch, (np.arange(len(cta.dirty))[written] + (cta.base >> 4)).tolist())
 
 
 def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
@@ -105,116 +110,9 @@ def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
     return np.arange(start, start + nbytes, 16, dtype=np.int64), 16
 
 
-# -- tensor copies -------------------------------------------------------------------------------
-
-
-def _coordinates(operand: Mem) -> Operand:
-    if len(operand.extra) != 1 or not isinstance(operand.extra[0], Vec):
-        raise Unsupported("im2col or missing coordinates")
-    return operand.extra[0]
-
-
-@instruction("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
-def _tensor(program: Any, f: Function, ins: Instruction) -> Op:
-    parts = ins.parts
-    if any(p.startswith(("im2col", "tile::gather", "tile::scatter")) for p in parts):
-        raise Unsupported(ins.opcode)
-    to_global = "bulk_group" in parts
-    spaces = [p for p in parts if p.startswith(("shared", "global"))]
-    if to_global or spaces[0] == "global":
-        return _tensor_store(ins, reduces=parts[1] == "reduce")
-    return _tensor_load(ins)
-
-
-def _tensor_load(ins: Instruction) -> Op:
-    multicast, paired = "multicast::cluster" in ins.parts, "cta_group::2" in ins.parts
-    destination, source, barrier = ins.operands[:3]
-    assert isinstance(source, Mem)
-    cta_mask = ins.operands[3] if multicast else None
-
-    def run(group: Group, mask: int, dst: Any, source: Any, coords: Any, barrier: Any, cta_mask: Any) -> None:
-        for _, (d, s, c, b, m) in _threads(mask, (dst, source, coords, barrier, cta_mask or 0)):
-            try:
-                _load_box(
-                    group, ins, d & _WINDOW, s, c, b & _WINDOW, m & 0xFFFF if multicast else None, paired
-                )
-            except (ValueError, MemoryFault) as why:
-                raise fail(group, ins, str(why)) from None
-
-    return Op(run, (destination, Mem(source.base, source.offset), _coordinates(source), barrier, cta_mask))
-
-
-def _load_box(
-    group: Group, ins: Instruction, dst: int, source: int, coords: tuple[int, ...], barrier: int,
-    cta_mask: int | None, paired: bool,
-) -> None:  # fmt: skip
-    grid, cluster = group.warp.grid, group.warp.cta.cluster
-    tmap = tensor_map(group, source)
-    position = tuple(int(signed(c, 32)) for c in coords)
-    plan = tmap.plan(position, dst & _OFFSET)
-    if cta_mask is None:
-        places = [(cluster.owner(dst), cluster.owner(barrier))]
-    else:
-        ranks = [r for r in range(16) if cta_mask >> r & 1]
-        if not ranks or ranks[-1] >= cluster.size:
-            raise ValueError(f"multicast mask {cta_mask:#x} in a cluster of {cluster.size}")
-        leader = (barrier >> 24) & 1
-        places = [(cluster.ctas[r], cluster.ctas[(r & ~1) | leader if paired else r]) for r in ranks]
-    limit = len(places[0][0].smem)
-    if plan.smem_end > limit:
-        raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")
-    line, memory = ins.line, grid.machine.memory
-    if grid.machine.races is not None:
-        addresses = plan.clipped()[0]
-        if len(addresses):
-            grid.machine.races.async_read(group.warp.agent, line, addresses, plan.chunk, plan.bounds)
-
-    def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
-        def run() -> None:
-            data = _gather_box(memory, tmap, plan)
-            write_smem(cta, plan.smem_offsets, plan.chunk, data)
-            signalled.mbarrier(barrier & _OFFSET | signalled.base).complete(plan.box_bytes)
-
-        return run
-
-    for cta, signalled in places:
-        what = f"the TMA load of line {line} into {cta} at {dst & _OFFSET:#x}"
-        grid.checks.mbarrier_use(signalled.mbarrier(barrier & _OFFSET | signalled.base), what, line)
-        grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
-
-
-def _gather_box(memory: Any, tmap: TensorMap, plan: Plan) -> np.ndarray:
-    if plan.valid is None:
-        return memory.gather(plan.global_addresses, plan.chunk, plan.bounds)
-    data: np.ndarray = np.empty(plan.global_addresses.shape, CHUNK_DTYPE[plan.chunk])
-    data[...] = tmap.fill_pattern(plan.chunk)
-    if plan.valid.any():
-        data[plan.valid] = memory.gather(plan.global_addresses[plan.valid], plan.chunk, plan.bounds)
-    return data
-
-
-def _tensor_store(ins: Instruction, reduces: bool) -> Op:
-    target, source = ins.operands[:2]
-    assert isinstance(target, Mem)
-    name = next(
-        (p for p in ins.parts[4:] if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), ""
-    )
-
-    def run(group: Group, mask: int, target: Any, coords: Any, source: Any) -> None:
-        for lane, (t, c, s) in _threads(mask, (target, coords, source)):
-            try:
-                tmap = tensor_map(group, t)
-                plan = tmap.plan(tuple(int(signed(x, 32)) for x in c), s & _OFFSET)
-                addresses, offsets = plan.clipped()
-                merge = reducer(name, tmap.type) if reduces else None
-                if len(addresses):
-                    copy_out(group, ins, lane, addresses, offsets, plan.chunk, merge)
-                else:
-                    bulk_groups(group, lane).open.append((DONE, DONE, 0))
-            except (ValueError, MemoryFault) as why:
-                raise fail(group, ins, str(why)) from None
-
-    return Op(run, (Mem(target.base, target.offset), _coordinates(target), source))
+def _slice_of(address: int, nbytes: int) -> slice:
+    """Chunks of 16 bytes at a shared address."""
+    return slice((address & _OFFSET) >> 4, (address & _OFFSET) + nbytes >> 4)
 
 
 class _Done:
@@ -227,13 +125,14 @@ DONE = _Done()
 
 
 def copy_out(
-    group: Group, ins: Instruction, lane: int, addresses: np.ndarray, offsets: np.ndarray, chunk: int,
+    group: Group, ins: Instruction, lane: int, addresses: np.ndarray, where: Where, chunk: int,
     merge: Callable[[np.ndarray, np.ndarray], np.ndarray] | None,
 ) -> None:  # fmt: skip
     """A copy from shared to global memory: a source read, and later a destination write."""
     grid, cta = group.warp.grid, group.warp.cta
-    if int(offsets.max()) + chunk > len(cta.smem):
-        raise ValueError(f"the source at shared offset {int(offsets.min()):#x} reaches beyond shared memory")
+    end = chunk * (where.stop if isinstance(where, slice) else int(where.max()) + 1)
+    if end > len(cta.smem):
+        raise ValueError(f"the source ends at shared offset {end:#x}, beyond shared memory")
     machine = grid.machine
     low = int(addresses.min())
     if not machine.memory.is_multicast(low):
@@ -241,7 +140,7 @@ def copy_out(
         machine.memory.find(int(addresses.max()), chunk)
     held: list[np.ndarray] = []
     what = f"the bulk store of line {ins.line}"
-    grid.checks.smem_read(group, cta, offsets, what, ins.line)
+    grid.checks.smem_read(group, cta, granules_of(where, chunk), what, ins.line)
     agent = group.warp.agent
     agent.issued += 1
     if machine.races is not None:
@@ -250,8 +149,8 @@ def copy_out(
             machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk)
 
     def read() -> None:
-        held.append(smem_chunks(cta, chunk)[offsets >> (chunk.bit_length() - 1)])
-        _wake(group, "bulk_wait")
+        held.append(smem_chunks(cta, chunk)[where].copy())
+        wake(group, "bulk_wait")
 
     def write() -> None:
         data = held.pop()
@@ -263,7 +162,7 @@ def copy_out(
                 machine.memory.scatter(moved, chunk, merge(machine.memory.gather(moved, chunk), data))
                 if machine.watch:
                     notify(machine.watch, (moved >> 4).tolist())
-        _wake(group, "bulk_wait")
+        wake(group, "bulk_wait")
 
     first = Event(read, grid, cta, f"{what} reading shared memory", "read")
     grid.engine.submit(first)
@@ -271,7 +170,8 @@ def copy_out(
     bulk_groups(group, lane).open.append((first, second, agent.issued))
 
 
-def _wake(group: Group, what: str) -> None:
+def wake(group: Group, what: str) -> None:
+    """Wakes the groups of a warp that wait for its asynchronous copies."""
     for waiting in group.warp.state.pop(what, ()):
         waiting.wake()
 
@@ -320,11 +220,11 @@ def _check_bulk(dst: int, src: int, nbytes: int) -> None:
 
 def _bulk_out(ins: Instruction, merge: Any) -> Op:
     def run(group: Group, mask: int, dst: Any, src: Any, size: Any) -> None:
-        for lane, (d, s, n) in _threads(mask, (dst, src, size)):
+        for lane, (d, s, n) in threads(mask, (dst, src, size)):
             try:
                 _check_bulk(d, s, n)
                 addresses, chunk = _run_of(d, n)
-                copy_out(group, ins, lane, addresses, _run_of(s & _OFFSET, n)[0], chunk, merge)
+                copy_out(group, ins, lane, addresses, _slice_of(s, n), chunk, merge)
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 
@@ -337,7 +237,7 @@ def _bulk_in(ins: Instruction, merge: Any, from_global: bool) -> Op:
     cta_mask = ins.operands[4] if multicast else None
 
     def run(group: Group, mask: int, dst: Any, src: Any, size: Any, barrier: Any, cta_mask: Any) -> None:
-        for _, (d, s, n, b, m) in _threads(mask, (dst, src, size, barrier, cta_mask or 0)):
+        for _, (d, s, n, b, m) in threads(mask, (dst, src, size, barrier, cta_mask or 0)):
             try:
                 _check_bulk(d, s, n)
                 _copy_in(
@@ -367,27 +267,27 @@ def _copy_in(
     else:
         places = [(cluster.ctas[r], cluster.ctas[r]) for r in range(cluster.size) if cta_mask >> r & 1]
     memory = grid.machine.memory
-    offsets, chunk = _run_of(dst & _OFFSET, nbytes)
+    where, chunk = _slice_of(dst, nbytes), 16
     if (dst & _OFFSET) + nbytes > len(places[0][0].smem):
         raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
     if from_global:
         memory.find(src, nbytes)
-        source_cta, sources = None, _run_of(src, nbytes)[0]
+        addresses, source_cta = _run_of(src, nbytes)[0], None
         if grid.machine.races is not None:
-            grid.machine.races.async_read(group.warp.agent, ins.line, sources, chunk)
+            grid.machine.races.async_read(group.warp.agent, ins.line, addresses, chunk)
     else:
-        source_cta, sources = cluster.owner(src), _run_of(src & _OFFSET, nbytes)[0]
-        grid.checks.smem_read(group, source_cta, sources, "the bulk copy", ins.line)
+        source_cta = cluster.owner(src)
+        grid.checks.smem_read(group, source_cta, _slice_of(src, nbytes), "the bulk copy", ins.line)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             if source_cta is None:
-                data = memory.gather(sources, chunk)
+                data = memory.gather(addresses, chunk)
             else:
-                data = smem_chunks(source_cta, chunk)[sources >> 4]
+                data = smem_chunks(source_cta, chunk)[_slice_of(src, nbytes)]
             if merge is not None:
-                data = merge(smem_chunks(cta, chunk)[offsets >> 4], data)
-            write_smem(cta, offsets, chunk, data)
+                data = merge(smem_chunks(cta, chunk)[where], data)
+            write_smem(cta, where, chunk, data)
             signalled.mbarrier(barrier & _OFFSET | signalled.base).complete(nbytes)
 
         return run
@@ -437,98 +337,3 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         return None
 
     return Op(run, (ins.operands[0],), (), head=True)
-
-
-# -- cp.async ------------------------------------------------------------------------------------
-
-
-@instruction("cp.async.ca", "cp.async.cg")
-def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
-    operands = list(ins.operands)
-    if "cache_hint" in ins.opcode:
-        operands.pop()
-    dst, src, size = operands[:3]
-    source_size = operands[3] if len(operands) > 3 else size
-
-    def run(group: Group, mask: int, dst: Any, src: Any, size: int, source_size: Any) -> None:
-        grid, cta = group.warp.grid, group.warp.cta
-        lanes = lane_array(mask)
-        d = np.broadcast_to(np.asarray(dst, np.int64), 32)[lanes] & _OFFSET
-        s = np.broadcast_to(np.asarray(src).astype(np.int64), 32)[lanes]
-        take = np.broadcast_to(np.asarray(source_size, np.int64), 32)[lanes]
-        memory = grid.machine.memory
-        if (d % size).any() or (s % size).any():
-            raise fail(group, ins, f"an address is not a multiple of {size}")
-        if int(d.max()) + size > grid.smem_bytes:
-            raise fail(group, ins, "the destination reaches beyond shared memory")
-
-        def copy() -> None:
-            data = np.zeros((len(d), size), np.uint8)
-            try:
-                full = take == size
-                if full.any():
-                    data[full] = memory.gather(s[full], size).view(np.uint8).reshape(-1, size)
-                for n in np.flatnonzero(~full & (take > 0)):
-                    data[n, : take[n]] = memory.bytes_at(int(s[n]), int(take[n]))
-            except MemoryFault as why:
-                raise fail(group, ins, str(why)) from None
-            write_smem(cta, d, size, data.reshape(-1).view(CHUNK_DTYPE[size]))
-            _wake(group, "cp_wait")
-
-        event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}"))
-        group.warp.bulk.setdefault(("cp", 0), BulkGroups()).open.append(event)
-
-    return Op(run, (dst, src, size, source_size))
-
-
-@instruction("cp.async.commit_group")
-def _cp_commit(program: Any, f: Function, ins: Instruction) -> Op:
-    def run(group: Group, mask: int) -> None:
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        groups.committed.append(groups.open)
-        groups.open = []
-
-    return Op(run)
-
-
-@instruction("cp.async.wait_group", "cp.async.wait_all")
-def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
-    everything = ins.parts[2] == "wait_all"
-
-    def run(group: Group, mask: int, allowed: int | None) -> Any:
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        due = list(groups.committed)
-        if everything:
-            due.append(groups.open)
-        else:
-            assert allowed is not None
-            due = due[: max(0, len(due) - allowed)]
-        if not all(e.done for events in due for e in events):
-            group.warp.state.setdefault("cp_wait", []).append(group)
-            group.park("its cp.async copies")
-            return BLOCK_RESULT
-        for _ in range(len(due) - everything):
-            groups.committed.popleft()
-        return None
-
-    return Op(run, (ins.operands[0] if ins.operands else None,), (), head=True)
-
-
-@instruction("cp.async.mbarrier.arrive")
-def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
-    keeps = "noinc" in ins.parts
-
-    def run(group: Group, mask: int, address: Any) -> None:
-        grid, cta = group.warp.grid, group.warp.cta
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        before = tuple(e for events in [*groups.committed, groups.open] for e in events if not e.done)
-        for lane in lane_list(mask):
-            barrier = cta.mbarrier(one(address, 1 << lane) & _WINDOW)
-            if not keeps:
-                barrier.pending += 1
-            event = Event(
-                barrier.arrive, grid, cta, f"the cp.async.mbarrier.arrive of line {ins.line}", after=before
-            )
-            grid.engine.submit(event)
-
-    return Op(run, (ins.operands[0],))

@@ -6,6 +6,7 @@ A `.sync` instruction waits until every live lane of its member mask has come to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,13 @@ def _activemask(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: mask, (), destinations(ins))
 
 
+@lru_cache(maxsize=256)
+def _elected(lanes: int) -> tuple[int, Any]:
+    """The lowest of some lanes, and the predicate that it alone has; uniform where it is the only one."""
+    leader = first_lane(lanes)
+    return leader, lanes == 1 << leader or lane_array(1 << leader)
+
+
 @instruction("elect")
 def _elect(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, members: Any) -> Any:
@@ -137,9 +145,7 @@ def _elect(program: Any, f: Function, ins: Instruction) -> Op:
             members = one(members, mask)
         if (members & group.warp.live) & ~mask and not gathered(group, mask, members):
             return BLOCK_RESULT
-        here = members & mask
-        leader = first_lane(here)
-        return leader, here == 1 << leader or lane_array(1 << leader)
+        return _elected(members & mask)
 
     return Op(run, (ins.operands[1],), destinations(ins), head=True)
 

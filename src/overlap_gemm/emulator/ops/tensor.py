@@ -257,7 +257,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
             spans = tcgen05.smem_spans(product, len(ctas))
             for c in ctas:
                 if c.written_in(spans):
-                    checks.smem_read(group, c, product.smem_reads(len(ctas)), "tcgen05.mma", ins.line)
+                    checks.smem_read(group, c, product.smem_reads(len(ctas)) >> 4, "tcgen05.mma", ins.line)
         held = engine.held
         if isinstance(held, _Products) and held.take(group, ctas, product):
             return

@@ -145,7 +145,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
             products[key] = product
             if "proxy" in cta.grid.checks.enabled:
                 reads = shape.smem_reads(left, product.b)
-                cta.grid.checks.smem_read(group, cta, reads, "wgmma", ins.line)
+                cta.grid.checks.smem_read(group, cta, reads >> 4, "wgmma", ins.line)
         accumulator = product.accumulator
         touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
         if (touched or in_registers) and not state.fenced:

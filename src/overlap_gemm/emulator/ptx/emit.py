@@ -9,7 +9,6 @@ register file.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +72,8 @@ class Emitter:
         symbols: Addresses known at translation; others are looked up per launch.
         shared: Offsets of shared variables in the CTA's window.
         names: Global names of the generated function; handlers are added to it.
+        halves: Of which 32-bit local a 16-bit one is the low (0) or high (1) half.
+        opposites: Of which predicate another is the negation.
     """
 
     base: int
@@ -82,6 +83,8 @@ class Emitter:
     lines: list[str] = field(default_factory=list)
     forms: dict[int, dict[str, Any]] = field(default_factory=dict)
     defs: dict[int, Reg] = field(default_factory=dict)
+    halves: dict[str, tuple[str, int]] = field(default_factory=dict)
+    opposites: dict[str, str] = field(default_factory=dict)
     guard: str | None = None
     counter: int = 0
 
@@ -175,6 +178,14 @@ class Emitter:
         if isinstance(op, Reg) and "f" not in self.forms.get(self.base + op.slot, {}):
             return self.i(op, 32)
         return self.f(op)
+
+    def bf16(self, op: Operand | None) -> str:
+        """The `float32` value of a 16-bit operand that holds a bf16."""
+        value = self.i(op, 16)
+        if value in self.halves:
+            word, half = self.halves[value]
+            return self.new(f"bf16_{('low', 'high')[half]}({word})")
+        return self.new(f"unpack_half({value}, 'bf16')")
 
     def d(self, op: Operand | None) -> str:
         """The `float64` value of a 64-bit operand."""
@@ -295,18 +306,21 @@ class Emitter:
 
     def source(self, name: str) -> str:
         """The function's text."""
-        body = "\n    ".join(_gather_runs(self.lines))
+        body = "\n    ".join(_needed(_gather_runs(self.lines)))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
 
 
 _PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
 _PAIR = re.compile(r"(v\d+) = pair64\((v\d+), (v\d+)\)")
 _HALF = re.compile(r"(v\d+) = (low|high)32\((v\d+)\)")
+_BF16 = re.compile(r"(v\d+) = bf16_(low|high)\((v\d+)\)")
+_ASSIGN = re.compile(r"(v\d+) = (.*)")
+_EFFECT = re.compile(r"\bh\d+\(|\bg\.")  # handlers, and special registers: reading a clock is noted
 _LOCAL = re.compile(r"\bv\d+\b")
 
 
 def _gather_runs(lines: list[str]) -> list[str]:
-    """Makes one operation of conversions to bf16 pairs that are near each other, and of pairs of registers.
+    """Makes one operation of conversions from and to bf16 that are near each other, and of register pairs.
 
     An epilogue has dozens of them in a row, each with more overhead than work.
     """
@@ -326,9 +340,27 @@ def _gather_runs(lines: list[str]) -> list[str]:
         names, los, his = (", ".join(parts) for parts in zip(*runs, strict=True))
         return f"{names}, = pair64_run(({los},), ({his},))"
 
-    out = _sink(_sink(lines, _PACK, pack), _PAIR, pair)
-    used = Counter(_LOCAL.findall("\n".join(out)))
-    return [line for line in out if not ((m := _HALF.fullmatch(line)) and used[m[1]] == 1)]
+    def widen(runs: list[tuple[str, ...]]) -> str:
+        lows, highs = (
+            [(name, word) for name, half, word in runs if half == kind] for kind in ("low", "high")
+        )
+        names, words = (", ".join(column) for column in zip(*lows, *highs, strict=True))
+        return f"{names}, = bf16_run(({words},), {len(lows)})"
+
+    return _sink(_sink(_sink(lines, _BF16, widen), _PACK, pack), _PAIR, pair)
+
+
+def _needed(lines: list[str]) -> list[str]:
+    """Drops assignments to locals that nothing uses, where the expression does no more than compute."""
+    out: list[str] = []
+    used: set[str] = set()
+    for line in reversed(lines):
+        match = _ASSIGN.fullmatch(line)
+        if match and match[1] not in used and not _EFFECT.search(match[2]):
+            continue
+        used.update(_LOCAL.findall(match[2] if match else line))
+        out.append(line)
+    return out[::-1]
 
 
 def _sink(

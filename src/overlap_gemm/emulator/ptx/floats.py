@@ -245,7 +245,7 @@ def _operand_float(e: Emitter, o: Operand | None, kind: str) -> str:
         return e.f(o)
     if kind == "f64":
         return e.d(o)
-    return e.new(f"unpack_half({e.i(o, 16)}, {kind!r})")
+    return e.bf16(o) if kind == "bf16" else e.new(f"unpack_half({e.i(o, 16)}, {kind!r})")
 
 
 _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.lanes import DTYPE, MASK, SIGNED, Value, high32, low32
+from overlap_gemm.emulator.ptx.lanes import DTYPE, MASK, SIGNED, F, Value, high32, low32
 
 Number = Any  # np.float32 / np.float64, scalar or array
 f32, f64 = np.float32, np.float64
 _TINY = f32(2.0**-126)
+_HIGH = 0xFFFF0000
 
 
 def fma32(a: Number, b: Number, c: Number) -> Number:
@@ -149,6 +150,26 @@ def unpack2(word: Value, kind: str) -> tuple[Number, Number]:
     return (lo, hi) if word.ndim else (lo[()], hi[()])
 
 
+def bf16_low(word: Value) -> Number:
+    """The bf16 in the low half of a 32-bit register as `float32`."""
+    return F(word << 16 & MASK[32]) if word.__class__ is int else (word << 16).view(f32)
+
+
+def bf16_high(word: Value) -> Number:
+    """The bf16 in the high half of a 32-bit register as `float32`."""
+    return F(word & _HIGH) if word.__class__ is int else (word & _HIGH).view(f32)
+
+
+def bf16_run(words: tuple[Value, ...], lows: int) -> list[Number]:
+    """`bf16_low` of the first `lows` words and `bf16_high` of the others, as one operation."""
+    if any(w.__class__ is int for w in words):
+        return [*map(bf16_low, words[:lows]), *map(bf16_high, words[lows:])]
+    block = np.concatenate(words).reshape(len(words), -1)
+    block[:lows] <<= 16
+    block[lows:] &= _HIGH
+    return list(block.view(f32))
+
+
 def pack2(hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = False) -> Value:
     """`cvt.rn.{bf16x2,f16x2}.f32`; takes bit patterns too."""
     hi, lo = _number(hi), _number(lo)
@@ -230,8 +251,8 @@ FUNCTIONS: dict[str, Any] = {
     f.__name__: f
     for f in (
         fma32, directed, ftz, sat, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
-        unpack_half, pack_half, unpack2, pack2, pack2_run, pack2_words, pack_fp8, unpack_fp8, tf32,
-        round_integral, clamp_int,
+        bf16_low, bf16_high, bf16_run, unpack_half, pack_half, unpack2, pack2, pack2_run,
+        pack2_words, pack_fp8, unpack_fp8, tf32, round_integral, clamp_int,
     )
 } | {
     "ex2": ex2, "lg2": lg2, "fsin": sin, "fcos": cos, "ftanh": tanh, "rcp": rcp, "rsqrt": rsqrt,

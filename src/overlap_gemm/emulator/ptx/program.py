@@ -38,6 +38,7 @@ from overlap_gemm.emulator.ptx.ir import (
     Sym,
     Vec,
 )
+from overlap_gemm.emulator.ptx.lanes import FULL
 from overlap_gemm.emulator.ptx.lanes import bits as lane_bits
 from overlap_gemm.emulator.ptx.parse import parse
 
@@ -358,17 +359,21 @@ class Program:
         ins, name = s.ins, s.ins.parts[0]
         taken = "True" if ins.guard is None else e.p(ins.guard)
         if ins.guard is not None and ins.guard_negated:
-            taken = e.new(f"{taken} ^ True")
+            p, taken = taken, e.new(f"{taken} ^ True")
+            e.opposites[taken] = p
         if name == "bra":
             assert isinstance(ins.operands[0], Sym)
             target = targets[ins.operands[0].name]
             e.flush(live)
             if ins.guard is None:
                 e.lines.append(f"return {target}")
-            else:
-                e.lines.append(f"if {taken}.__class__ is bool: return {target} if {taken} else {number + 1}")
-                e.lines.append(f"return branch(g, {taken}, {number}, {target})")
-                e.names["branch"] = self.branch
+                return
+            flip = taken in e.opposites
+            p = e.opposites[taken] if flip else taken
+            yes, no = (number + 1, target) if flip else (target, number + 1)
+            e.lines.append(f"if {p}.__class__ is bool: return {yes} if {p} else {no}")
+            e.lines.append(f"return branch(g, {p}, {number}, {target}, {FULL if flip else 0})")
+            e.names["branch"] = self.branch
             return
         if ins.guard is not None and name not in ("ret", "exit", "trap"):
             e.flush(live)
@@ -401,24 +406,24 @@ class Program:
 
     # -- control at run time ---------------------------------------------------------------------
 
-    def branch(self, group: Group, p: Any, number: int, target: int) -> int:
-        """A conditional branch with a predicate that may differ between lanes."""
-        taken = lane_bits(p) & group.mask
+    def branch(self, group: Group, p: Any, number: int, target: int, flip: int) -> int:
+        """A conditional branch with a predicate that differs between lanes, the negated one if `flip`."""
+        taken = (lane_bits(p) ^ flip) & group.mask
         if taken == group.mask:
             return target
         if not taken:
             return number + 1
-        grid = group.warp.grid
         hammock = self._hammocks.get(number)
-        if hammock is not None and not grid.scheduler.schedule.lanes:
+        scheduler = group.warp.grid.scheduler
+        if hammock is not None and not scheduler.schedule.lanes:
             inside, written = hammock
             mask, R = group.mask, group.R
             before = [R[slot] for slot in written]
             group.mask = mask & ~taken
             self.code[inside](group)
-            grid.scheduler.executed += self.cost[inside]
+            scheduler.executed += self.cost[inside]
             for slot, old in zip(written, before, strict=True):
-                R[slot] = grid.joined(slot, group.mask, R[slot], old)
+                R[slot] = group.warp.grid.joined(slot, group.mask, R[slot], old)
             group.mask = mask
             return target
         group.split(taken, target)

@@ -98,7 +98,10 @@ TABLE["and"], TABLE["or"], TABLE["xor"] = _bitwise("&"), _bitwise("|"), _bitwise
 def _not(e: Emitter, ins: Instruction) -> None:
     d, a = ins.operands
     if type_of(ins) == "pred":
-        e.assign(d, f"{e.p(a)} ^ True")
+        value = e.p(a)
+        opposite = e.new(f"{value} ^ True")
+        e.opposites[opposite] = value
+        e.assign(d, opposite)
     else:
         width, _ = _integer(ins)
         e.assign(d, f"{e.i(a, width)} ^ {MASK[width]}", width)
@@ -313,7 +316,12 @@ def _unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
     value = e.i(a)  # type: ignore[arg-type]
     parts = value if width == 128 else e.new(f"split({value}, {part}, {count})")
     for n, dst in enumerate(d.items):
-        e.assign(dst, f"{parts}[{n}]", part)
+        if width == 32 and count == 2 and dst is not None:
+            half = e.new(f"{parts}[{n}]")
+            e.halves[half] = value, n
+            e.assign(dst, half, part)
+        else:
+            e.assign(dst, f"{parts}[{n}]", part)
 
 
 @op("cvta")

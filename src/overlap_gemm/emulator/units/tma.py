@@ -73,35 +73,39 @@ CHUNK_DTYPE = {16: np.complex128, 8: np.uint64, 4: np.uint32, 2: np.uint16, 1: n
 """NumPy type that copies a chunk of so many bytes fastest, bit for bit."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one tiled operation touches, in chunks of `chunk` bytes (a power of two up to 16).
 
     Attributes:
         global_addresses: `int64 [n]`, byte address in global memory of each chunk; aligned to `chunk`.
             Meaningless where not valid.
-        smem_offsets: `int64 [n]`, byte address of each chunk within the CTA's shared window; aligned to
-            `chunk`.
+        smem: number of each chunk (its byte address within the CTA's shared window / `chunk`), ascending: a
+            slice where they follow each other, else `int64 [n]`.
         valid: `bool [n]`, whether the chunk lies inside the tensor, or `None` where all do.
         chunk: bytes per chunk.
         box_bytes: bytes of the whole box: what a load adds to the mbarrier's transaction count, valid or not.
         bounds: lowest and highest of the valid global addresses; meaningless where none is.
-        smem_end: one past the highest byte of `smem_offsets`' chunks.
+        smem_end: one past the highest byte of the chunks in shared memory.
     """
 
     global_addresses: I64
-    smem_offsets: I64
+    smem: slice | I64
     valid: NDArray[np.bool_] | None
     chunk: int
     box_bytes: int
     bounds: tuple[int, int]
     smem_end: int
 
-    def clipped(self) -> tuple[I64, I64]:
-        """`(global_addresses, smem_offsets)` of the valid chunks only: what a store or reduction touches."""
+    @property
+    def smem_numbers(self) -> I64:
+        """`smem` as an array."""
+        return np.arange(self.smem.start, self.smem.stop) if isinstance(self.smem, slice) else self.smem
+
+    def clipped(self) -> tuple[I64, slice | I64]:
+        """`(global_addresses, smem)` of the valid chunks only: what a store or reduction touches."""
         if self.valid is None:
-            return self.global_addresses, self.smem_offsets
-        return self.global_addresses[self.valid], self.smem_offsets[self.valid]
+            return self.global_addresses, self.smem
+        return self.global_addresses[self.valid], self.smem_numbers[self.valid]
 
 
 class _Geometry(NamedTuple):
@@ -249,22 +253,19 @@ class TensorMap:
                 )
                 break
         phase = smem_address % max(self.swizzle.repeat, 128)
-        relative, offsets, valid, chunk, (low, high), end = _box_plan(
-            self._geometry, first % 16, overlap, phase
-        )
+        relative, numbers, valid, chunk, (low, high) = _box_plan(self._geometry, first % 16, overlap, phase)
         origin = self.address + first
         for c, stride in zip(coordinates[1:], self.strides, strict=True):
             origin += c * stride
-        start = smem_address - phase
-        return Plan(
-            relative + origin,
-            offsets + start,
-            valid,
-            chunk,
-            self.box_bytes,
-            (origin + low, origin + high),
-            start + end,
-        )
+        start = (smem_address - phase) // chunk
+        if isinstance(numbers, slice):
+            end = numbers.stop + start
+            smem: slice | I64 = slice(numbers.start + start, end)
+        else:
+            smem = numbers + start
+            end = int(smem[-1]) + 1
+        bounds = (origin + low, origin + high)
+        return Plan(relative + origin, smem, valid, chunk, self.box_bytes, bounds, chunk * end)
 
     def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
         """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
@@ -309,8 +310,8 @@ def _decode(raw: bytes) -> TensorMap:
 @lru_cache(maxsize=_PLANS)
 def _box_plan(
     geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
-) -> tuple[I64, I64, NDArray[np.bool_] | None, int, tuple[int, int], int]:
-    """The fields of a `Plan` but `box_bytes`, addresses relative and offsets from the repeat's start."""
+) -> tuple[I64, slice | I64, NDArray[np.bool_] | None, int, tuple[int, int]]:
+    """The first fields of a `Plan`, addresses relative and numbers from the repeat's start."""
     size, counts, steps, strides, mode = geometry
     row = counts[0] * size
     edges = [] if overlap[0] is None else [e * size for e in overlap[0]]
@@ -335,9 +336,14 @@ def _box_plan(
                 valid &= (position >= o[0] * unit) & (position < o[1] * unit)
     inside = relative.reshape(-1) if valid is None else relative[valid]
     bounds = (int(inside.min()), int(inside.max())) if len(inside) else (0, 0)
-    offsets = mode.apply(linear)
-    end = int(offsets.max()) + chunk
-    return relative.reshape(-1), offsets, None if valid is None else valid.reshape(-1), chunk, bounds, end
+    numbers = mode.apply(linear) // chunk
+    order = np.argsort(numbers)
+    numbers, relative = numbers[order], relative.reshape(-1)[order]
+    if valid is not None:
+        valid = valid.reshape(-1)[order]
+    first, end = int(numbers[0]), int(numbers[-1]) + 1
+    smem = slice(first, end) if end - first == len(numbers) else numbers
+    return relative, smem, valid, chunk, bounds
 
 
 def encode_tiled(
