@@ -144,8 +144,10 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
                 raise fail(group, ins, str(why)) from None
             products[key] = product
             if "proxy" in cta.grid.checks.enabled:
-                reads = shape.smem_reads(left, product.b)
-                cta.grid.checks.smem_read(group, cta, reads >> 4, "wgmma", ins.line)
+                for tile, form in shape.smem_tiles(left, product.b):
+                    if cta.written_in([tile.span(*form)]):
+                        reads = tile.chunk_addresses(*form) >> 4
+                        cta.grid.checks.smem_read(group, cta, reads, "wgmma", ins.line)
         accumulator = product.accumulator
         touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
         if (touched or in_registers) and not state.fenced:

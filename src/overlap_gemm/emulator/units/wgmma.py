@@ -8,6 +8,7 @@ for tf32, 32 for e4m3 and e5m2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ class Wgmma:
         if (self.a_mn_major or self.b_mn_major) and numeric.ELEMENT_BYTES[self.a_type] != 2:
             raise ValueError(f"wgmma transposes 16-bit operands only, not {self.a_type}")
 
-    @property
+    @cached_property
     def k(self) -> int:
         """K extent of one instruction."""
         return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
@@ -94,10 +95,11 @@ class Wgmma:
                 product += mma.c_matrix(d, self.d_type)
         return mma.c_registers(product, self.d_type)
 
-    def smem_reads(self, a: SmemDescriptor | None, b: SmemDescriptor) -> NDArray[np.int64]:
-        """Byte addresses of the 16-byte chunks read, flat; `a` is `None` for A in registers."""
-        reads = [b.chunk_addresses(self.n, self.k, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major)]
+    def smem_tiles(
+        self, a: SmemDescriptor | None, b: SmemDescriptor
+    ) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
+        """The tiles read: descriptor, rows, k, bytes, whether MN-major; `a` is `None` for A in registers."""
+        tiles = [(b, (self.n, self.k, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
         if a is not None:
-            size = numeric.ELEMENT_BYTES[self.a_type]
-            reads.append(a.chunk_addresses(4 * WARP_ROWS, self.k, size, self.a_mn_major))
-        return np.concatenate(reads)
+            tiles.append((a, (4 * WARP_ROWS, self.k, numeric.ELEMENT_BYTES[self.a_type], self.a_mn_major)))
+        return tiles
