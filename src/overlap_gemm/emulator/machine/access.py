@@ -208,7 +208,7 @@ class Access:
         if int(np.bitwise_or.reduce(offset)) & (self.size - 1):
             return None, None
         index = offset >> np.uint64(self.row_shift)
-        if int(index.max()) >= len(view):
+        if int(np.maximum.reduce(index)) >= len(view):
             return None, None
         return cached, index.view(np.int64)
 

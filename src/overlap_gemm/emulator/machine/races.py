@@ -164,13 +164,13 @@ class RaceDetector:
             start = address - allocation.base
             low = start | size
         else:
-            offsets = (address - address.dtype.type(allocation.base)).astype(np.int64)
+            offsets = (address - address.dtype.type(allocation.base)).view(np.int64)
             low = int(np.bitwise_or.reduce(offsets)) | size
         if low % shadow.granule:
             shadow.refine(low & -low)
         if address.__class__ is int:
             return slice(start // shadow.granule, -(-(start + size) // shadow.granule))
-        cells = offsets // shadow.granule
+        cells = offsets >> shadow.granule.bit_length() - 1
         if size > shadow.granule:
             cells = (cells[:, None] + _COUNT[: size // shadow.granule]).reshape(-1)
         return cells

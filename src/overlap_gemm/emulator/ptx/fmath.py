@@ -162,7 +162,7 @@ def bf16_high(word: Value) -> Number:
 
 def bf16_run(words: tuple[Value, ...], lows: int) -> list[Number]:
     """`bf16_low` of the first `lows` words and `bf16_high` of the others, as one operation."""
-    if any(w.__class__ is int for w in words):
+    if int in map(type, words):
         return [*map(bf16_low, words[:lows]), *map(bf16_high, words[lows:])]
     block = np.concatenate(words).reshape(len(words), -1)
     block[:lows] <<= 16
@@ -187,21 +187,21 @@ def pack2(hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = 
 def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
     """Several `cvt.rn.bf16x2.f32` as one operation; values as for `pack2`."""
     values = (*his, *los)
-    if len(his) == 1 or not all(v.__class__ is np.ndarray for v in values):
+    if len(his) == 1 or set(map(type, values)) != {np.ndarray}:
         return [pack2(hi, lo, "bf16x2") for hi, lo in zip(his, los, strict=True)]
     if len({v.dtype for v in values}) > 1:
         values = tuple(_number(v) for v in values)
-    block = np.concatenate(values).view(np.float32).reshape(2, len(his), -1)
-    return list(numeric.f32_to_bf16x2(block[0], block[1]))
+    high, low = numeric.f32_to_bf16(np.concatenate(values).view(np.float32)).reshape(2, len(his), -1)
+    return list(numeric.pack16(low, high))
 
 
 def pack2_words(words: tuple[Value, ...]) -> list[Value]:
     """`pack2_run` of the halves of 64-bit values."""
-    if any(w.__class__ is int for w in words):
+    if int in map(type, words):
         his, los = tuple(map(high32, words)), tuple(map(low32, words))
         return pack2_run(his, los)
-    block = np.concatenate(words).view(np.float32).reshape(len(words), -1, 2)
-    return list(numeric.f32_to_bf16x2(block[:, :, 1], block[:, :, 0]))
+    block = np.concatenate(words).view(np.float32)
+    return list(numeric.f32_to_bf16(block).view(np.uint32).reshape(len(words), -1))
 
 
 def _number(value: Any) -> Number:

@@ -203,12 +203,10 @@ def pair64(lo: Value, hi: Value) -> Value:
 
 def pair64_run(los: tuple[Value, ...], his: tuple[Value, ...]) -> list[Value]:
     """Several `pair64` as one operation."""
-    if any(v.__class__ is int for v in los) or any(v.__class__ is int for v in his):
+    if int in map(type, los + his):
         return [pair64(lo, hi) for lo, hi in zip(los, his, strict=True)]
-    out = np.empty((len(los), LANES, 2), np.uint32)
-    out[:, :, 0] = np.concatenate(los).reshape(-1, LANES)
-    out[:, :, 1] = np.concatenate(his).reshape(-1, LANES)
-    return list(out.view(np.uint64)[:, :, 0])
+    halves = np.concatenate(los + his).reshape(2, -1)
+    return list(halves.T.copy().view(np.uint64).reshape(-1, LANES))
 
 
 def low32(value: Value) -> Value:
