@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused, aligned, major, size_class
+from overlap_gemm.backends.fused import Fused, aligned, major, size_class, transport_for
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ReduceScatterShape
@@ -128,6 +128,23 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
         default_config("sm_100a", "bf16", shape, 148)
 
 
+# --- transport ---
+
+
+@pytest.mark.parametrize(
+    ("arch", "reaches_all", "transport"),
+    [
+        ("sm_90a", True, "peer_bulk"),
+        ("sm_100a", True, "peer_bulk"),
+        ("sm_90a", False, "staged"),
+        ("sm_100a", False, "nvshmem"),
+        ("sm_103a", False, "nvshmem"),
+    ],
+)
+def test_the_transport_follows_from_reach(arch, reaches_all, transport):
+    assert transport_for(arch, reaches_all) == transport
+
+
 # --- memory ---
 
 
@@ -136,7 +153,8 @@ def test_a_workspace_class_holds_every_call_of_it(rows, columns, world):
     config, shape = GemmConfig(), ReduceScatterShape.even(rows, columns, world)
     size = size_class(config, shape)
     buffer = size.buffer
-    assert size.nbytes == size.zeroed + 2 * buffer
+    assert size.nbytes(reaches_all=True) == size.zeroed + 2 * buffer
+    assert size.nbytes(reaches_all=False) == size.zeroed + 4 * buffer
     assert buffer >= shape.buffer_bytes(config)
     assert buffer % 16 == 0 and size.zeroed % 16 == 0
     # Calls of half to the whole of a class share it, so that growing a batch does not allocate every time.

@@ -10,6 +10,7 @@ from overlap_gemm.kernels.geometry import (
     FLAG_BYTES,
     ReduceScatterShape,
     slots_offset,
+    staged_flags_offset,
     workspace_bytes,
 )
 from overlap_gemm.pipelines.publication import LaggedPublication
@@ -75,10 +76,13 @@ def test_slots_hold_every_foreign_tile(config, rows, cols, world):
 
 def test_workspace_layout_does_not_overlap():
     for flags in (0, 1, 256, 1000):
-        assert slots_offset(flags) >= CONTROL_BYTES + FLAG_BYTES * flags
-        assert slots_offset(flags) % 1024 == 0
-        assert workspace_bytes(flags, 4096) == slots_offset(flags) + 8192
-        assert workspace_bytes(flags, 4096, staging=True) == slots_offset(flags) + 4 * 4096 + 8 * flags
+        slots = slots_offset(flags)
+        staged = staged_flags_offset(slots)
+        assert staged >= CONTROL_BYTES + FLAG_BYTES * flags
+        assert slots >= staged + FLAG_BYTES * flags
+        assert staged % FLAG_BYTES == 0 and slots % 1024 == 0
+        assert workspace_bytes(flags, 4096) == slots + 2 * 4096
+        assert workspace_bytes(flags, 4096, staging=True) == slots + 4 * 4096
 
 
 @pytest.mark.parametrize(("subtiles", "inflight"), list(itertools.product(range(1, 9), range(9))))

@@ -86,7 +86,7 @@ def beyond_reach(config, transport, relay, mode, reach):
             if relay:
                 for rank, exchange in enumerate(exchanges):
                     with emulator.rank(rank):
-                        relay()(Int32(case.rows), Int32(case.cols), exchange, Int32(2), RELAY_STREAM)
+                        relay()(Int32(case.rows), Int32(case.cols), exchange, RELAY_STREAM)
         emulator.run()
     first.check()
     second.check()

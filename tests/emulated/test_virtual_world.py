@@ -112,16 +112,6 @@ def test_peers_beyond_reach_get_their_tiles_through_nvshmem(mode):
     assert all(verdict.holds for verdict in verdicts), verdicts
 
 
-def test_sm_90_has_no_nvshmem_transport():
-    with (
-        configured(mma="pingpong", tile=(64, 128)),
-        Emulator("sm_90a", 2, network=True) as emulator,
-        VirtualWorld(2, emulator=emulator, beyond_reach=True) as world,
-        pytest.raises(ValueError, match="C7506"),
-    ):
-        call(world, (0,))
-
-
 def test_only_an_emulator_puts_peers_beyond_reach():
     with pytest.raises(ValueError, match="only an emulator"):
         VirtualWorld(2, device=torch.device("cuda", 0), beyond_reach=True)

@@ -10,6 +10,8 @@ graph, once the first call of its kind has compiled the kernel and made the work
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -17,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.config import GemmConfig
-from ..kernels.geometry import ReduceScatterShape, slots_offset, workspace_bytes
+from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ReduceScatterShape, slots_offset
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import EmulatorExecutor, Executor, cuda_executor, open_emulator, why_no_cuda
 from ..runtime.group import Group
 from ..runtime.symmetric import init_nvshmem_library
 from ..runtime.virtual import virtual_world
-from ..runtime.workspace import SizeClass, Workspace, needs_puts, obtain, timeout_ns
+from ..runtime.workspace import SizeClass, Workspace, obtain, timeout_ns
 from ..sharding import Shards
 from ..tuning.space import default_config
 from .base import Problem
@@ -114,18 +116,30 @@ def launch(
         out: `[max(own rows, 1), N]`.
         bias: `[N]` or None.
     """
-    exchange = None
     with executor.active(a, b, out, bias) as stream:
-        puts = group.size > 1 and needs_puts(group)
-        transport = "local" if group.size == 1 else "nvshmem" if puts else "peer_bulk"
-        compiled = compiled_kernel(executor, config, transport)
-        if group.size > 1:
-            workspace = obtain(group, size_class(config, shape, puts), executor)
-            workspace.raise_if_failed()
-            workspace.order_after_last_use(executor.device)
-            exchange = exchange_arguments(workspace, shape)
-        clusters = min(executor.max_clusters(config.cluster_size), shape.num_clusters(config))
-        compiled(a, b, out, bias, exchange, clusters, stream)
+        resident, work = executor.max_clusters(config.cluster_size), shape.num_clusters(config)
+        if group.size == 1:
+            gemm = compiled_kernel(executor, config, "local")
+            gemm(a, b, out, bias, None, min(resident, work), stream)
+            return
+        workspace = obtain(group, size_class(config, shape), executor)
+        transport = transport_for(config.arch, workspace.reaches_all)
+        gemm = compiled_kernel(executor, config, transport)
+        relay = compiled_relay(executor, config) if transport == "staged" else None
+        workspace.raise_if_failed()
+        workspace.order_after_last_use(executor.device)
+        exchange = exchange_arguments(workspace, shape)
+        if relay is None:
+            gemm(a, b, out, bias, exchange, min(resident, work), stream)
+            return
+        if resident < 2:
+            raise ValueError(
+                f"transport nvshmem on {config.arch}: one cluster of {config.cluster_size} fits on "
+                f"{executor.num_sms} SMs, which leaves the relay kernel beside it no room"
+            )
+        with executor.fork() as second:
+            gemm(a, b, out, bias, exchange, min(resident - 1, work), stream)
+            relay(shape.rows, shape.cols, exchange, second)
 
 
 def aligned(matrix: Tensor) -> Tensor:
@@ -138,7 +152,8 @@ def aligned(matrix: Tensor) -> Tensor:
     if (
         matrix.stride(inner) == 1
         and matrix.stride(outer) % ROW_ELEMENTS == 0
-        and matrix.stride(outer) >= matrix.shape[inner] > 0
+        and matrix.stride(outer) >= matrix.shape[inner]
+        and matrix.shape[1] > 0
         and matrix.data_ptr() % 16 == 0
     ):
         return matrix
@@ -164,31 +179,56 @@ def executor_for(group: Group, device: torch.device) -> Executor:
     return EmulatorExecutor(emulator)
 
 
-def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
-    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``.
+def transport_for(arch: str, reaches_all: bool) -> str:
+    """How tiles reach their owners: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
 
-    Raises:
-        ValueError: no kernel of this architecture works with the transport.
+    On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
     """
-    if transport == "nvshmem" and config.arch == "sm_90a":
-        raise ValueError(
-            "transport nvshmem: puts from inside the kernel would cost sm_90 its register reallocation "
-            "(ptxas C7506, C7510), and the op does not start the kernel that makes them beside it yet"
-        )
+    if reaches_all:
+        return "peer_bulk"
+    return "staged" if arch == "sm_90a" else "nvshmem"
+
+
+def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
+    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``."""
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_kernel
-        from ..transports import Nvshmem, PeerBulk
+        from ..transports import Nvshmem, PeerBulk, Staged
 
-        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "nvshmem": Nvshmem}
-        compiled = compile_kernel(make_kernel(config, ways[transport]()), OPTIONS)
-        if transport == "nvshmem" and executor.device.type == "cuda":
+        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged, "nvshmem": Nvshmem}
+        return compile_kernel(make_kernel(config, ways[transport]()), OPTIONS)
+
+    return _from_cache(executor, (config, transport), build, puts=transport == "nvshmem")
+
+
+def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
+    """The relay kernel beside the GEMM of a configuration (`kernels.relay`)."""
+    config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it
+
+    def build() -> Any:
+        from ..kernels.build import compile_relay
+        from ..transports import Nvshmem
+
+        return compile_relay(config, Nvshmem(), OPTIONS)
+
+    return _from_cache(executor, (config, "relay"), build, puts=True)
+
+
+def _from_cache(executor: Executor, key: object, build: Callable[[], Any], puts: bool) -> Any:
+    """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
+
+    Such a one is not kept on disk: NVSHMEM initialises the library that a kernel is loaded from, and what
+    comes from disk does not tell it.
+    """
+
+    def build_and_initialise() -> Any:
+        compiled = build()
+        if puts and executor.device.type == "cuda":
             init_nvshmem_library(compiled)
         return compiled
 
-    # NVSHMEM initialises the library that a kernel is loaded from; what comes from disk does not tell it.
-    on_disk = executor.on_disk and transport != "nvshmem"
-    return _cache(on_disk).get((config, transport), executor.arch, build)
+    return _cache(executor.on_disk and not puts).get(key, executor.arch, build_and_initialise)
 
 
 @cache
@@ -196,12 +236,11 @@ def _cache(on_disk: bool) -> CompileCache:
     return CompileCache() if on_disk else CompileCache(folder=None)
 
 
-def size_class(config: GemmConfig, shape: ReduceScatterShape, staging: bool = False) -> SizeClass:
-    """The smallest class of workspace that holds a call's flags, slots and, with NVSHMEM, staged tiles."""
+def size_class(config: GemmConfig, shape: ReduceScatterShape) -> SizeClass:
+    """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
     flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
     buffer = _power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
-    zeroed = slots_offset(flags)
-    return SizeClass(zeroed, buffer, (workspace_bytes(flags, buffer, staging) - zeroed) // buffer)
+    return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
 
 
 def _power_of_two(number: int) -> int:

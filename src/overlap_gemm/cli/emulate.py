@@ -65,7 +65,7 @@ def emulate(
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
-        Transport, typer.Option(help="nvshmem: no peer within reach of stores (sm_100a).")
+        Transport, typer.Option(help="nvshmem: no peer within reach of stores.")
     ] = Transport.peer_bulk,
     mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = Mode.random,
     seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
@@ -83,8 +83,6 @@ def emulate(
     fields = overrides(tile, cluster, cta_group)
     console = rank_zero_console(0)
     puts = transport is Transport.nvshmem
-    if puts and arch is Arch.sm_90a:
-        raise typer.BadParameter("--transport nvshmem exists for sm_100a only")
     if not run_emulated(
         console, case, arch.value, world_size, mode.value, launches, fields, trace, num_sms, puts
     ):

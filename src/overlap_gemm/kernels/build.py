@@ -98,11 +98,11 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
 def compile_relay(config: GemmConfig, transport: Any, options: str = "") -> Any:
     """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves behind.
 
-    Its arguments: global rows and columns, the GEMM's ``exchange``, the number of CTAs (one warp each), a
-    stream.
+    Its arguments: global rows and columns, the GEMM's ``exchange``, a stream other than the GEMM's. Of the
+    configuration, only tile, cluster, slot type and raster matter.
     """
     relay = Relay(config, transport)
-    fakes = (Int32(1), Int32(1), _fake_exchange(), Int32(1), make_fake_stream())
+    fakes = (Int32(1), Int32(1), _fake_exchange(), make_fake_stream())
     return cute.compile(relay, *fakes, options=f"--gpu-arch {config.arch} {options}".strip())
 
 

@@ -4,11 +4,11 @@ One statement of the layout for the kernel, the host and the tests. All offsets 
 base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
 
     0                 control words (local to the rank)
-    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``
+    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and behind them as many again, of this rank's own
+                      staged tiles (transport ``staged``)
     slots_offset      slot buffer of even epochs
     + buffer_bytes    slot buffer of odd epochs
-    + 2, 3 x          staging buffers, even and odd, if some peer has no address (transport ``nvshmem``)
-    + 4 x             ``uint64[max_flags]``: which staged tiles are complete (transport ``staged``)
+    + 2, 3 x          staging buffers, even and odd, if some peer has no address
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
@@ -18,6 +18,7 @@ shapes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
@@ -37,9 +38,6 @@ CLAIM_OFFSET = 8
 RELAY_EPOCH_OFFSET = 16
 """``uint32``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
 
-RELAY_TICKET_OFFSET = 20
-"""``uint32``: the relay kernel's ticket, as ``TICKET_OFFSET``."""
-
 ENTERED_OFFSET = 128
 """``uint64[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
 
@@ -51,6 +49,10 @@ MAX_WORLD = (CONTROL_BYTES - ENTERED_OFFSET) // FLAG_BYTES
 
 FLAG_ALIGN = 1024
 """Slots begin at a multiple of this many bytes."""
+
+SLOT_BUFFERS = 2
+STAGING_BUFFERS = 2
+"""Equal buffers behind the flags: slots always, staging where some peer is beyond reach."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,12 @@ class ReduceScatterShape:
 
 def slots_offset(max_flags: int) -> int:
     """Byte offset of the first slot buffer in a workspace with room for ``max_flags`` flags."""
-    return ceil_div(CONTROL_BYTES + FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
+    return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
+
+
+def staged_flags_offset(slots: Any) -> Any:
+    """Byte offset of the flags of staged tiles, from that of the slots (a host integer or an ``Int64``)."""
+    return (CONTROL_BYTES + slots) // 2
 
 
 def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) -> int:
@@ -111,6 +118,4 @@ def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) ->
         buffer_bytes: one slot buffer, a multiple of 16.
         staging: whether tiles to some peer are staged in this rank's memory.
     """
-    if staging:
-        return slots_offset(max_flags) + 4 * buffer_bytes + FLAG_BYTES * max_flags
-    return slots_offset(max_flags) + 2 * buffer_bytes
+    return slots_offset(max_flags) + (SLOT_BUFFERS + staging * STAGING_BUFFERS) * buffer_bytes

@@ -45,7 +45,9 @@ from overlap_gemm.kernels.geometry import (
     ENTERED_OFFSET,
     EPOCH_OFFSET,
     FLAG_BYTES,
+    SLOT_BUFFERS,
     TICKET_OFFSET,
+    staged_flags_offset,
 )
 from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
 from overlap_gemm.kernels.work import Work
@@ -258,13 +260,13 @@ def route_of(config: GemmConfig, context: Context, index: Any, owner: Any) -> Ro
     # Nobody keeps a slot for itself: ranks behind move up by one.
     slot = (rank - (rank > owner) * 1) * context.source_bytes + in_slot
     staging = (owner - (owner > rank) * 1) * context.source_bytes + in_slot
-    staged_flags = context.base + exchange.slots_offset + 4 * exchange.buffer_bytes
+    staged_flags = context.base + staged_flags_offset(exchange.slots_offset)
     return Route(
         exchange.peers,
         rank,
         owner,
         context.slots + slot,
-        context.base + context.slots + 2 * exchange.buffer_bytes + staging,
+        context.base + context.slots + SLOT_BUFFERS * exchange.buffer_bytes + staging,
         _flag_address(Int64(0), index * exchange.world + rank),
         staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),
     )

@@ -4,9 +4,17 @@ The GEMM kernel (transport ``staged``) leaves each such tile in local memory and
 warp of this kernel waits for the flag and puts tile and signal. So no NVSHMEM call is linked into the GEMM,
 which keeps ``setmaxnreg`` and its wgmma unserialised.
 
-Launch one beside every GEMM on the workspace, on a stream of its own; it waits for what that GEMM does and
-needs no other order between the two. The GEMM must leave it room: its persistent CTAs fill an SM's registers,
-so give the GEMM a grid that leaves as many SMs as this kernel has CTAs.
+Launch one per GEMM on the workspace, on another stream, neither behind the other. Progress:
+
+- The GEMM computes the tiles for its peers first and waits for nobody meanwhile; least of all for this
+  kernel. So every tile gets staged.
+- This kernel waits for staged tiles and for nothing else. So once both are resident, every tile is put
+  without any wait for a peer, and the own tiles of all ranks, for which their GEMMs wait last, arrive.
+- Both become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one CTA,
+  which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the GEMM
+  takes all its registers.) If this kernel starts later, tiles lie staged until then.
+
+The stream goes on behind both, so the next GEMM finds this kernel ended.
 """
 
 from __future__ import annotations
@@ -23,19 +31,17 @@ from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import (
-    ENTERED_OFFSET,
-    FLAG_BYTES,
-    RELAY_EPOCH_OFFSET,
-    RELAY_TICKET_OFFSET,
-)
+from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET
 from overlap_gemm.kernels.reduce_scatter import Context, make_context, route_of
 from overlap_gemm.schedules import RotatedShards, TileGrid, ceil_div, num_owners
+
+WARPS = 8
+"""Puts under way at once: a warp waits for its put to be handed over."""
 
 
 @dataclass(frozen=True)
 class Relay:
-    """One warp per CTA; the warps share the foreign tiles in the GEMM's order.
+    """One CTA, whose warps share the foreign tiles in the GEMM's order.
 
     Attributes:
         config: the GEMM kernel's configuration.
@@ -46,32 +52,32 @@ class Relay:
     transport: Any
 
     @cute.jit
-    def __call__(
-        self, rows: Int32, cols: Int32, exchange: Exchange, num_ctas: Int32, stream: CUstream
-    ) -> None:
-        """Launches ``num_ctas`` warps for a product of global ``rows`` x ``cols``."""
-        self.kernel(rows, cols, exchange).launch(grid=(num_ctas, 1, 1), block=(32, 1, 1), stream=stream)
+    def __call__(self, rows: Int32, cols: Int32, exchange: Exchange, stream: CUstream) -> None:
+        """Launches the kernel for a product of global ``rows`` x ``cols``."""
+        self.kernel(rows, cols, exchange).launch(grid=(1, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, rows: Int32, cols: Int32, exchange: Exchange) -> None:
         """Per tile for a peer beyond reach: waits for the local flag, puts."""
         cfg, order = self.config, RotatedShards(self.config.raster_group)
-        first, _, _ = cute.arch.block_idx()
-        stride, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         owners = num_owners(rows, exchange.shard_rows)
         grid = TileGrid(
             ceil_div(exchange.shard_rows, cfg.cluster_tile[0]), ceil_div(cols, cfg.cluster_tile[1])
         )
         context = make_context(cfg, None, exchange, grid, RELAY_EPOCH_OFFSET)
-        if first == 0 and exchange.rank < owners and cute.arch.lane_idx() == 0:
+        if warp == 0 and exchange.rank < owners and cute.arch.lane_idx() == 0:
             self._announce(context, owners)
         total = Int32(order.num_foreign(grid, exchange.rank, owners))
-        for t in cutlass.range(first, total, stride, unroll=1):
+        for t in cutlass.range(warp, total, WARPS, unroll=1):
             place = order.place(t, grid, exchange.rank, owners)
             if exchange.peers[place.shard] < 0:
                 for cta in cutlass.range(cfg.cluster_size, unroll=1):
                     self._relay(context, place.index * cfg.cluster_size + cta, place.shard)
-        self._close(context)
+        cute.arch.sync_threads()  # all warps have read the epoch
+        if warp == 0 and cute.arch.lane_idx() == 0:
+            # Puts may still be under way: see the transport for when their staging is used again.
+            cute.arch.store(global_pointer(Uint32, context.base + RELAY_EPOCH_OFFSET, 4), context.epoch)
 
     @cute.jit
     def _announce(self, context: Context, owners: Int32) -> None:
@@ -96,14 +102,3 @@ class Relay:
             wait_flag(route.staged, context.epoch, context.bound, site)
         cute.arch.sync_warp()
         self.transport.relay(route, cfg.subtiles * cfg.slot_subtile_bytes, context.epoch)
-
-    @cute.jit
-    def _close(self, context: Context) -> None:
-        """The last CTA stores the epoch; puts may still be under way (see the transport)."""
-        if cute.arch.lane_idx() == 0:
-            blocks, _, _ = cute.arch.grid_dim()
-            ticket = global_pointer(Uint32, context.base + RELAY_TICKET_OFFSET, 4)
-            if Int32(cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")) == blocks - 1:
-                cute.arch.store(ticket, Uint32(0))
-                epoch = global_pointer(Uint32, context.base + RELAY_EPOCH_OFFSET, 4)
-                cute.arch.store(epoch, context.epoch)

@@ -9,7 +9,6 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..sharding import Shards
 from .group import Group
@@ -24,8 +23,7 @@ def checking() -> bool:
 
 def _compare(group: Group, facts: dict[str, Any]) -> None:
     """Raises on every rank if one of them has other facts."""
-    everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, facts, group=group.process_group)
+    everyone = group.all_gather_object(facts)
     failures = [
         f"rank {group.global_rank(rank)} failed in {theirs['op']}: {theirs['error']}"
         for rank, theirs in enumerate(everyone)
@@ -58,9 +56,7 @@ def check(group: Group, **facts: Any) -> None:
 def report(op: str, group: Group, error: Exception) -> None:
     """In debug mode, tells the other ranks, which are about to call `op`, that this one will not."""
     if checking() and group.process_group is not None:
-        everyone: list[Any] = [None] * group.size
-        facts = {"op": op, "error": f"{type(error).__name__}: {error}"}
-        dist.all_gather_object(everyone, facts, group=group.process_group)
+        group.all_gather_object({"op": op, "error": f"{type(error).__name__}: {error}"})
 
 
 def total_length(op: str, what: str, length: int, device: torch.device, group: Group) -> int:

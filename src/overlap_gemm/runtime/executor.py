@@ -50,6 +50,13 @@ class Executor(Protocol):
             *used: the caller's tensors that the launches read or write, kept from being reused before.
         """
 
+    def fork(self) -> AbstractContextManager[int]:
+        """A second stream for kernels that run beside those launched in the block, inside `active`.
+
+        Gives its handle. It begins where the current stream is when the block is entered, and the current
+        stream goes on behind both when the block is left.
+        """
+
     def host_words(self, count: int) -> torch.Tensor:
         """Zeroed int32 ``[count]`` in host memory that kernels write and the host reads at any time."""
 
@@ -80,6 +87,16 @@ class CudaExecutor:
                     tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
             yield torch.cuda.current_stream(self.device).cuda_stream
+
+    @contextmanager
+    def fork(self) -> Iterator[int]:
+        """See `Executor.fork`; by events, so that a CUDA graph captures both branches."""
+        current, second = torch.cuda.current_stream(self.device), _second_stream(self.device)
+        second.wait_stream(current)
+        try:
+            yield second.cuda_stream
+        finally:
+            current.wait_stream(second)
 
     def host_words(self, count: int) -> torch.Tensor:
         """See `Executor.host_words`: pinned, mapped into the device's address space."""
@@ -115,10 +132,20 @@ class EmulatorExecutor:
         with self.emulator.rank(self.rank):
             yield 0
 
+    @contextmanager
+    def fork(self) -> Iterator[int]:
+        """See `Executor.fork`; the emulator's streams wait for nothing, so more orders than a GPU's occur."""
+        yield 1
+
     def host_words(self, count: int) -> torch.Tensor:
         """See `Executor.host_words`."""
         words = self.emulator.empty((count,), torch.int32)
         return words.zero_()
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @cache

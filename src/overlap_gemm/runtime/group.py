@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -45,6 +45,14 @@ class Group:
     def all_gather(self, out: Tensor, own: Tensor) -> None:
         """Fills `out` with the ranks' equally sized `own`, one behind the other."""
         _all_gather_single(out, own, group=self.process_group)
+
+    def all_gather_object(self, own: Any) -> list[Any]:
+        """The ranks' `own`, in rank order; a group without processes (virtual ranks) has just this one."""
+        if self.process_group is None:
+            return [own]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.process_group)
+        return everyone
 
     @property
     def device_types(self) -> set[str]:

@@ -66,12 +66,8 @@ def agree(group: Group, attempt: Callable[[], T], what: str) -> T:
         result = attempt()
     except Exception as error:  # any failure must reach the peers, who would otherwise wait for this rank
         failure = error
-    reasons: list[str | None] = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    if group.process_group is not None:
-        reasons = [None] * group.size
-        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(reasons, mine, group=group.process_group)
-    failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failed = {rank: reason for rank, reason in enumerate(group.all_gather_object(mine)) if reason is not None}
     if failed:
         listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
         raise SymmetricMemoryError(
@@ -113,6 +109,11 @@ class TorchSymmetric:
         self.multicast = int(handle.multicast_ptr) + offset if handle.multicast_ptr else 0
         dist.barrier(group.process_group)  # a peer's mapping must exist before anybody stores through it
 
+    @staticmethod
+    def reaches_all(group: Group, device: torch.device) -> bool:
+        """Always: where a peer cannot be mapped, the constructor raises."""
+        return True
+
     def close(self) -> None:
         """Frees the block after all ranks' work on it has ended."""
         torch.cuda.synchronize(self.local.device)
@@ -148,6 +149,17 @@ class NvshmemSymmetric:
         self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
         self.multicast = 0
 
+    @staticmethod
+    def reaches_all(group: Group, device: torch.device) -> bool:
+        """Whether every rank of ``group`` reaches every other; found out with a block of one word.
+
+        Collective over all ranks of the job. ``NVSHMEM_DISABLE_P2P=1`` makes it False.
+        """
+        probe = NvshmemSymmetric(group, 8, device)
+        reached = bool((probe.bases >= 0).all())
+        probe.close()
+        return all(group.all_gather_object(reached))
+
     def close(self) -> None:
         """Frees the block; collective over all ranks of the job."""
         import nvshmem.core as nvshmem
@@ -181,9 +193,25 @@ def init_nvshmem(device: torch.device) -> None:
 def init_nvshmem_library(compiled: Any) -> None:
     """Gives a compiled kernel that calls NVSHMEM the device state it reads; once, before its first launch.
 
+    Its kernels are loaded here and not at their first launch, because loading may wait for the device, and a
+    relay kernel is first launched while a GEMM waits for it (CUDA programming guide, lazy loading).
+
     Args:
         compiled: the DSL's compiled function. Loaded here, and to be kept until NVSHMEM is finalised.
     """
     import nvshmem.core as nvshmem
+    from cuda.bindings import driver
 
-    nvshmem.library_init(nvshmem.NvshmemKernelObject.from_handle(int(compiled.library)))
+    library = int(compiled.library)
+    nvshmem.library_init(nvshmem.NvshmemKernelObject.from_handle(library))
+    count = _cuda(driver.cuLibraryGetKernelCount(library))
+    for kernel in _cuda(driver.cuLibraryEnumerateKernels(count, library)):
+        _cuda(driver.cuFuncLoad(_cuda(driver.cuKernelGetFunction(kernel))))
+
+
+def _cuda(answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call; raises RuntimeError for an error."""
+    error, *values = answer
+    if int(error):
+        raise RuntimeError(f"CUDA driver: {error!r}")
+    return values[0] if values else None

@@ -1,11 +1,12 @@
 """Workspaces: the memory that fused kernels exchange tiles through, and the reports of expired waits.
 
 A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that needs
-it, and
-serves every later call of that class: calls never allocate. It begins with ``zeroed`` bytes that are zero at
-    birth (control words and flags) and are never reset. Where things lie in it is the kernels' business
-    (`kernels.geometry`); that its layout depends on the class alone, never on a call's shape, is this
-    module's.
+it, and serves every later call of that class: calls never allocate. It begins with ``zeroed`` bytes that are
+zero at birth (control words and flags) and are never reset. Where things lie in it is the kernels' business
+(`kernels.geometry`); that its layout depends on the class alone, never on a call's shape, is this module's.
+
+Whose memory it is (`OVERLAP_GEMM_SYMMETRIC`) and whether loads and stores reach every peer's block are two
+facts. The second is found out when it is made, and agreed by all ranks; NVSHMEM's memory serves both cases.
 
 One stream at a time: a call on another stream than the last one waits for that one's work.
 
@@ -74,16 +75,17 @@ class SizeClass:
         zeroed: leading bytes that are zero at birth.
         buffer: bytes of each buffer behind them.
         buffers: how many.
+        staging_buffers: how many more, where some peer is beyond reach.
     """
 
     zeroed: int
     buffer: int
     buffers: int
+    staging_buffers: int
 
-    @property
-    def nbytes(self) -> int:
+    def nbytes(self, reaches_all: bool) -> int:
         """Size of each rank's block."""
-        return self.zeroed + self.buffers * self.buffer
+        return self.zeroed + (self.buffers + (0 if reaches_all else self.staging_buffers)) * self.buffer
 
 
 @dataclass
@@ -94,12 +96,14 @@ class Workspace:
         group: who shares it.
         size: its class.
         memory: the block on every rank.
+        reaches_all: whether loads and stores of every rank reach the block of every other.
         record: int32 ``[RECORD_WORDS]`` in host memory; see `device.failure`.
     """
 
     group: Group
     size: SizeClass
     memory: SymmetricMemory
+    reaches_all: bool
     record: torch.Tensor
     _stream: torch.cuda.Stream | None = field(default=None, repr=False)
 
@@ -140,28 +144,20 @@ def obtain(group: Group, size: SizeClass, executor: Executor) -> Workspace:
     """
     key = (group.name, size)
     if key not in _pool:
-        agree(group, lambda: _check_limit(size.nbytes), "reserving a workspace")
-        memory = _allocate(group, size, executor)
-        _pool[key] = Workspace(group, size, memory, executor.host_words(RECORD_WORDS))
+        _pool[key] = _make(group, size, executor)
     return _pool[key]
 
 
-def needs_puts(group: Group) -> bool:
-    """Whether a peer may be out of reach of loads and stores, so that NVSHMEM must carry its tiles.
-
-    Virtual ranks are told by their world. Processes are told by ``OVERLAP_GEMM_SYMMETRIC=nvshmem``, the same
-    on all
-    ranks: whether NVLink reaches every peer is not found out here.
+def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
+    """Whose memory workspaces of processes are, by ``OVERLAP_GEMM_SYMMETRIC``, the same on all ranks.
 
     Raises:
         ValueError: the variable names no provider.
     """
-    if (world := virtual_world(group)) is not None:
-        return world.beyond_reach
-    provider = os.environ.get("OVERLAP_GEMM_SYMMETRIC", "torch")
-    if provider not in ("torch", "nvshmem"):
-        raise ValueError(f"OVERLAP_GEMM_SYMMETRIC must be torch or nvshmem, got {provider!r}")
-    return provider == "nvshmem"
+    name = os.environ.get("OVERLAP_GEMM_SYMMETRIC", "torch")
+    if name not in ("torch", "nvshmem"):
+        raise ValueError(f"OVERLAP_GEMM_SYMMETRIC must be torch or nvshmem, got {name!r}")
+    return NvshmemSymmetric if name == "nvshmem" else TorchSymmetric
 
 
 def _check_limit(nbytes: int) -> bool:
@@ -174,18 +170,22 @@ def _check_limit(nbytes: int) -> bool:
     return True
 
 
-def _allocate(group: Group, size: SizeClass, executor: Executor) -> SymmetricMemory:
+def _make(group: Group, size: SizeClass, executor: Executor) -> Workspace:
+    """Finds out who reaches whom, and allocates accordingly."""
+    world, device = virtual_world(group), executor.device
+    reaches_all = _provider().reaches_all(group, device) if world is None else not world.beyond_reach
+    nbytes = size.nbytes(reaches_all)
+    agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
     memory: SymmetricMemory
-    if (world := virtual_world(group)) is not None:
-        memory = world.symmetric(size, group.rank, size.nbytes)
+    if world is not None:
+        memory = world.symmetric(size, group.rank, nbytes)
         memory.local[: size.zeroed].zero_()
     else:
-        provider = NvshmemSymmetric if needs_puts(group) else TorchSymmetric
-        memory = provider(group, size.nbytes, executor.device)
+        memory = _provider()(group, nbytes, device)
         memory.local[: size.zeroed].zero_()
-        torch.cuda.synchronize(executor.device)
+        torch.cuda.synchronize(device)
         dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
-    return memory
+    return Workspace(group, size, memory, reaches_all, executor.host_words(RECORD_WORDS))
 
 
 def workspace_bytes(group: GroupLike = None) -> int:
@@ -194,7 +194,7 @@ def workspace_bytes(group: GroupLike = None) -> int:
     Args:
         group: As for an op; None for all groups of this process.
     """
-    return sum(workspace.size.nbytes for _, workspace in _of(group))
+    return sum(workspace.memory.local.numel() for _, workspace in _of(group))
 
 
 def raise_if_failed() -> None:

@@ -1,0 +1,234 @@
+"""GEMM reduce-scatter on sm_90 to peers beyond reach: a relay kernel beside the GEMM makes the puts.
+
+Every own tile of a rank waits for tiles that a peer's relay puts, so a right result says that relay and GEMM
+ran at the same time.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from overlap_gemm.device.failure import Role
+from overlap_gemm.emulator import Emulator, Schedule
+from overlap_gemm.emulator.host.network import Network
+from overlap_gemm.kernels.geometry import CONTROL_BYTES, EPOCH_OFFSET, RELAY_EPOCH_OFFSET
+from overlap_gemm.kernels.lint import find_ptxas, ptxas_findings, run_ptxas
+from overlap_gemm.runtime import workspace
+from overlap_gemm.runtime.executor import EmulatorExecutor
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.tuning.space import configured
+
+PINGPONG = {"mma": "pingpong", "tile": (64, 128)}
+KINDS = [
+    PINGPONG,
+    {"mma": "cooperative", "tile": (128, 128)},
+    {"mma": "pingpong", "tile": (64, 128), "cluster": (2, 1), "slot_dtype": "f32"},
+]
+SHAPES = {
+    "even": (256, 128, 128),
+    "ragged": (200, 136, 72),
+    "fewer-rows-than-ranks": (2, 64, 64),
+}
+
+
+def case(m, n, k):
+    return Case("gemm_reduce_scatter", m, n, k, torch.bfloat16)
+
+
+@contextmanager
+def far_apart(ranks, mode="random", seed=0, fields=PINGPONG, **options):
+    """Ranks of which none reaches another by loads and stores."""
+    with (
+        configured(**fields),
+        Emulator("sm_90a", ranks, mode, seed, network=True, **options) as emulator,
+        VirtualWorld(ranks, emulator=emulator, beyond_reach=True) as world,
+    ):
+        yield world
+
+
+def right(sizes, world, launches, slot=torch.bfloat16):
+    verdicts = [judge(sizes, given, outs, slot) for given, outs in run_launches(sizes, world, launches)]
+    assert len(verdicts) == launches
+    assert all(verdict.holds for verdict in verdicts), verdicts
+
+
+def held():
+    return [space.memory.local[: space.size.zeroed].view(torch.int32) for space in workspace._pool.values()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_on_every_world(shape, ranks):
+    with far_apart(ranks) as world:
+        right(case(*SHAPES[shape]), world, 3)
+
+
+def test_more_tiles_than_the_relay_has_warps():
+    with far_apart(2) as world:
+        right(case(512, 384, 64), world, 2)
+
+
+@pytest.mark.parametrize("fields", KINDS[1:], ids=lambda fields: fields["mma"])
+def test_every_kind_of_kernel(fields):
+    slot = {"f32": torch.float32}.get(fields.get("slot_dtype"), torch.bfloat16)
+    with far_apart(3, fields=fields) as world:
+        right(case(*SHAPES["ragged"]), world, 3, slot)
+
+
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whenever_asynchronous_operations_complete(mode, seed):
+    schedule = Schedule(order="random", lanes=seed == 2)
+    with far_apart(3, mode, seed, schedule=schedule, num_sms=3) as world:
+        right(case(*SHAPES["ragged"]), world, 4)
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_many_launches_with_a_rank_that_lags_behind(slow_rank):
+    lagging = Schedule(starved=lambda rank, cta, warp: rank == slow_rank)
+    with far_apart(2, "immediate", schedule=lagging) as world:
+        right(case(128, 128, 64), world, 20)
+        assert [[words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] for words in held()] == [
+            [20, 20]
+        ] * 2
+
+
+def test_epochs_wrap_around():
+    sizes = case(128, 128, 64)
+    with far_apart(2) as world:
+        right(sizes, world, 1)
+        for words in held():
+            words[EPOCH_OFFSET // 4] = words[RELAY_EPOCH_OFFSET // 4] = -2
+            words[CONTROL_BYTES // 4 :] = -2
+        right(sizes.with_seed(7), world, 4)
+
+
+def test_calls_of_different_shape_take_turns_on_one_workspace():
+    with far_apart(3) as world:
+        for shape in [*SHAPES.values()] * 2:
+            right(case(*shape), world, 1)
+        assert len(held()) == 3, "one workspace a rank"
+
+
+def test_a_tile_may_be_put_as_late_as_behind_the_next_call_staging(monkeypatch):
+    """The sender's own call does not wait for its puts: call e + 1 stages while call e's tiles are unread."""
+    put, kept = Network._put_signal, {}
+
+    def late(self, group, remote, local, nbytes, signal, epoch, *rest):
+        if group.warp.grid.launch.rank == 0 and epoch % 2 == 1:
+            kept[signal] = (remote, local, nbytes, signal, epoch, *rest)
+            return
+        if group.warp.grid.launch.rank == 0:
+            put(self, group, *kept.pop(signal))
+        put(self, group, remote, local, nbytes, signal, epoch, *rest)
+
+    monkeypatch.setattr(Network, "_put_signal", late)
+    with far_apart(2, "immediate") as world:
+        right(case(256, 128, 64), world, 4)
+    assert not kept
+
+
+# --- what is launched ---
+
+
+def launched(world, sizes=SHAPES["even"]):
+    """What one call of the op submits, per rank: (GEMM, relay)."""
+    machine, launches = world.executor(0).emulator.machine, []
+    with pytest.MonkeyPatch.context() as patch:
+        submit = machine.submit
+        patch.setattr(machine, "submit", lambda launch: (launches.append(launch), submit(launch)))
+        right(case(*sizes), world, 1)
+    return list(zip(launches[::2], launches[1::2], strict=True))
+
+
+@pytest.mark.parametrize("fields", [KINDS[0], KINDS[2]], ids=["c1x1", "c2x1"])
+def test_the_gemm_leaves_the_relay_an_sm_and_stays_free_of_nvshmem(fields):
+    with far_apart(2, fields={**fields, "slot_dtype": "bf16"}, num_sms=5) as world:
+        for gemm, relay in launched(world, (512, 256, 64)):
+            assert gemm.rank == relay.rank and gemm.stream != relay.stream
+            assert (gemm.grid[0] * gemm.grid[1], relay.grid[0]) == (4 if fields == KINDS[0] else 2, 1)
+            assert "nvshmem" not in gemm.ptx and "setmaxnreg" in gemm.ptx
+            assert "nvshmem" in relay.ptx and "wgmma" not in relay.ptx
+    if find_ptxas():
+        report = run_ptxas(gemm.ptx, "sm_90a")
+        assert ptxas_findings(report) == [], "C7506 and C7510 are what a linked NVSHMEM call brings"
+        assert report.registers == 168
+
+
+def test_a_device_without_room_for_both_is_refused():
+    with far_apart(2, num_sms=1) as world, pytest.raises(ValueError, match="no room"):
+        right(case(*SHAPES["even"]), world, 1)
+
+
+@pytest.mark.parametrize("first", ["gemm", "relay"])
+def test_one_behind_the_other_would_wait_for_ever(monkeypatch, first):
+    """The control that they run at the same time: on one stream, the second never starts."""
+    with far_apart(2, "immediate") as world:
+        monkeypatch.setattr(EmulatorExecutor, "fork", EmulatorExecutor.active)
+        if first == "relay":
+            machine, kept = world.executor(0).emulator.machine, []
+            submit = machine.submit
+
+            def swap(launch):
+                kept.append(launch)
+                while len(kept) > 1:
+                    submit(kept.pop())
+
+            monkeypatch.setattr(machine, "submit", swap)
+        with pytest.raises(CommTimeoutError) as caught:
+            right(case(*SHAPES["even"]), world, 1)
+    waited = Role.EPILOGUE_PARTIAL if first == "gemm" else Role.RELAY_STAGED
+    assert caught.value.failure.role == waited
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 1)])
+@pytest.mark.parametrize("lost", [0, 1], ids=["first-call", "second-call"])
+def test_a_lost_put_is_reported(monkeypatch, source, target, lost):
+    sizes, put, made = case(384, 128, 64), Network._put_signal, []
+
+    def losing(self, group, remote, local, nbytes, signal, value, operation, pe, *rest):
+        if (group.warp.grid.launch.rank, pe) == (source, target):
+            made.append(remote)
+            if len(made) > 2 * lost:  # two tiles a call
+                return
+        put(self, group, remote, local, nbytes, signal, value, operation, pe, *rest)
+
+    monkeypatch.setattr(Network, "_put_signal", losing)
+    with far_apart(3, "immediate") as world, pytest.raises(CommTimeoutError) as caught:
+        right(sizes, world, 2)
+    failure = caught.value.failure
+    assert (failure.rank, failure.source, failure.role) == (target, source, Role.EPILOGUE_PARTIAL)
+    assert (failure.expected, failure.seen) == (lost + 1, lost)
+    assert failure.flag == failure.tile * 3 + source
+
+
+def test_a_lost_entry_signal_is_reported(monkeypatch):
+    """Rank 2 owns no row, so all it waits for is that the owners have entered the call."""
+    signal = Network._atomic
+
+    def losing(self, group, *arguments):
+        if group.warp.grid.launch.rank != 1:
+            signal(self, group, *arguments)
+
+    monkeypatch.setattr(Network, "_atomic", losing)
+    with far_apart(3, "immediate") as world, pytest.raises(CommTimeoutError) as caught:
+        right(case(2, 64, 64), world, 1)
+    failure = caught.value.failure
+    assert (failure.rank, failure.source, failure.role) == (2, 1, Role.COMM_ENTERED)
+
+
+def test_a_dead_rank_is_named(monkeypatch):
+    with far_apart(3, "immediate") as world:
+        emulator = world.executor(0).emulator
+        run = emulator.run
+        monkeypatch.setattr(emulator, "run", lambda: (emulator.faults.kill(1), run())[1])
+        with pytest.raises(CommTimeoutError) as caught:
+            right(case(*SHAPES["ragged"]), world, 1)
+    assert caught.value.failure.source == 1
