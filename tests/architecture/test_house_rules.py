@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LONGEST_FILE = 550
+LONGEST_FILE = 450
 """The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
 
 

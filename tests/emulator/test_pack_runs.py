@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.emit import _gather_runs, _needed
+from overlap_gemm.emulator.ptx.peephole import gather_runs, needed
 
 from .handwritten import run
 
@@ -76,13 +76,13 @@ def test_lines_are_gathered_no_further_than_their_use():
         return f"v{n} = pack2({a}, {b}, 'bf16x2', 'rn', False)"
 
     lines = [pack(3, "v1", "v2"), "v4 = F(v1)", pack(5, "v4", "v2"), "v6 = v5 + 1", pack(7, "v1", "k8")]
-    assert _gather_runs(lines) == [
+    assert gather_runs(lines) == [
         "v4 = F(v1)",
         "v3, v5, = pack2_run((v1, v4,), (v2, v2,))",
         "v6 = v5 + 1",
         "v7, = pack2_run((v1,), (k8,))",
     ]
-    assert _gather_runs([pack(3, "v1", "v2"), pack(4, "v3", "v1")]) == [
+    assert gather_runs([pack(3, "v1", "v2"), pack(4, "v3", "v1")]) == [
         "v3, = pack2_run((v1,), (v2,))",
         "v4, = pack2_run((v3,), (v1,))",
     ]
@@ -91,12 +91,12 @@ def test_lines_are_gathered_no_further_than_their_use():
 def test_halves_of_wide_registers_are_converted_where_they_are():
     pack = "v{} = pack2(v{}, v{}, 'bf16x2', 'rn', False)".format
     halves = ["v2 = low32(v1)", "v3 = high32(v1)", "v5 = low32(v4)", "v6 = high32(v4)"]
-    both = _gather_runs([*halves, pack(7, 3, 2), pack(8, 6, 5)])
-    assert _needed(both) == ["v7, v8, = pack2_words((v1, v4,))"]
-    swapped = _gather_runs([*halves, pack(7, 3, 2), pack(8, 5, 6)])
-    assert _needed(swapped) == [*halves, "v7, v8, = pack2_run((v3, v5,), (v2, v6,))"]
-    used = _gather_runs([*halves[:2], pack(7, 3, 2), "R[8] = v2"])
-    assert _needed(used) == ["v2 = low32(v1)", "R[8] = v2", "v7, = pack2_words((v1,))"]
+    both = gather_runs([*halves, pack(7, 3, 2), pack(8, 6, 5)])
+    assert needed(both) == ["v7, v8, = pack2_words((v1, v4,))"]
+    swapped = gather_runs([*halves, pack(7, 3, 2), pack(8, 5, 6)])
+    assert needed(swapped) == [*halves, "v7, v8, = pack2_run((v3, v5,), (v2, v6,))"]
+    used = gather_runs([*halves[:2], pack(7, 3, 2), "R[8] = v2"])
+    assert needed(used) == ["v2 = low32(v1)", "R[8] = v2", "v7, = pack2_words((v1,))"]
 
 
 def test_what_nobody_needs_is_dropped_unless_it_does_more_than_compute():
@@ -107,7 +107,7 @@ def test_what_nobody_needs_is_dropped_unless_it_does_more_than_compute():
         "v4 = g.warp.special('x')",
         "v5 = R[4]",
     ]
-    assert _needed([*lines, "R[5] = v5"]) == ["v1 = R[3]", *lines[2:], "R[5] = v5"]
+    assert needed([*lines, "R[5] = v5"]) == ["v1 = R[3]", *lines[2:], "R[5] = v5"]
 
 
 def test_wide_registers_hold_their_halves_across_items(values):

@@ -27,6 +27,7 @@ from overlap_gemm.emulator.ptx.ir import (
     Vec,
 )
 from overlap_gemm.emulator.ptx.lanes import MASK
+from overlap_gemm.emulator.ptx.peephole import gather_runs, needed
 
 BLOCK = -1  # the item waits: its warp is parked and the item runs again when woken
 DIVERGED = -2  # the warp's groups changed
@@ -306,89 +307,8 @@ class Emitter:
 
     def source(self, name: str) -> str:
         """The function's text."""
-        body = "\n    ".join(_needed(_gather_runs(self.lines)))
+        body = "\n    ".join(needed(gather_runs(self.lines)))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
-
-
-_PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
-_PAIR = re.compile(r"(v\d+) = pair64\((v\d+), (v\d+)\)")
-_HALF = re.compile(r"(v\d+) = (low|high)32\((v\d+)\)")
-_BF16 = re.compile(r"(v\d+) = bf16_(low|high)\((v\d+)\)")
-_ASSIGN = re.compile(r"(v\d+) = (.*)")
-_EFFECT = re.compile(r"\bh\d+\(|\bg\.")  # handlers, and special registers: reading a clock is noted
-_LOCAL = re.compile(r"\bv\d+\b")
-
-
-def _gather_runs(lines: list[str]) -> list[str]:
-    """Makes one operation of conversions from and to bf16 that are near each other, and of register pairs.
-
-    An epilogue has dozens of them in a row, each with more overhead than work.
-    """
-    halves = {m[1]: (m[2], m[3]) for m in map(_HALF.fullmatch, lines) if m}
-
-    def pack(runs: list[tuple[str, ...]]) -> str:
-        names, his, los = (", ".join(parts) for parts in zip(*runs, strict=True))
-        whole = [halves.get(lo, ("", ""))[1] for _, _, lo in runs]
-        if all(
-            halves.get(hi) == ("high", w) and halves[lo] == ("low", w)
-            for (_, hi, lo), w in zip(runs, whole, strict=True)
-        ):
-            return f"{names}, = pack2_words(({', '.join(whole)},))"
-        return f"{names}, = pack2_run(({his},), ({los},))"
-
-    def pair(runs: list[tuple[str, ...]]) -> str:
-        names, los, his = (", ".join(parts) for parts in zip(*runs, strict=True))
-        return f"{names}, = pair64_run(({los},), ({his},))"
-
-    def widen(runs: list[tuple[str, ...]]) -> str:
-        lows, highs = (
-            [(name, word) for name, half, word in runs if half == kind] for kind in ("low", "high")
-        )
-        names, words = (", ".join(column) for column in zip(*lows, *highs, strict=True))
-        return f"{names}, = bf16_run(({words},), {len(lows)})"
-
-    return _sink(_sink(_sink(lines, _BF16, widen), _PACK, pack), _PAIR, pair)
-
-
-def _needed(lines: list[str]) -> list[str]:
-    """Drops assignments to locals that nothing uses, where the expression does no more than compute."""
-    out: list[str] = []
-    used: set[str] = set()
-    for line in reversed(lines):
-        match = _ASSIGN.fullmatch(line)
-        if match and match[1] not in used and not _EFFECT.search(match[2]):
-            continue
-        used.update(_LOCAL.findall(match[2] if match else line))
-        out.append(line)
-    return out[::-1]
-
-
-def _sink(
-    lines: list[str], pattern: re.Pattern[str], together: Callable[[list[tuple[str, ...]]], str]
-) -> list[str]:
-    """Moves the lines of a pattern down to the first use of any, where all become one.
-
-    Locals are assigned once, so a line may move down as far as its result is not needed.
-    """
-    out: list[str] = []
-    waiting: dict[str, tuple[str, ...]] = {}
-
-    def flush() -> None:
-        if waiting:
-            out.append(together(list(waiting.values())))
-            waiting.clear()
-
-    for line in lines:
-        if match := pattern.fullmatch(line):
-            if waiting.keys() & set(match.groups()):
-                flush()
-            waiting[match[1]] = match.groups()
-            continue
-        if waiting and waiting.keys() & set(_LOCAL.findall(line)):
-            flush()
-        out.append(line)
-    flush()
-    return out
 
 
 def namespace() -> dict[str, Any]:

@@ -25,18 +25,13 @@ from overlap_gemm.emulator.ptx.emit import (
     namespace,
     width_of,
 )
+from overlap_gemm.emulator.ptx.flow import TERMINATORS, Flow, Step, registers_of
 from overlap_gemm.emulator.ptx.ir import (
-    Args,
     Function,
     Instruction,
-    Mem,
     Module,
-    Not,
-    Operand,
-    Pair,
     Reg,
     Sym,
-    Vec,
 )
 from overlap_gemm.emulator.ptx.lanes import FULL
 from overlap_gemm.emulator.ptx.lanes import bits as lane_bits
@@ -47,32 +42,6 @@ if TYPE_CHECKING:
 
 assert floats  # importing it registers the floating-point emitters
 SMEM_BASE = 1024
-_TERMINATORS = ("bra", "brx", "ret", "exit", "call", "trap", "brkpt")
-
-
-def registers_of(operand: Operand | None) -> list[Reg]:
-    """Every register in an operand."""
-    if isinstance(operand, Reg):
-        return [operand]
-    if isinstance(operand, Vec | Args):
-        return [r for x in operand.items for r in registers_of(x)]
-    if isinstance(operand, Mem):
-        return registers_of(operand.base) + [r for x in operand.extra for r in registers_of(x)]
-    if isinstance(operand, Not):
-        return registers_of(operand.operand)
-    if isinstance(operand, Pair):
-        return registers_of(operand.first) + registers_of(operand.second)
-    return []
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An instruction with what it reads and writes."""
-
-    ins: Instruction
-    op: Op | None
-    uses: tuple[int, ...]
-    defs: tuple[int, ...]
 
 
 @dataclass
@@ -196,35 +165,32 @@ class Program:
                 self.local_bytes += v.nbytes
         start = len(self.code)
         unit = self._units[f.name] = _Unit(f, base, start)
-        steps = [self._step(f, ins) for ins in f.instructions]
-        bounds = self._cut(f, steps)
-        item_of = {first: start + n for n, (first, _) in enumerate(bounds)}
-        item_of[len(steps)] = start + len(bounds)
-        targets = {name: item_of[index] for name, index in f.labels.items()}
-        live_in, live_out = self._liveness(f, steps, bounds, start, targets, base)
-        self._find_hammocks(f, steps, bounds, start, targets, live_in, base)
+        flow = Flow(f, [self._step(f, ins) for ins in f.instructions], start)
+        for item, written in flow.hammocks().items():
+            self._hammocks[item] = item + 1, tuple(sorted(base + slot for slot in written))
         names = namespace() | fmath.FUNCTIONS | bits.FUNCTIONS
         symbols = self.symbol_addresses()
         text = []
-        for n, (first, last) in enumerate(bounds):
+        for n, (steps, before, after) in enumerate(zip(flow.items, flow.live_in, flow.live_out, strict=True)):
+            emitter = Emitter(base, symbols, self.smem_symbols, names)
             text.append(
-                self._item(f, start + n, steps[first:last], base, symbols, names, targets, live_out[n])
+                self._item(emitter, f, start + n, steps, flow.targets, {base + slot for slot in after})
             )
-            self.cost.append(last - first)
-            self._lines.append(tuple(s.ins for s in steps[first:last]))
-            self._live_in.append(live_in[n])
+            self.cost.append(len(steps))
+            self._lines.append(tuple(s.ins for s in steps))
+            self._live_in.append(tuple(sorted(base + slot for slot in before)))
         exec(compile("\n".join(text), f"<ptx {f.name[:40]}>", "exec"), names)  # noqa: S102
-        self.code.extend(names[f"item{start + n}"] for n in range(len(bounds)))
+        self.code.extend(names[f"item{start + n}"] for n in range(len(text)))
         self.append(_fell_off)
         unit.end = len(self.code)
 
-    def _step(self, f: Function, ins: Instruction) -> _Step:
+    def _step(self, f: Function, ins: Instruction) -> Step:
         for r in (r for o in ins.operands for r in registers_of(o)):
             self.widths[self.base + r.slot] = width_of(r)
             if r.type == "pred":
                 self.initial[self.base + r.slot] = False
         name = ins.parts[0]
-        if name in _TERMINATORS:
+        if name in TERMINATORS:
             op: Op | None = ops.make(self, f, ins) if name in ("trap", "brkpt") else None
             uses = [r for o in ins.operands for r in registers_of(o)] if name != "call" else []
             if name == "call" and isinstance(target := _call_target(ins), Reg):
@@ -239,102 +205,22 @@ class Program:
             defs = [r for r in op.outputs if r is not None] + list(op.defs)
         if ins.guard is not None:
             uses = [*uses, ins.guard, *defs]
-        return _Step(ins, op, tuple(r.slot for r in uses), tuple(r.slot for r in defs))
-
-    @staticmethod
-    def _cut(f: Function, steps: list[_Step]) -> list[tuple[int, int]]:
-        starts = {0, *f.labels.values()}
-        for n, s in enumerate(steps):
-            if s.op is not None and s.op.head:
-                starts.add(n)
-            if s.ins.parts[0] in _TERMINATORS:
-                starts.add(n + 1)
-        cuts = sorted(x for x in starts if x < len(steps)) + [len(steps)]
-        return list(zip(cuts, cuts[1:], strict=False))
-
-    def _successors(self, f: Function, last: _Step, item: int, targets: dict[str, int]) -> list[int]:
-        ins = last.ins
-        name = ins.parts[0]
-        if name == "bra":
-            assert isinstance(ins.operands[0], Sym)
-            target = targets[ins.operands[0].name]
-            return [target] if ins.guard is None else [item + 1, target]
-        if name == "brx":
-            table = ins.operands[1]
-            assert isinstance(table, Sym)
-            return [targets[t] for t in f.branch_targets[table.name]]
-        if name in ("ret", "exit") and ins.guard is None:
-            return []
-        return [item + 1]
-
-    def _liveness(
-        self, f: Function, steps: list[_Step], bounds: list[tuple[int, int]], start: int,
-        targets: dict[str, int], base: int,
-    ) -> tuple[list[tuple[int, ...]], list[set[int]]]:  # fmt: skip
-        n = len(bounds)
-        gen, kill = [0] * n, [0] * n
-        for i, (first, last) in enumerate(bounds):
-            for s in steps[first:last]:
-                for slot in s.uses:
-                    gen[i] |= (1 << slot) & ~kill[i]
-                for slot in s.defs:
-                    kill[i] |= 1 << slot
-        follow = [
-            [t - start for t in self._successors(f, steps[last - 1], start + i, targets) if t - start < n]
-            for i, (_, last) in enumerate(bounds)
-        ]
-        live, out, changed = [0] * n, [0] * n, True
-        while changed:
-            changed = False
-            for i in range(n - 1, -1, -1):
-                out[i] = 0
-                for j in follow[i]:
-                    out[i] |= live[j]
-                new = gen[i] | (out[i] & ~kill[i])
-                if new != live[i]:
-                    live[i], changed = new, True
-        return [_slots(x, base) for x in live], [set(_slots(x, base)) for x in out]
-
-    def _find_hammocks(
-        self, f: Function, steps: list[_Step], bounds: list[tuple[int, int]], start: int,
-        targets: dict[str, int], live_in: list[tuple[int, ...]], base: int,
-    ) -> None:  # fmt: skip
-        """Notes forward branches around one item that cannot wait; a narrowed mask runs those."""
-        entered = set(targets.values())
-        for n in range(len(bounds) - 2):
-            first, last = bounds[n + 1]
-            end = steps[bounds[n][1] - 1].ins
-            if end.parts[0] != "bra" or end.guard is None or start + n + 1 in entered:
-                continue
-            body = steps[first:last]
-            inner = body[-1].ins
-            if inner.parts[0] in _TERMINATORS and not (inner.parts[0] == "bra" and inner.guard is None):
-                continue
-            if any(s.op is not None and s.op.head for s in body):
-                continue
-            target = self._successors(f, steps[bounds[n][1] - 1], start + n, targets)[1]
-            if self._successors(f, body[-1], start + n + 1, targets) != [target]:
-                continue
-            written = {base + slot for s in body for slot in s.defs}
-            after = set(live_in[target - start]) if target - start < len(live_in) else set()
-            self._hammocks[start + n] = (start + n + 1, tuple(sorted(written & after)))
+        return Step(ins, op, tuple(r.slot for r in uses), tuple(r.slot for r in defs))
 
     def _item(
-        self, f: Function, number: int, steps: list[_Step], base: int, symbols: dict[str, int],
-        names: dict[str, Any], targets: dict[str, int], live_out: set[int],
-    ) -> str:  # fmt: skip
-        e = Emitter(base, symbols, self.smem_symbols, names)
-        tail = steps[-1] if steps[-1].ins.parts[0] in _TERMINATORS else None
+        self, e: Emitter, f: Function, number: int, steps: list[Step], targets: dict[str, int], live: set[int]
+    ) -> str:
+        tail = steps[-1] if steps[-1].ends_item else None
         for s in steps[: -1 if tail else None]:
             self._emit(e, s)
         if tail is None:
-            e.flush(live_out)
+            e.flush(live)
             e.lines.append(f"return {number + 1}")
         else:
-            self._tail(e, f, number, tail, targets, live_out)
+            self._tail(e, f, number, tail, targets, live)
         return e.source(f"item{number}")
 
-    def _emit(self, e: Emitter, s: _Step) -> None:
+    def _emit(self, e: Emitter, s: Step) -> None:
         ins = s.ins
         saved = len(e.lines), dict(e.forms), dict(e.defs)
         try:
@@ -354,7 +240,7 @@ class Program:
             e.guard = None
 
     def _tail(
-        self, e: Emitter, f: Function, number: int, s: _Step, targets: dict[str, int], live: set[int]
+        self, e: Emitter, f: Function, number: int, s: Step, targets: dict[str, int], live: set[int]
     ) -> None:
         ins, name = s.ins, s.ins.parts[0]
         taken = "True" if ins.guard is None else e.p(ins.guard)
@@ -496,15 +382,6 @@ class Program:
 
 def _short(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _slots(mask: int, base: int) -> tuple[int, ...]:
-    out = []
-    while mask:
-        low = mask & -mask
-        out.append(base + low.bit_length() - 1)
-        mask ^= low
-    return tuple(out)
 
 
 def _call_target(ins: Instruction) -> Reg | Sym:
