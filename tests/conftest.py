@@ -6,7 +6,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts tests/compiled last.
 
     A compile that makes host code, outside the emulator, loads the DSL's own CUDA runtime into the process
-    for good; functions made in an emulator opened after that find this one (cudaErrorInsufficientDriver).
+    for good. What the DSL's JIT makes in an emulator opened after that finds this one
+    (cudaErrorInsufficientDriver); only TVM-FFI functions, made from object files, find the emulator's.
     """
     items.sort(key=lambda item: "compiled" in item.path.parts)
 

@@ -72,8 +72,8 @@ def test_one_build_per_configuration_and_process(tmp_path):
 def elsewhere():
     """Runs a body in another process.
 
-    Loading an entry brings in the DSL's own CUDA runtime, for the whole process and for good: the emulator,
-    whose tests share this one, could not put its stand-in there any more.
+    Loading an entry brings in the DSL's own CUDA runtime, for the whole process and for good. The emulator's
+    tests share this one, and what the DSL's JIT makes in them would find it (see tests/conftest.py).
     """
     with Ranks(1) as ranks:
         yield ranks.run

@@ -3,71 +3,44 @@
 from __future__ import annotations
 
 import time
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..backends.fused import DTYPES
+from ..kernels.config import InDtype
 from ..kernels.geometry import ReduceScatterShape
 from ..testing.cases import Case
 from ..tuning.space import configured, default_config
 from .console import rank_zero_console
 
+Op = Literal["gemm_reduce_scatter"]
+Arch = Literal["sm_90a", "sm_100a"]
+Mode = Literal["immediate", "random", "lazy"]
+Transport = Literal["peer_bulk", "nvshmem"]
 
-class EmulatedOp(str, Enum):
-    """Ops with a fused kernel."""
-
-    gemm_reduce_scatter = "gemm_reduce_scatter"
-
-
-class Arch(str, Enum):
-    """Architectures with fused kernels."""
-
-    sm_90a = "sm_90a"
-    sm_100a = "sm_100a"
-
-
-class Mode(str, Enum):
-    """When asynchronous operations complete, see `overlap_gemm.emulator.Emulator`."""
-
-    immediate = "immediate"
-    random = "random"
-    lazy = "lazy"
-
-
-class Transport(str, Enum):
-    """How tiles reach their owners; with nvshmem, no peer is within reach of stores."""
-
-    peer_bulk = "peer_bulk"
-    nvshmem = "nvshmem"
-
-
-class Half(str, Enum):
-    """Operand types."""
-
-    bf16 = "bf16"
-    f16 = "f16"
+HALVES = {name: dtype for dtype, name in DTYPES.items()}
+"""Operand types by the names of `GemmConfig`."""
 
 
 def emulate(
-    op: Annotated[EmulatedOp, typer.Argument(help="The op to run.")] = EmulatedOp.gemm_reduce_scatter,
-    arch: Annotated[Arch, typer.Option(help="Architecture to compile for and to emulate.")] = Arch.sm_100a,
+    op: Annotated[Op, typer.Argument(help="The op to run.")] = "gemm_reduce_scatter",
+    arch: Annotated[Arch, typer.Option(help="Architecture to compile for and to emulate.")] = "sm_100a",
     world_size: Annotated[int, typer.Option(min=1, help="Virtual ranks, P.")] = 2,
     m: Annotated[int, typer.Option(min=1, help="Rows over all ranks.")] = 512,
     n: Annotated[int, typer.Option(min=1, help="Output features.")] = 256,
     k: Annotated[int, typer.Option(min=1, help="Input features over all ranks.")] = 256,
-    dtype: Annotated[Half, typer.Option(help="Type of operands and result.")] = Half.bf16,
+    dtype: Annotated[InDtype, typer.Option(help="Type of operands and result.")] = "bf16",
     tile: Annotated[str | None, typer.Option(help="MMA tile, as 128x128; default: chosen by shape.")] = None,
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
         Transport, typer.Option(help="nvshmem: no peer within reach of stores.")
-    ] = Transport.peer_bulk,
-    mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = Mode.random,
+    ] = "peer_bulk",
+    mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = "random",
     seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
     launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
     num_sms: Annotated[
@@ -78,13 +51,12 @@ def emulate(
     ] = None,
 ) -> None:
     """Runs a fused op on P virtual ranks in the emulator. Exit code 0 only if it is right."""
-    half = {"bf16": torch.bfloat16, "f16": torch.float16}[dtype.value]
-    case = Case(op.value, m, n, k, half, seed=seed)
+    case = Case(op, m, n, k, HALVES[dtype], seed=seed)
     fields = overrides(tile, cluster, cta_group)
     console = rank_zero_console(0)
-    puts = transport is Transport.nvshmem
+    beyond_reach = transport == "nvshmem"
     if not run_emulated(
-        console, case, arch.value, world_size, mode.value, launches, fields, trace, num_sms, puts
+        console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
     ):
         raise typer.Exit(1)
 
@@ -142,7 +114,10 @@ def run_emulated(
     ):
         shape = ReduceScatterShape.even(case.m, case.n, ranks)
         config = default_config(
-            arch, {torch.bfloat16: "bf16"}.get(case.dtype, "f16"), shape, emulator.device.num_sms
+            arch,
+            DTYPES[case.dtype],
+            shape,
+            emulator.device.num_sms,
         )
         try:
             verdicts = [

@@ -25,6 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.work import Work
@@ -169,38 +170,16 @@ class MainloopSm100:
         self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
     ) -> pipeline.PipelineState:
         """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
-        tile_m, tile_n = self.config.tile
+        tile = self.config.tile
         cluster = self._cluster_layout(ops.mma)
         v, m, n, _ = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         part = ops.mma.get_slice(v)
-        gA = cute.local_tile(cute.domain_offset((row + m * tile_m, 0), ops.a), (tile_m, TILE_K), (0, None))
-        gB = cute.local_tile(cute.domain_offset((col + n * tile_n, 0), ops.b), (tile_n, TILE_K), (0, None))
-        tAsA, tAgA = cpasync.tma_partition(
-            ops.tma_a,
-            n,
-            cute.make_layout(cute.size(cluster, mode=[2])),
-            cute.group_modes(res.sA, 0, 3),
-            cute.group_modes(part.partition_A(gA), 0, 3),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            ops.tma_b,
-            m,
-            cute.make_layout(cute.size(cluster, mode=[1])),
-            cute.group_modes(res.sB, 0, 3),
-            cute.group_modes(part.partition_B(gB), 0, 3),
-        )
         mask_a, mask_b = self._multicast_masks(cluster)
-        for k in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
-            res.ab.producer_acquire(state)
-            full = res.ab.producer_get_barrier(state)
-            cute.copy(
-                ops.tma_a, tAgA[(None, k)], tAsA[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_a
-            )
-            cute.copy(
-                ops.tma_b, tBgB[(None, k)], tBsB[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_b
-            )
-            state.advance()
-        return state
+        gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile)
+        columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
+        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, part.partition_A(gA), mask_a)
+        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, part.partition_B(gB), mask_b)
+        return load_k_tiles(res.ab, state, a, b)
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""

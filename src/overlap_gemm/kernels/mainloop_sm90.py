@@ -28,6 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import SubtileWriter
 
@@ -166,39 +167,15 @@ class MainloopSm90:
     ) -> pipeline.PipelineState:
         """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
         cfg = self.config
-        tile_m, tile_n = cfg.tile
         cluster = cute.make_layout((*cfg.cluster, 1))
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         m, n, _ = coord
-        gA = cute.local_tile(cute.domain_offset((row + m * tile_m, 0), ops.a), (tile_m, TILE_K), (0, None))
-        gB = cute.local_tile(cute.domain_offset((col + n * tile_n, 0), ops.b), (tile_n, TILE_K), (0, None))
-        tAsA, tAgA = cpasync.tma_partition(
-            ops.tma_a,
-            n,
-            cute.make_layout(cfg.cluster[1]),
-            cute.group_modes(res.sA, 0, 2),
-            cute.group_modes(gA, 0, 2),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            ops.tma_b,
-            m,
-            cute.make_layout(cfg.cluster[0]),
-            cute.group_modes(res.sB, 0, 2),
-            cute.group_modes(gB, 0, 2),
-        )
         mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
         mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
-        for k in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
-            res.ab.producer_acquire(state)
-            full = res.ab.producer_get_barrier(state)
-            cute.copy(
-                ops.tma_a, tAgA[(None, k)], tAsA[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_a
-            )
-            cute.copy(
-                ops.tma_b, tBgB[(None, k)], tBsB[(None, state.index)], tma_bar_ptr=full, mcast_mask=mask_b
-            )
-            state.advance()
-        return state
+        gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile)
+        a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
+        b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
+        return load_k_tiles(res.ab, state, a, b)
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""

@@ -1,0 +1,74 @@
+"""The load warp's TMA loads of one tile, as every mainloop makes them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from overlap_gemm.kernels.config import TILE_K
+from overlap_gemm.kernels.operands import Operands
+
+
+class OperandLoads(NamedTuple):
+    """The loads of one operand's k tiles into the stages, by this CTA.
+
+    Attributes:
+        atom: TMA load atom.
+        source: ``(tile, k tiles)`` of the operand.
+        stages: ``(tile, stages)`` in shared memory.
+        mask: CTAs of the cluster that receive what this one loads; None for itself alone.
+    """
+
+    atom: Any
+    source: Any
+    stages: Any
+    mask: Any
+
+    @staticmethod
+    def shared(atom: Any, sharer: Any, sharers: int, stages: Any, tiles: Any, mask: Any) -> OperandLoads:
+        """Loads that ``sharers`` CTAs, of which this is number ``sharer``, do for each other by multicast.
+
+        Args:
+            atom: TMA load atom.
+            sharer: this CTA's number.
+            sharers: CTAs along the cluster dimension in which the operand's tile is the same.
+            stages: shared memory, the stage as last mode.
+            tiles: the operand's tile, the k tile as last mode.
+            mask: as in the attributes.
+        """
+        stages, source = cpasync.tma_partition(
+            atom, sharer, cute.make_layout(sharers), _but_last(stages), _but_last(tiles)
+        )
+        return OperandLoads(atom, source, stages, mask)
+
+
+def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int]) -> tuple[Any, Any]:
+    """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
+    (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)
+    return (
+        cute.local_tile(cute.domain_offset(a, ops.a), (tile_m, TILE_K), (0, None)),
+        cute.local_tile(cute.domain_offset(b, ops.b), (tile_n, TILE_K), (0, None)),
+    )
+
+
+@cute.jit
+def load_k_tiles(
+    ab: Any, state: pipeline.PipelineState, a: OperandLoads, b: OperandLoads
+) -> pipeline.PipelineState:
+    """Per k tile: waits for an empty stage, loads A and B into it; returns the state behind the last."""
+    for k in cutlass.range(cute.size(a.source, mode=[1]), unroll=1):
+        ab.producer_acquire(state)
+        full = ab.producer_get_barrier(state)
+        for loads in (a, b):
+            target = loads.stages[(None, state.index)]
+            cute.copy(loads.atom, loads.source[(None, k)], target, tma_bar_ptr=full, mcast_mask=loads.mask)
+        state.advance()
+    return state
+
+
+def _but_last(tensor: Any) -> Any:
+    """All modes but the last as one."""
+    return cute.group_modes(tensor, 0, cute.rank(tensor) - 1)
