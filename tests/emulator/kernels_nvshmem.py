@@ -71,7 +71,7 @@ def send(way: cutlass.Constexpr, dst, src, signal, peer):
 @cute.kernel
 def exchange_kernel(
     src: cute.Tensor, dst: cute.Tensor, signals: cute.Tensor, out: cute.Tensor, who: cute.Tensor,
-    ways: cutlass.Constexpr, quiet: cutlass.Constexpr,
+    ways: cutlass.Constexpr, quiet: cutlass.Constexpr, scribble: cutlass.Constexpr,
 ):  # fmt: skip
     tid, _, _ = cute.arch.thread_idx()
     me, count = nv.my_pe(), nv.n_pes()
@@ -81,6 +81,11 @@ def exchange_kernel(
         who[1] = count
     for i in cutlass.range_constexpr(len(ways)):
         send(ways[i], slot(dst, i), slot(src, i), slot(signals, i), peer)
+    if cutlass.const_expr(scribble):
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(len(ways)):
+            for j in cutlass.range(tid, cute.size(src, mode=[0]), THREADS):
+                src[j, i] = -1
     if cutlass.const_expr(quiet):
         nv.quiet()
     cute.arch.sync_threads()
@@ -99,12 +104,13 @@ def exchange_kernel(
 @cute.jit
 def exchange(
     src: cute.Tensor, dst: cute.Tensor, signals: cute.Tensor, out: cute.Tensor, who: cute.Tensor,
-    ways: cutlass.Constexpr, quiet: cutlass.Constexpr, stream: cuda.CUstream,
+    ways: cutlass.Constexpr, quiet: cutlass.Constexpr, scribble: cutlass.Constexpr, stream: cuda.CUstream,
 ):  # fmt: skip
     """out[:, i] = what the left neighbour sent of its src[:, i], in way i.
 
-    Without `quiet`, the signals of ways that do not carry one may overtake their data.
+    Without `quiet`, the signals of ways that do not carry one may overtake their data. With `scribble`, src
+    is overwritten as soon as the calls have returned.
     """
-    exchange_kernel(src, dst, signals, out, who, ways, quiet).launch(
+    exchange_kernel(src, dst, signals, out, who, ways, quiet, scribble).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream
     )

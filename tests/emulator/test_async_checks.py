@@ -155,3 +155,29 @@ def test_arriving_at_a_cta_that_has_exited():
     with pytest.raises(EmulatorError, match="of a CTA that has exited"):
         run(body, [], SMEM, **shape)
     run(body.replace("JOIN:", "JOIN: barrier.cluster.arrive; barrier.cluster.wait;"), [], SMEM, **shape)
+
+
+COMMIT = """
+mov.u32 %r0, %tid.x;
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra JOIN;
+mov.u32 %r1, bar;
+mbarrier.init.shared.b64 [%r1], 1;
+fence.mbarrier_init.release.cluster;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+WAIT
+JOIN:
+bar.warp.sync -1;
+"""
+AWAITED = "LOOK: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra LOOK;"
+
+
+@pytest.mark.parametrize("wait, found", [(AWAITED, []), ("", ["exit-pending"])])
+def test_a_commit_that_nobody_waits_for_is_reported_when_its_cta_exits(wait, found):
+    assert kinds(run(COMMIT.replace("WAIT", wait), [np.zeros(4, np.uint32)], SMEM, mode="lazy")) == found
+
+
+def test_a_commit_to_a_cta_that_has_exited_is_an_error_where_nothing_reported_it():
+    checks = tuple(check for check in CHECKS if check != "exit")
+    with pytest.raises(EmulatorError, match="which has exited"):
+        run(COMMIT.replace("WAIT", ""), [np.zeros(4, np.uint32)], SMEM, mode="lazy", checks=checks)

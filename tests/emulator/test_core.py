@@ -411,3 +411,17 @@ def test_a_seed_fixes_the_run():
 
     assert trace(1) == trace(1)
     assert len({tuple(trace(s)) for s in range(8)}) > 1
+
+
+@pytest.mark.parametrize("lanes", [32, 5])
+def test_a_negative_immediate_is_stored_as_its_pattern(lanes):
+    out = np.zeros(64, np.uint32)
+    body = f"""
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, {lanes}; @%p0 bra END;
+    mul.wide.u32 %d10, %r0, 8; add.s64 %d11, %d0, %d10;
+    st.global.b32 [%d11], -1; st.global.v2.b16 [%d11+4], {{-2, 3}};
+    END:
+    """
+    run(body, [out])
+    np.testing.assert_array_equal(out[: 2 * lanes].reshape(-1, 2), [[0xFFFFFFFF, 0x3FFFE]] * lanes)
+    assert not out[2 * lanes :].any()

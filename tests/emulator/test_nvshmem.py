@@ -15,14 +15,14 @@ from .kernels_nvshmem import WAYS, exchange
 
 RANKS, N = 3, 50
 STREAM = cuda.CUstream(0)
-COMMON = ("put_nbi_block", "put_signal_nbi_warp")
+COMMON = ("put_nbi_block", "put_signal_nbi_warp", "put_signal")
 _compiled: dict = {}
 
 
 class Exchange:
     """One run of the kernel on all ranks."""
 
-    def __init__(self, emu, ways, quiet=True):
+    def __init__(self, emu, ways, quiet=True, scribble=False):
         self.src = emu.symmetric((len(ways), N), torch.int32)
         self.dst = emu.symmetric((len(ways), N), torch.int32)
         self.signals = emu.symmetric((len(ways), 1), torch.uint64)
@@ -31,11 +31,13 @@ class Exchange:
         for rank in range(RANKS):
             self.src[rank].copy_(torch.arange(len(ways) * N).view(len(ways), N) + 1000 * rank)
             self.signals[rank].zero_()
-        if (ways, quiet) not in _compiled:
-            _compiled[ways, quiet] = cute.compile(exchange, *self.arguments(0), ways, quiet, STREAM)
+        self.sent = [self.src[rank].clone() for rank in range(RANKS)]
+        key = ways, quiet, scribble
+        if key not in _compiled:
+            _compiled[key] = cute.compile(exchange, *self.arguments(0), *key, STREAM)
         for rank in range(RANKS):
             with emu.rank(rank):
-                _compiled[ways, quiet](*self.arguments(rank), STREAM)
+                _compiled[key](*self.arguments(rank), STREAM)
         emu.run()
 
     def arguments(self, rank):
@@ -48,7 +50,7 @@ class Exchange:
             (rank, slot)
             for rank in range(RANKS)
             for slot in range(len(self.src[0]))
-            if not torch.equal(self.outs[rank][slot], self.src[(rank - 1) % RANKS][slot])
+            if not torch.equal(self.outs[rank][slot], self.sent[(rank - 1) % RANKS][slot])
         ]
 
 
@@ -85,11 +87,23 @@ def test_every_way_to_reach_a_peer(ways, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [WAYS[0:3], WAYS[3:6], WAYS[9:12]], ids="-".join)
+@pytest.mark.parametrize("ways", [WAYS[i : i + 3] for i in range(0, 12, 3)], ids="-".join)
 @pytest.mark.parametrize("mode", ["immediate", "lazy"])
 def test_every_way_over_the_network(ways, mode):
     with Emulator(ranks=RANKS, mode=mode, seed=3, network=True) as emu:
         assert Exchange(emu, ways).wrong() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "nbi"])
+def test_when_a_put_over_the_network_has_read_its_source(blocks):
+    """A blocking put when it returns; put_nbi as late as quiet, so that scribbling on the source shows."""
+    ways = ("put", "put_warp", "put_signal") if blocks else ("put_nbi", "put_nbi_warp", "put_signal_nbi")
+    wrong = []
+    for seed in range(4):
+        with Emulator(ranks=RANKS, mode="lazy", seed=seed, network=True, collect=True) as emu:
+            wrong += Exchange(emu, ways, scribble=True).wrong()
+    assert (wrong == []) == blocks
 
 
 def test_the_device_state_holds_what_the_device_code_reads():
@@ -98,7 +112,8 @@ def test_the_device_state_holds_what_the_device_code_reads():
     assert struct.unpack_from("<5i", state) == (1, 2, 4, 2, 4)
     assert struct.unpack_from("<i", state, 32) == (1,)
     assert struct.unpack_from("<QQQ", state, 40) == (0x7000, 0x1000, 0x9000)
-    assert sum(state[64:]) == 0
+    assert struct.unpack_from("<Q", state, 832) == (0x9000 + 8 * 4,)
+    assert sum(state[64:832]) + sum(state[840:]) == 0
     assert struct.unpack_from("<i", nvshmem.device_state(0, 1, 0, 0, 0, reachable=False), 32) == (8,)
 
 

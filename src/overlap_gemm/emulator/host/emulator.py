@@ -236,9 +236,9 @@ class Emulator:
             self._network = self._network or Network(self.machine, bases)
             self._network.intercept(ptx)
         if self._peer_tables is None:
-            self._peer_tables = torch.tensor(bases, dtype=torch.int64).repeat(self.ranks, 1)
+            self._peer_tables = torch.tensor([*bases, 0], dtype=torch.int64).repeat(self.ranks, 1)
             if not self._reachable:
-                self._peer_tables *= torch.eye(self.ranks, dtype=torch.int64)
+                self._peer_tables *= torch.eye(self.ranks, self.ranks + 1, dtype=torch.int64)
             for r, table in enumerate(self._peer_tables):
                 self._registry.hold(*extent(table), rank=r, name="NVSHMEM peer table")
         table = self._peer_tables[rank].data_ptr()

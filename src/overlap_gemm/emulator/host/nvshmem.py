@@ -33,8 +33,9 @@ def device_state(
         ranks: How many there are.
         heap_base: Where this rank's symmetric heap begins.
         heap_bytes: Its size.
-        peer_table: Address of `u64[ranks]`, where each rank's heap begins as seen from this one; 0 for
-            those that loads and stores do not reach.
+        peer_table: Address of `u64[ranks + 1]`: where each rank's heap begins as seen from this one, 0 for
+            those that loads and stores do not reach; and a zero, which says that no region of batched
+            transfers is open.
         reachable: Whether they reach all.
     """
     state = bytearray(DEVICE_STATE_BYTES)
@@ -43,6 +44,7 @@ def device_state(
     )  # version, my PE, PEs, the same on this node
     struct.pack_into("<i", state, 32, _GPU_LDST_ATOMICS if reachable else _GPU_PROXY)
     struct.pack_into("<QQQ", state, 40, heap_base, heap_bytes, peer_table)
+    struct.pack_into("<Q", state, 832, peer_table + 8 * ranks)
     return bytes(state)
 
 

@@ -19,7 +19,7 @@ from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.order import scope_of
 from overlap_gemm.emulator.machine.visibility import HeldStore
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
-from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, lane_array, lane_list, one
+from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation
@@ -272,12 +272,15 @@ class Access:
         if self.count == 1:
             v = values[0]
             if v.__class__ is int:
-                return np.full(n, v, dtype)
+                return np.full(n, v & MASK[self.bits], dtype)
             v = v.astype(dtype, copy=False)
             return v if n == 32 else v[lanes]
         out = np.empty((n, self.count), dtype)
         for i, v in enumerate(values):
-            out[:, i] = v if v.__class__ is int or n == 32 else v[lanes]
+            if v.__class__ is int:
+                out[:, i] = v & MASK[self.bits]
+            else:
+                out[:, i] = v if n == 32 else v[lanes]
         return out
 
     def _scalar_bytes(self, mask: int, values: tuple[Any, ...]) -> bytes:
