@@ -29,10 +29,15 @@ KERNELS = {
 PARTS = 12
 WAIT = "mbarrier.try_wait.parity.shared.b64"
 DRAIN = "a drain at a role's end, needed in clusters"
-# By kind and ordinal of the wait. 1 to 8: the load role's drain of the 8 A/B stages.
+# By kind and ordinal of the wait. From 1: the load role's drain of its 8, or 6, A/B stages.
 WAITS = {
     "1cta": dict.fromkeys(range(1, 9), DRAIN)
     | {11: "drains the first accumulator; the second's wait implies it"},
+    "2cta": dict.fromkeys(
+        range(1, 9), "the epilogue's wait implies it: the accumulator's commit comes behind"
+    )
+    | {11: "drains the first accumulator; the second's wait implies it"},
+    "cooperative": dict.fromkeys(range(1, 7), DRAIN),
     "pingpong": dict.fromkeys(range(1, 9), DRAIN)
     | {
         14: "the turn at the ring: needed where a tile has more subtiles than the ring has stages",
@@ -41,6 +46,7 @@ WAITS = {
 }
 WARPS = {"sm_100a": 7, "sm_90a": 12}
 REASONS = {
+    "fence.mbarrier_init*[01]: remove": "in a cluster: the barrier behind it releases as well",
     "atom.*: .acq_rel -> .relaxed": "the next launch reads the epoch, in stream order",
     "cp.async.bulk.wait_group#[23]: full -> .read": "own tiles: nobody reads them before the kernel's end",
     "mbarrier.arrive.shared.b64#[45]: remove": "frees stages behind the last tile; nothing follows",
@@ -53,8 +59,8 @@ FLAGS_AND_WAITS = ("*.sys*", "cp.async.bulk.wait_group*", "fence.proxy*")
 """What stands between a peer's bytes and their reader; a GPU in one piece hides most of its absence."""
 
 
-def checking(arch, fields, sizes, num_sms):
-    """A check for `mutate.run`: two ranks, two launches through the public op, results judged."""
+def checking(arch, fields, sizes, num_sms, launches=2):
+    """A check for `mutate.run`: two ranks, launches through the public op, results judged."""
     case = Case("gemm_reduce_scatter", *sizes, torch.bfloat16)
 
     def check(options):
@@ -63,7 +69,7 @@ def checking(arch, fields, sizes, num_sms):
             Emulator(arch, 2, num_sms=num_sms, **options) as emulator,
             VirtualWorld(2, emulator=emulator) as world,
         ):
-            for given, outs in run_launches(case, world, 2):
+            for given, outs in run_launches(case, world, launches):
                 assert judge(case, given, outs, torch.bfloat16).holds
 
     return check
@@ -85,6 +91,17 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
     detected = {o.mutation.key.split(": ")[1] for o in outcomes if o.verdict == "detected"}
     assert {"remove", ".sys -> .gpu", ".release -> .relaxed", ".acquire -> .relaxed"} <= detected
     assert {"full -> .read", "wait for one group less"} <= detected
+
+
+@pytest.mark.parametrize("kind", ["1cta", "pingpong"])
+def test_every_weakened_entry_flag_shows(kind):
+    """The flags between owners and a rank that owns no row, which guard the slots of the call after next."""
+    arch, fields, _, num_sms = KERNELS[kind]
+    check = checking(arch, fields, (1, 64, 64), num_sms, launches=4)
+    tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(3))]
+    outcomes = mutate.run(check, tried, select="*.sys*", reasons=REASONS)
+    print(*outcomes, sep="\n")
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from overlap_gemm.backends.base import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
 from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.tolerances import assert_as_good_as
+from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.space import configured
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
@@ -34,8 +34,13 @@ def forward_and_backward(rank, size, case, backend):
         ("bias", bias.grad, layout.bias),
     ):
         summed = reduces_out if name == "out" else name == "x" and not reduces_out
-        wanted, truth = (layout.part(getattr(r, name), dim, rank, size) for r in (baseline, exact))
-        assert_as_good_as(result, wanted, truth, what=name, roundings=size if summed else 0)
+        # By the baseline's error on the whole: on one of eight parts its largest error is a matter of luck.
+        whole, truth = getattr(baseline, name), getattr(exact, name)
+        allowed = tolerance(whole, truth, size if summed else 0)
+        own = layout.part(truth, dim, rank, size)
+        assert (result.shape, result.dtype) == (own.shape, whole.dtype)
+        error = (result.double() - own).abs().max().item() if own.numel() else 0.0
+        assert error <= allowed, f"{name}: largest error {error:.3g}, allowed {allowed:.3g}"
 
 
 def launches(rank, size, case, fields, count, late=None):
@@ -60,6 +65,20 @@ def launches(rank, size, case, fields, count, late=None):
         verdict = judge(case, given, [part.to(device) for part in outs], slot)
         assert verdict.holds, verdict
     overlap_gemm.close_workspaces()
+
+
+def launches_by_nvshmem(rank, size, case, count, puts):
+    """As `launches`, in NVSHMEM's memory; with `puts`, as if no peer were within reach of stores."""
+    from nvshmem import bindings
+
+    def reach(address, pe):
+        return 0 if puts and pe != rank else reachable(address, pe)
+
+    reachable = bindings.ptr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
+        patch.setattr(bindings, "ptr", reach)
+        launches(rank, size, case, {}, count)
 
 
 def replays(rank, size, case, count):
@@ -130,3 +149,10 @@ def test_fifty_launches_with_a_lagging_rank(ranks, late, world):
 
 def test_graph_replays(ranks, world):
     ranks(world).run(replays, Case("gemm_reduce_scatter", 520, 264, 200, torch.bfloat16, bias=False), 20)
+
+
+@pytest.mark.parametrize("puts", [False, True], ids=["stores", "puts"])
+@pytest.mark.parametrize("shape", ["ragged", "fewer-rows-than-ranks", "many-tiles"])
+def test_nvshmem(ranks, shape, puts, world):
+    case = Case("gemm_reduce_scatter", *SHAPES[shape], torch.bfloat16)
+    ranks(world).run(launches_by_nvshmem, case, 6, puts)

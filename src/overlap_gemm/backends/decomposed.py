@@ -102,9 +102,11 @@ class Decomposed:
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Cutting a GEMM into chunks of few rows costs more than it hides."""
+        """Small chunks cost more than they hide, and so does any chunk where transfers are fast."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
+        if problem.device_type == "cuda":
+            return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
         rows = problem.rows // problem.world_size
         if rows < LEAST_CHUNK_ROWS:
             return f"its chunks of {rows} rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows"

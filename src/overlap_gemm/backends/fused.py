@@ -60,8 +60,8 @@ class Fused:
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Their speed is not known on any device yet, so they run only where they are asked for."""
-        return "its speed has not been measured on this device; ask for it with backend='fused'"
+        """They run only where they are asked for: what they need is not found out beforehand."""
+        return "it needs memory that all ranks of the group reach; ask for it with backend='fused'"
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group

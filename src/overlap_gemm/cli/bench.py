@@ -1,7 +1,7 @@
 """`overlap-gemm bench`: the four times of each op on each shape, as a table, as data and as a picture."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,6 +38,9 @@ def bench(
         typer.Option(help="Compared with sequential, separated by commas; torch: its own mm and collective."),
     ] = "decomposed",
     rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 11,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Time replays of CUDA graphs: without the host's time per call.")
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
     ] = None,
@@ -63,6 +66,8 @@ def bench(
 
     world = overlap_gemm.init(device=device)
     group = resolve(group_name(None))
+    if graph and world.device.type != "cuda":
+        raise typer.BadParameter(f"CUDA graphs need a CUDA device, not {world.device}", param_hint="--graph")
     names = backends.split(",")
     console = rank_zero_console(world.rank)
     results = []
@@ -70,11 +75,12 @@ def bench(
         task = progress.add_task("", total=len(workloads) * rounds)
         for workload in workloads:
             progress.update(task, description=f"{workload.op} {workload.name}")
-            timings = run(workload, names, group, world.device, rounds, lambda: progress.advance(task))
+            timings = run(workload, names, group, world.device, rounds, graph, lambda: progress.advance(task))
             results += [row(workload, backend, timings, group.size) for backend in names]
     report = {
         "machine": describe(world),
-        "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks",
+        "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks"
+        + (", CUDA graph replays" if graph else ""),
         "results": results,
     }
     overlap_gemm.finalize()
@@ -102,11 +108,25 @@ def run(
     group: Group,
     device: torch.device,
     rounds: int,
+    graph: bool = False,
     after_round: Any = None,
 ) -> Timings:
-    """Times every variant of a workload. Collective over the group."""
+    """Times every variant of a workload, or its replays as a CUDA graph. Collective over the group."""
     variants = workload.variants(["sequential", *(b for b in backends if b != "sequential")], group, device)
+    if graph:
+        variants = {name: captured(call) for name, call in variants.items()}
     return measure(variants, group=group.process_group, device=device, rounds=rounds, after_round=after_round)
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of one call, after two calls that make what graphs cannot make."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def row(workload: Workload, backend: str, timings: Timings, ranks: int) -> dict[str, Any]:

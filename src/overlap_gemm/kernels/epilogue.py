@@ -11,6 +11,9 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, fragment_layout, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 
+SOURCES_IN_FLIGHT = 2
+"""Partials of one subtile that an epilogue thread loads at once; more spill on sm_90, and gain nothing."""
+
 
 class RingStages(NamedTuple):
     """The ring's shared memory, seen three ways; the last mode is the stage.
@@ -92,8 +95,9 @@ def add_sources(
     values = cute.size(total)
     v = CHUNK_BYTES * 8 // dtype.width
     layout = cute.make_layout((v, values // v), stride=(1, v * config.epilogue_threads))
-    partial = cute.make_rmem_tensor((v, values // v), dtype)
-    for source in cutlass.range(begin, end, unroll=1):
+    # Unrolled so that the loads of several sources are on their way at once: each takes about a microsecond.
+    for source in cutlass.range(begin, end, unroll=SOURCES_IN_FLIGHT):
+        partial = cute.make_rmem_tensor((v, values // v), dtype)
         slot = global_pointer(dtype, address + source_bytes * source, CHUNK_BYTES)
         cute.autovec_copy(cute.make_tensor(slot, layout), partial)
         total.store(total.load() + partial.load().to(cutlass.Float32).reshape(total.shape))

@@ -99,10 +99,16 @@ class VirtualWorld:
         """Where ``rank``'s kernels run."""
         return self._executors[rank]
 
-    def symmetric(self, key: Hashable, rank: int, nbytes: int) -> VirtualSymmetric:
-        """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks."""
+    def symmetric(self, key: Hashable, rank: int, nbytes: int, zeroed: int) -> VirtualSymmetric:
+        """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks.
+
+        The first ``zeroed`` bytes of every rank's block are zero then, since from then on the first one's
+        kernels may store into them.
+        """
         if key not in self._blocks:
             self._blocks[key] = self._allocate(nbytes)
+            for block in self._blocks[key]:
+                block.local[:zeroed].zero_()
         view = self._blocks[key][rank]
         assert view.local.numel() == nbytes, (
             f"{key} has {view.local.numel()} bytes, rank {rank} wants {nbytes}"

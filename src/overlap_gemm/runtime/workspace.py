@@ -178,8 +178,7 @@ def _make(group: Group, size: SizeClass, executor: Executor) -> Workspace:
     agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
     memory: SymmetricMemory
     if world is not None:
-        memory = world.symmetric(size, group.rank, nbytes)
-        memory.local[: size.zeroed].zero_()
+        memory = world.symmetric(size, group.rank, nbytes, size.zeroed)
     else:
         memory = _provider()(group, nbytes, device)
         memory.local[: size.zeroed].zero_()
