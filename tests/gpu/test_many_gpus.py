@@ -34,13 +34,24 @@ def forward_and_backward(rank, size, case, backend):
         ("bias", bias.grad, layout.bias),
     ):
         summed = reduces_out if name == "out" else name == "x" and not reduces_out
-        # By the baseline's error on the whole: on one of eight parts its largest error is a matter of luck.
         whole, truth = getattr(baseline, name), getattr(exact, name)
-        allowed = tolerance(whole, truth, size if summed else 0)
         own = layout.part(truth, dim, rank, size)
+        # A GPU multiplies matrices of another shape by another kernel, with other errors: the weight's
+        # gradient is judged by the product that has its shape.
+        if name == "weight":
+            allowed = tolerance(weight_gradient(given, layout, rank, size), own)
+        else:
+            allowed = tolerance(whole, truth, size if summed else 0)
         assert (result.shape, result.dtype) == (own.shape, whole.dtype)
         error = (result.double() - own).abs().max().item() if own.numel() else 0.0
         assert error <= allowed, f"{name}: largest error {error:.3g}, allowed {allowed:.3g}"
+
+
+def weight_gradient(given, layout, rank, size):
+    """The gradient of the rank's part of the weight by torch alone."""
+    if layout.weight == 0:
+        return layout.part(given.grad, 1, rank, size).t() @ given.x
+    return given.grad.t() @ layout.part(given.x, 1, rank, size)
 
 
 def launches(rank, size, case, fields, count, late=None):
