@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused, aligned, major, size_class, transport_for
+from overlap_gemm.backends.fused import Fused, aligned, aligned_bias, major, size_class, transport_for
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ReduceScatterShape
@@ -89,6 +89,16 @@ def test_any_other_is_copied_with_zeros_behind_k(rows, depth, transpose, offset)
     assert ready.shape[0] == rows and ready.shape[1] >= max(depth, 1)
     assert torch.equal(ready[:, :depth], matrix)
     assert not ready[:, depth:].any()
+
+
+def test_a_bias_is_taken_as_it_is_or_copied_to_where_16_bytes_can_be_read_at_a_time():
+    whole = torch.randn(64, dtype=torch.bfloat16)
+    for bias in (whole, whole[8:]):
+        assert aligned_bias(bias) is bias
+    for bias in (whole[1:9], whole[::2], whole[:1].expand(8)):
+        ready = aligned_bias(bias)
+        assert ready.data_ptr() % 16 == 0 and ready.stride(0) == 1
+        assert torch.equal(ready, bias)
 
 
 # --- configuration ---

@@ -56,7 +56,9 @@ class KernelCase:
                     _matrix(self.a[rank]),
                     _matrix(self.b[rank]),
                     _matrix(self.outs[rank]),
-                    None if self.bias is None else from_dlpack(self.bias).mark_layout_dynamic(),
+                    None
+                    if self.bias is None
+                    else from_dlpack(self.bias, assumed_align=16).mark_layout_dynamic(),
                     exchange,
                     clusters,
                     STREAM,

@@ -84,7 +84,7 @@ class Fused:
         )
         # A rank that owns no row passes one row, which the kernel leaves alone.
         out = x.new_empty(max(rows, 1), columns)
-        launch(executor, config, shape, group, a, b, out, bias)
+        launch(executor, config, shape, group, a, b, out, None if bias is None else aligned_bias(bias))
         return out[:rows]
 
     def all_gather_gemm(self, *_: Any) -> NoReturn:
@@ -114,7 +114,7 @@ def launch(
         a: `[M, K]`, see `aligned`.
         b: `[N, K]`, see `aligned`.
         out: `[max(own rows, 1), N]`.
-        bias: `[N]` or None.
+        bias: `[N]` or None, see `aligned_bias`.
     """
     with executor.active(a, b, out, bias) as stream:
         resident, work = executor.max_clusters(config.cluster_size), shape.num_clusters(config)
@@ -161,6 +161,11 @@ def aligned(matrix: Tensor) -> Tensor:
     padded = matrix.new_zeros(rows, max(-(-depth // ROW_ELEMENTS), 1) * ROW_ELEMENTS)
     padded[:, :depth] = matrix
     return padded
+
+
+def aligned_bias(bias: Tensor) -> Tensor:
+    """`bias` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous and aligned copy."""
+    return bias if bias.stride(0) == 1 and bias.data_ptr() % 16 == 0 else bias.clone()
 
 
 def major(matrix: Tensor, other: str) -> Any:

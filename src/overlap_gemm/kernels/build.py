@@ -20,7 +20,7 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
     ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
     of one row, which stays untouched.
 ``bias``
-    (N,) of ``config.in_dtype``, contiguous; None unless ``config.bias``.
+    (N,) of ``config.in_dtype``, contiguous, 16-byte aligned, N a multiple of 8; None unless ``config.bias``.
 ``exchange``
     An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
     workspace.
@@ -82,7 +82,9 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
             DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
         )
 
-    bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),)) if cfg.bias else None
+    bias = None
+    if cfg.bias:
+        bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),), assumed_align=16)
     exchange = _fake_exchange() if isinstance(kernel.op, ReduceScatter) else None
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),

@@ -103,13 +103,27 @@ def add_sources(
         total.store(total.load() + partial.load().to(cutlass.Float32).reshape(total.shape))
 
 
-@cute.jit
-def add_bias(fragment: cute.Tensor, coordinates: cute.Tensor, bias: cute.Tensor, column: Int32) -> None:
-    """Adds ``bias[column + n]`` to each value, ``n`` its column in the subtile.
+def add_bias(fragment: Any, row: Any, first: Any, bias: Any) -> None:
+    """Adds to each value the bias of its column, loaded once per run of neighbouring columns of this thread.
 
-    Columns past the end read the last element: their values are clipped by the output's store.
+    Runs past the end read the last columns: their values are clipped by the output's store.
+
+    Args:
+        fragment: this thread's fp32 values of a subtile.
+        row: this thread's part of a subtile that is one row, repeated: its layout says which columns the
+            values have, counted from the thread's first.
+        first: column of the output where the thread's first value lies.
+        bias: 16-byte aligned; its size is a multiple of 8.
     """
-    last = cute.size(bias) - 1
-    for i in cutlass.range_constexpr(cute.size(fragment)):
-        n = cutlass.min(column + coordinates[i][1], last)
-        fragment[i] = fragment[i] + bias[n].to(cutlass.Float32)
+    offsets = [row.layout(i) for i in range(cute.size(fragment))]
+    columns = sorted(set(offsets))
+    run = next(n for n in (8, 4, 2, 1) if all(c - columns[i - i % n] == i % n for i, c in enumerate(columns)))
+    values: dict[int, Any] = {}
+    for start in columns[::run]:
+        n = cute.assume(cutlass.min(first + start, cute.size(bias) - run), divby=run)
+        loaded = cute.make_rmem_tensor(run, bias.element_type)
+        cute.autovec_copy(cute.make_tensor(bias.iterator + n, cute.make_layout(run)), loaded)
+        wide = loaded.load().to(cutlass.Float32)
+        values |= {start + i: wide[i] for i in range(run)}
+    for i, offset in enumerate(offsets):
+        fragment[i] = fragment[i] + values[offset]

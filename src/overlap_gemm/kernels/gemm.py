@@ -65,8 +65,14 @@ def finish_subtile(config: GemmConfig, writer: SubtileWriter, fragment: cute.Ten
     """What every complete subtile gets before it is stored: the bias."""
     if config.bias:
         column = writer.tile.column + subtile % config.epi_columns * config.epi_tile[1]
-        coordinates = writer.mainloop.fragment_columns(writer.res, writer.ops, writer.thread)
-        add_bias(fragment, coordinates, writer.context.bias, column)
+        bias = writer.context.bias
+
+        def own(subtile_like: Any) -> Any:
+            return writer.mainloop.fragment_part(writer.res, writer.ops, writer.thread, subtile_like)
+
+        first = own(cute.make_identity_tensor(config.epi_tile))[0][1]
+        row = own(cute.make_tensor(bias.iterator, cute.make_layout(config.epi_tile, stride=(0, 1))))
+        add_bias(fragment, row, column + first, bias)
 
 
 def store_output(writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:

@@ -276,10 +276,10 @@ class MainloopSm100:
         converted.store(fragment.load().to(dtype))
         cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
 
-    def fragment_columns(self, res: Resources, ops: Operands, thread: Int32) -> cute.Tensor:
-        """(row, column) in the subtile of each of this thread's values."""
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
+        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
-        return copy.get_slice(thread).partition_D(cute.make_identity_tensor(self.config.epi_tile))
+        return copy.get_slice(thread).partition_D(subtile)
 
     # -- layouts
 

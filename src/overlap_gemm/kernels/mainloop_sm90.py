@@ -276,9 +276,9 @@ class MainloopSm90:
         converted.store(fragment.load().to(dtype).reshape(converted.shape))
         cute.copy(tiled, converted, part.partition_D(stage))
 
-    def fragment_columns(self, res: Resources, ops: Operands, thread: Int32) -> cute.Tensor:
-        """(row, column) in the subtile of each of this thread's values."""
-        return ops.mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.config.epi_tile))
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
+        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        return ops.mma.get_slice(thread).partition_C(subtile)
 
     # -- details
 
