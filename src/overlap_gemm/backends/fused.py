@@ -198,10 +198,12 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> A
     """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``."""
 
     def build() -> Any:
-        from ..kernels.build import compile_kernel, make_kernel
+        from ..kernels.build import DirectCall, compile_kernel, make_kernel
         from ..transports import Nvshmem, PeerBulk, Staged
 
-        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged, "nvshmem": Nvshmem}
+        if transport == "nvshmem":
+            return DirectCall(compile_kernel(make_kernel(config, Nvshmem())))
+        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged}
         return compile_kernel(make_kernel(config, ways[transport]()), OPTIONS)
 
     return _from_cache(executor, (config, transport), build, puts=transport == "nvshmem")
@@ -212,10 +214,10 @@ def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
     config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it
 
     def build() -> Any:
-        from ..kernels.build import compile_relay
+        from ..kernels.build import DirectCall, compile_relay
         from ..transports import Nvshmem
 
-        return compile_relay(config, Nvshmem(), OPTIONS)
+        return DirectCall(compile_relay(config, Nvshmem()))
 
     return _from_cache(executor, (config, "relay"), build, puts=True)
 
@@ -223,8 +225,8 @@ def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
 def _from_cache(executor: Executor, key: object, build: Callable[[], Any], puts: bool) -> Any:
     """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
 
-    Such a one is not kept on disk: NVSHMEM initialises the library that a kernel is loaded from, and what
-    comes from disk does not tell it.
+    Such a one is not kept on disk, and called the DSL's own way: NVSHMEM initialises the library that a
+    kernel is loaded from, and neither what comes from disk nor a TVM-FFI function tells it.
     """
 
     def build_and_initialise() -> Any:

@@ -36,8 +36,9 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
+from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.config import GemmConfig
@@ -121,6 +122,42 @@ def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
     return cute.compile(
         kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.arch} {options}".strip()
     )
+
+
+class DirectCall:
+    """A compiled function called the DSL's own way, with the arguments that a TVM-FFI function takes.
+
+    A TVM-FFI function keeps the library that its kernel is loaded from to itself; this one can be asked for
+    it, and NVSHMEM has to initialise it. A call costs the host about 250 us more.
+
+    Args:
+        compiled: what the functions here return, compiled without ``--enable-tvm-ffi``.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    @property
+    def library(self) -> Any:
+        """The loaded ``cudaLibrary_t``."""
+        return self._compiled.library
+
+    def __call__(self, *arguments: Any) -> None:
+        """Starts the kernel; tensors by DLPack, the stream last, as an integer."""
+        *values, stream = arguments
+        self._compiled(*map(_converted, values), CUstream(stream))
+
+
+def _converted(value: Any) -> Any:
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, Exchange):
+        peers, rank, world, shard, *offsets = value
+        table = from_dlpack(peers, assumed_align=8).mark_layout_dynamic()
+        return Exchange(table, Int32(rank), Int32(world), Int32(shard), *map(Int64, offsets))
+    if value.ndim == 1:
+        return from_dlpack(value, assumed_align=16).mark_layout_dynamic()
+    return from_dlpack(value, assumed_align=16).mark_layout_dynamic(1 if value.stride(1) == 1 else 0)
 
 
 def _fake_exchange() -> Exchange:
