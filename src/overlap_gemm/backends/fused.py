@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -243,6 +243,7 @@ def _cache(on_disk: bool) -> CompileCache:
     return CompileCache() if on_disk else CompileCache(folder=None)
 
 
+@lru_cache(maxsize=1024)
 def size_class(config: GemmConfig, shape: ReduceScatterShape) -> SizeClass:
     """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
     flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
