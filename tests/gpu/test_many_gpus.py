@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
-from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
 from overlap_gemm.testing.references import reference
 from overlap_gemm.testing.tolerances import tolerance
@@ -123,13 +123,6 @@ SHAPES = {
     "fewer-rows-than-ranks": (1, 64, 64),
     "many-tiles": (4096, 4096, 2048),
 }
-KERNELS = {
-    "default": {},
-    "pingpong": {"mma": "pingpong", "tile": (64, 128)},
-    "cooperative": {"mma": "cooperative", "tile": (128, 256)},
-    "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
-    "whole-partials": {"slot_dtype": "f32"},
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -146,11 +139,11 @@ def test_fused_with_gradients(ranks, shape, dtype, world):
     ranks(world).run(forward_and_backward, Case("gemm_reduce_scatter", *PORTABLE[shape], dtype), "fused")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kernel(ranks, shape, kernel, world):
     case = Case("gemm_reduce_scatter", *SHAPES[shape], torch.bfloat16)
-    ranks(world).run(launches, case, KERNELS[kernel], 4)
+    ranks(world).run(launches, case, HOPPER_KERNELS[kernel], 4)
 
 
 @pytest.mark.parametrize("late", [0, 1])

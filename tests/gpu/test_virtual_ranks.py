@@ -7,7 +7,7 @@ import overlap_gemm
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
-from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.cases import HOPPER_KERNELS, Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.testing.ranks import Ranks
 from overlap_gemm.tuning.space import configured
@@ -17,13 +17,6 @@ SHAPES = {
     "ragged": (200, 136, 72),
     "fewer-rows-than-ranks": (2, 64, 64),
     "many-tiles": (4096, 2048, 1024),
-}
-KERNELS = {
-    "default": {},
-    "pingpong": {"mma": "pingpong", "tile": (64, 128)},
-    "cooperative": {"mma": "cooperative", "tile": (128, 256)},
-    "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
-    "whole-partials": {"slot_dtype": "f32"},
 }
 
 
@@ -38,9 +31,9 @@ def run(device, ranks, sizes, fields, launches, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
 def test_every_kernel_on_every_world(device, kernel, shape, ranks):
-    run(device, ranks, SHAPES[shape], KERNELS[kernel], launches=4)
+    run(device, ranks, SHAPES[shape], HOPPER_KERNELS[kernel], launches=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

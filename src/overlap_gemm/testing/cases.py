@@ -1,6 +1,7 @@
 """Problems to try the ops on, the same ones everywhere: sizes, dtypes, and the operands for them."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,3 +100,12 @@ LAYOUTS: dict[Op, Layout] = {
     "gemm_all_gather": Layout(x=None, weight=0, bias=0, out=None),
 }
 """The table of design: what is sharded along which dimension."""
+
+HOPPER_KERNELS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "pingpong": {"mma": "pingpong", "tile": (64, 128)},
+    "cooperative": {"mma": "cooperative", "tile": (128, 256)},
+    "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
+    "whole-partials": {"slot_dtype": "f32"},
+}
+"""Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""
