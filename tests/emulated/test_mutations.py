@@ -45,8 +45,8 @@ WAITS = {
     },
 }
 WARPS = {"sm_100a": 7, "sm_90a": 12}
+IN_CLUSTERS = {"fence.mbarrier_init*: remove": "the cluster barrier behind it releases as well"}
 REASONS = {
-    "fence.mbarrier_init*[01]: remove": "in a cluster: the barrier behind it releases as well",
     "atom.*: .acq_rel -> .relaxed": "the next launch reads the epoch, in stream order",
     "cp.async.bulk.wait_group#[23]: full -> .read": "own tiles: nobody reads them before the kernel's end",
     "mbarrier.arrive.shared.b64#[45]: remove": "frees stages behind the last tile; nothing follows",
@@ -120,5 +120,6 @@ def part_of_the_whole(kind, part, parts):
     arch, fields, sizes, num_sms = KERNELS[kind]
     check = checking(arch, fields, sizes, num_sms)
     waits = {f"{WAIT}#{ordinal}: remove": reason for ordinal, reason in WAITS.get(kind, {}).items()}
+    clusters = IN_CLUSTERS if fields.get("cluster", (1, 1)) != (1, 1) else {}
     tried = mutate.settings(1, 2, WARPS[arch])
-    return mutate.run(check, tried, reasons=REASONS | waits, part=(part, parts))
+    return mutate.run(check, tried, reasons=REASONS | waits | clusters, part=(part, parts))
