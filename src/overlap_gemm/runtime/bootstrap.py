@@ -9,6 +9,7 @@ overlap_gemm.finalize()
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,10 @@ import torch.distributed as dist
 from .workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
+
+
+GLOO_LETS_GO = 0.05
+"""Seconds that `finalize` leaves torch's communication threads to drop what they hold."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,10 @@ def finalize() -> None:
     close_workspaces()
     if _owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
+        # Where something else, a DeviceMesh say, keeps the group, its threads live on. One of them may still
+        # hold a tensor of the last collective, and aborts the process if it drops it while Python shuts down.
+        # Nothing tells when it has let go; it takes microseconds.
+        time.sleep(GLOO_LETS_GO)
     _world, _owns_process_group = None, False
 
 
