@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Measures the shapes of shapes.json on this machine and keeps the results as data and as pictures:
-#   bash benchmarks/run.sh NAME MODEL [BENCH OPTION...]
-# Options that a CPU can bear: `bash benchmarks/run.sh cpu Llama-8B --m 512 --rounds 5`.
+# Measures the shapes of shapes.json on this machine, one process group for all, and keeps data and picture:
+#   bash benchmarks/run.sh NAME OP [BENCH OPTION...]
+#   bash benchmarks/run.sh h200x4 gemm_reduce_scatter                # one rank per GPU, eager and in CUDA graphs
+#   bash benchmarks/run.sh cpu-2-ranks gemm_reduce_scatter --only Llama-8B --m 512 --rounds 5   # what a CPU can bear
+# OP is one of the four ops, or all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name="${1:?usage: bash benchmarks/run.sh NAME MODEL [BENCH OPTION...]}"
-model="${2:?name a model of shapes.json, such as Llama-8B}"
+name="${1:?usage: bash benchmarks/run.sh NAME OP [BENCH OPTION...]}"
+op="${2:?name an op, or all}"
 shift 2
 
-bench() { # bench PHASE [BENCH OPTION...]
-    local file="benchmarks/results/$name-$1"
-    bash launch/torchrun.sh overlap-gemm bench --shapes benchmarks/shapes.json --only "$model" \
-        --json "$file.json" --plot "$file.png" "${@:2}"
-}
-
-bench prefill --op all_gather_gemm --op gemm_reduce_scatter "$@"
-bench decode --op gemm_all_reduce --op gemm_all_gather # of few rows whatever the options say
+ops=("$op")
+[ "$op" = all ] && ops=(all_gather_gemm gemm_reduce_scatter gemm_all_reduce gemm_all_gather)
+options=()
+for each in "${ops[@]}"; do options+=(--op "$each"); done
+file="benchmarks/results/$name-${op//_/-}"
+exec bash launch/torchrun.sh python -m overlap_gemm.cli bench --shapes benchmarks/shapes.json "${options[@]}" \
+    --json "$file.json" --plot "$file.png" "$@"

@@ -19,11 +19,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, Uint32, cute, memory
 from cutlass.cute.runtime import from_dlpack
 
-from overlap_gemm.device.failure import FailureSite
-from overlap_gemm.device.flags import WaitBound, release_flag, wait_flag
-from overlap_gemm.device.memory import bulk_store
 from overlap_gemm.emulator import Emulator
-from overlap_gemm.pipelines import EpilogueRing
+from overlap_gemm.pipelines import EpilogueRing, FailureSite, WaitBound, bulk_store, release_flag, wait_flag
 
 NUM_EPILOGUE_WARPS = 4
 VALUES = 8  # fp32 values per thread and subtile
@@ -102,7 +99,7 @@ def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: 
             index = first + tile * stride
             if cute.arch.lane_idx() == 0:
                 wait_flag(
-                    own.flags + 4 * Int64(index), Uint32(1), bound, FailureSite(*[0] * 3, index, 0, index)
+                    own.flags + 4 * Int64(index), Uint32(1), bound, FailureSite(tile=index, index=index)
                 )
             cute.arch.sync_warp()
             for subtile in cutlass.range(SUBTILES, unroll=1):

@@ -1,8 +1,8 @@
 """A TMA store in the epilogue warp, a comm warp behind it: the form NVIDIA/cutlass issue #2900 asks for.
 
 Epilogue warps square a subtile in shared memory; one of their lanes stores it to this rank's memory with TMA
-and tells the comm warp, tile by tile, once the tile is really written. The comm warp reads the tile back and
-copies it to the next rank, while the epilogue is at the next tiles.
+and hands it to the comm warp once it is really written. The comm warp reads it back and copies it to the next
+rank, and releases a flag there behind each tile, while the epilogue is at the next subtiles.
 
 Runs on a CPU, in the emulator: ``python examples/tma_store_pipeline.py``.
 """
@@ -18,15 +18,13 @@ from cutlass import Float32, Int32, Int64, Uint32, cute, memory, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack
 
-from overlap_gemm.device.flags import release_flag
-from overlap_gemm.device.memory import global_pointer
 from overlap_gemm.emulator import Emulator
-from overlap_gemm.pipelines import PipelineTmaStoreAsync
+from overlap_gemm.pipelines import PipelineTmaStoreAsync, global_pointer, release_flag
 
 NUM_EPILOGUE_WARPS = 4
 ROWS, COLUMNS = 32, 32  # a subtile, 4 KiB: what one TMA store moves
 SUBTILES = 4  # subtiles side by side in a tile
-NUM_SLOTS, INFLIGHT = 3, 2  # tiles the epilogue may be ahead; stores left in flight
+NUM_STAGES, INFLIGHT = 6, 2  # subtiles the epilogue may be ahead; stores left in flight
 NUM_BUFFERS = INFLIGHT + 1
 EPILOGUE_BARRIER = 1
 VALUES = ROWS * COLUMNS // (32 * NUM_EPILOGUE_WARPS)  # fp32 values per epilogue thread and subtile
@@ -44,16 +42,15 @@ def square_store_send(
     num_tiles = (cute.size(x, mode=[0]) // ROWS - first + stride - 1) // stride
 
     smem = memory.SmemAllocator()
-    barriers = smem.allocate_array(Int64, 2 * NUM_SLOTS, byte_alignment=8)
     layout = cute.make_layout((ROWS, COLUMNS, NUM_BUFFERS), stride=(COLUMNS, 1, ROWS * COLUMNS))
     buffers = smem.allocate_tensor(Float32, layout, byte_alignment=128)
-    stores = PipelineTmaStoreAsync.create(barriers, NUM_SLOTS, SUBTILES, INFLIGHT, num_consumers=1)
     epilogue = pipeline.NamedBarrier(EPILOGUE_BARRIER, 32 * NUM_EPILOGUE_WARPS)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    one_lane = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # it speaks for the comm warp
+    producer, consumer = PipelineTmaStoreAsync.create(
+        num_stages=NUM_STAGES, inflight=INFLIGHT, consumer_group=one_lane
+    ).make_participants()
 
     if warp < NUM_EPILOGUE_WARPS:
-        state = stores.producer_state()
         subtiles = cute.zipped_divide(y_tma, (ROWS, COLUMNS))
         source, target = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 2), subtiles
@@ -68,33 +65,32 @@ def square_store_send(
                     buffers[row, column + i, buffer] = value * value
                 cute.arch.fence_proxy("async.shared", space="cta")
                 epilogue.arrive_and_wait()  # the subtile is complete
-                if warp == 0 and lane == 0:
-                    if subtile == 0:
-                        stores.acquire(state)
+                if thread == 0:
+                    store = producer.acquire_and_advance()
                     cute.copy(tma, source[(None, buffer)], target[(None, (index, subtile))])
-                    stores.commit(state, subtile)
+                    store.commit()
                 epilogue.arrive_and_wait()  # the next buffer is free
-            state.advance()
-        if warp == 0 and lane == 0:
-            stores.tail(state)
+        if thread == 0:
+            producer.tail()
     else:
-        state = stores.consumer_state()
         for tile in cutlass.range(num_tiles, unroll=1):
             index = first + tile * stride
-            stores.wait(state)
-            columns = SUBTILES * COLUMNS
-            for r in cutlass.range(ROWS, unroll=1):
-                at = index * ROWS + r
-                copy = global_pointer(Float32, peer + Int64(at * columns + lane * 4) * 4, 16)
-                own = cute.local_tile(y, (1, 4), (at, lane))
-                values = cute.make_rmem_tensor(4, Float32)
-                cute.autovec_copy(cute.make_tensor(own.iterator, cute.make_layout(4)), values)
-                cute.autovec_copy(values, cute.make_tensor(copy, cute.make_layout(4)))
-            cute.arch.sync_warp()
+            for subtile in cutlass.range(SUBTILES, unroll=1):
+                written = consumer.wait_and_advance()
+                for r in cutlass.range(0, ROWS, 4, unroll=1):  # four rows at a time, 16 bytes a lane
+                    row, column = index * ROWS + r + lane // 8, subtile * COLUMNS + lane % 8 * 4
+                    copy = peer + Int64(row * SUBTILES * COLUMNS + column) * 4
+                    own = cute.domain_offset((row, column), y)
+                    values = cute.make_rmem_tensor(4, Float32)
+                    cute.autovec_copy(cute.make_tensor(own.iterator.align(16), cute.make_layout(4)), values)
+                    cute.autovec_copy(
+                        values, cute.make_tensor(global_pointer(Float32, copy, 16), cute.make_layout(4))
+                    )
+                cute.arch.sync_warp()
+                if lane == 0:
+                    written.release()
             if lane == 0:
                 release_flag(peer_flags + 4 * Int64(index), Uint32(1))
-                stores.release(state)
-            state.advance()
 
 
 @cute.jit

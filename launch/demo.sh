@@ -2,4 +2,4 @@
 # Sets up everything and runs the main job on all GPUs of this machine, or on 2 CPU ranks.
 # Arguments go to `overlap-gemm demo`: `bash launch/demo.sh --steps 200`.
 set -euo pipefail
-exec bash "$(dirname "$0")/torchrun.sh" overlap-gemm demo "$@"
+exec bash "$(dirname "$0")/torchrun.sh" python -m overlap_gemm.cli demo "$@"

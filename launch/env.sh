@@ -59,6 +59,9 @@ install() {
 
 if [ -n "${OVERLAP_GEMM_PYTHON:-}" ]; then
     PATH="$(dirname "$OVERLAP_GEMM_PYTHON"):$PATH"
+    # Where overlap_gemm is not installed, this checkout's.
+    "$OVERLAP_GEMM_PYTHON" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("overlap_gemm") is None)' ||
+        export PYTHONPATH="$ROOT/src${PYTHONPATH:+:$PYTHONPATH}"
 else
     VENV="$ROOT/.venv"
     EXTRAS="${OVERLAP_GEMM_EXTRAS:-nvshmem,mpi,demo,dev}"

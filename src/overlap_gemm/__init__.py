@@ -1,21 +1,73 @@
-"""Tensor-parallel GEMMs whose communication happens inside the GEMM kernel."""
+"""Tensor-parallel GEMMs whose communication happens inside the GEMM kernel.
 
-from .functional import all_gather_gemm, explain, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
-from .runtime.bootstrap import World, finalize, init
-from .runtime.symmetric import SymmetricMemoryError
-from .runtime.workspace import CommTimeoutError, close_workspaces, workspace_bytes
+The public names load on first use (PEP 562), so that a part that needs no torch, such as
+:mod:`overlap_gemm.pipelines`, imports none. Whoever runs a saved program that calls
+``torch.ops.overlap_gemm``, and uses no public name, imports :mod:`overlap_gemm.ops`, which registers them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ahead import reserve, warmup
+    from .functional import all_gather_gemm, explain, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+    from .runtime.agree import DisagreementError
+    from .runtime.bootstrap import World, finalize, init
+    from .runtime.order import CaptureError
+    from .runtime.symmetric import SymmetricMemoryError
+    from .runtime.workspace import (
+        CommTimeoutError,
+        OverlappingCallsError,
+        close_workspaces,
+        workspace_bytes,
+    )
+    from .tuning.settings import configured
+
+__version__ = "0.1.0"
+
+HOMES = (
+    "ahead",
+    "functional",
+    "runtime.agree",
+    "runtime.bootstrap",
+    "runtime.order",
+    "runtime.symmetric",
+    "runtime.workspace",
+    "tuning.settings",
+)
+"""The modules that the public names come from."""
 
 __all__ = [
+    "CaptureError",
     "CommTimeoutError",
+    "DisagreementError",
+    "OverlappingCallsError",
     "SymmetricMemoryError",
     "World",
     "all_gather_gemm",
     "close_workspaces",
+    "configured",
     "explain",
     "finalize",
     "gemm_all_gather",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "init",
+    "reserve",
+    "warmup",
     "workspace_bytes",
 ]
+
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # All names at the first of them: an op must not be registered in the middle of a trace.
+        for home in HOMES:
+            found = vars(import_module(f".{home}", __name__))
+            globals().update({public: found[public] for public in __all__ if public in found})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

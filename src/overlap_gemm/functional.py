@@ -1,25 +1,123 @@
 """The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from . import ops as _ops  # noqa: F401  registers torch.ops.overlap_gemm
-from .backends.base import DUAL, OPS, Problem
-from .backends.select import Choice, check_name, choose, preferring
+from . import ops
+from .autocast import autocast
+from .backends.base import DUAL, OPS, BackendName, Problem
+from .backends.select import Choice, choose, preferring
+from .calls import is_plain, keep, layouts, needs_grad, state
+from .lowering import (
+    Length,
+    Lowered,
+    is_capturing,
+    lower_all_gather_gemm,
+    lower_gemm_all_gather,
+    lower_gemm_all_reduce,
+    lower_gemm_reduce_scatter,
+)
+from .registered import Bound, Registered
 from .runtime import agree
-from .runtime.group import GroupLike, group_name, group_rank, group_size, resolve
-from .sharding import Shards
+from .runtime.group import Group, GroupLike, find, group_name, resolve
 
-Length: TypeAlias = int | Literal["equal"] | None
-"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
+__all__ = [
+    "Length",
+    "all_gather_gemm",
+    "explain",
+    "gemm_all_gather",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
+]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""float64 is for gradient checks; the portable backends alone carry it."""
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor,
+    *,
+    group: GroupLike = None,
+    bias: Tensor | None = None,
+    return_gathered: Literal[False] = False,
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+) -> Tensor: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor,
+    *,
+    group: GroupLike = None,
+    bias: Tensor | None = None,
+    return_gathered: Literal[True],
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    group: GroupLike = None,
+    bias: Sequence[Tensor] | None = None,
+    return_gathered: Literal[False] = False,
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    group: GroupLike = None,
+    bias: Sequence[Tensor] | None = None,
+    return_gathered: Literal[True],
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+) -> tuple[list[Tensor], Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    group: GroupLike = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    return_gathered: bool,
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+) -> Any: ...
 
 
 def all_gather_gemm(
@@ -29,10 +127,12 @@ def all_gather_gemm(
     group: GroupLike = None,
     bias: Tensor | Sequence[Tensor] | None = None,
     return_gathered: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     rows: Length = None,
     dim: int = 0,
     save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -54,6 +154,10 @@ def all_gather_gemm(
             a copy unless b = 1).
         save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
             gathering it again in backward. Always so where `return_gathered` keeps it alive anyway.
+        columns: N of all weights over all ranks; or "equal" if every rank has as many columns as this one; or
+            None: what `auto` chooses then does not depend on it.
+        deterministic: Whether the sums of the gradient must come out bitwise the same from call to call, as
+            for `gemm_reduce_scatter`.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
@@ -64,24 +168,11 @@ def all_gather_gemm(
         RuntimeError: A peer is gone, did not answer within the group's timeout, or (`OVERLAP_GEMM_CHECK=1`)
             disagrees about the call.
     """
-    op = "all_gather_gemm"
-    single = isinstance(weight, Tensor)
-    name = group_name(group)
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
-    biases = _as_list(bias)
-    _validate(op, name, x_shard, weights, biases, backend, dim)
-    x = x_shard.movedim(dim, 0)
-    length, inner, width = x.shape[0], x.shape[1:-1], x.shape[-1]
-    total = _total(op, "rows", rows, length, x, name)
-    unit = math.prod(inner)
-    shards = Shards.even(total * unit, group_size(name), max(unit, 1))
-    flat = x.reshape(length * unit, width)
-    gathered, *outs = torch.ops.overlap_gemm.all_gather_gemm(
-        flat, weights, biases, shards.total, shards.chunk, return_gathered or save_gathered, name, backend
-    )
-    outs = [out.view(total, *inner, out.shape[-1]).movedim(0, dim) for out in outs]
-    result = outs[0] if single else outs
-    return (result, gathered.view(total, *inner, width).movedim(0, dim)) if return_gathered else result
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
+    single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
+    how = (backend, deterministic, dim, columns, single, return_gathered, kept)
+    return _call(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, how, rows)
 
 
 def gemm_reduce_scatter(
@@ -90,13 +181,15 @@ def gemm_reduce_scatter(
     *,
     group: GroupLike = None,
     bias: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     dim: int = 0,
+    k: Length = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
-    The row-parallel half of a tensor-parallel layer with sequence parallelism. The sum is accumulated in
-    float32 (or wider) in rank order: bitwise the same from call to call.
+    The row-parallel half of a tensor-parallel layer with sequence parallelism. Every backend but `torch`
+    accumulates the sum in float32 (or wider) in rank order: bitwise the same from call to call.
 
     Args:
         x: `[M, ..., K_local]`; float32, bfloat16, float16 (or float64). K_local may differ between ranks.
@@ -105,6 +198,10 @@ def gemm_reduce_scatter(
         bias: `[N]`, the same on every rank; added once, after the sum. Every rank gets its whole gradient.
         backend: "auto" or a backend's name; see `explain`.
         dim: The dimension of x along which the result is sharded, as in `all_gather_gemm`.
+        k: K, the sum of the ranks' `K_local`; or "equal" if every rank has as much as this one; or None: what
+            `auto` chooses then does not depend on it.
+        deterministic: True keeps `auto` to backends that sum in rank order; None asks
+            `torch.are_deterministic_algorithms_enabled()`. The same on every rank.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
@@ -112,17 +209,8 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    op = "gemm_reduce_scatter"
-    name = group_name(group)
-    _validate(op, name, x, [weight], _as_list(bias), backend, dim)
-    x = x.movedim(dim, 0)
-    inner = x.shape[1:-1]
-    unit = math.prod(inner)
-    flat = x.reshape(x.shape[0] * unit, x.shape[-1])
-    shards = Shards.even(flat.shape[0], group_size(name), max(unit, 1))
-    out = torch.ops.overlap_gemm.gemm_reduce_scatter(flat, weight, bias, shards.chunk, name, backend)
-    length = Shards.even(x.shape[0], group_size(name)).size(group_rank(name))
-    return out.view(length, *inner, out.shape[-1]).movedim(0, dim)
+    how = (backend, deterministic, dim, k)
+    return _call(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, how)
 
 
 def gemm_all_reduce(
@@ -131,7 +219,9 @@ def gemm_all_reduce(
     *,
     group: GroupLike = None,
     bias: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
+    k: Length = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
@@ -144,6 +234,8 @@ def gemm_all_reduce(
         group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         bias: `[N]`, the same on every rank; added once, after the sum.
         backend: "auto" or a backend's name; see `explain`.
+        k: As for `gemm_reduce_scatter`.
+        deterministic: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -151,11 +243,8 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    op = "gemm_all_reduce"
-    name = group_name(group)
-    _validate(op, name, x, [weight], _as_list(bias), backend)
-    out = torch.ops.overlap_gemm.gemm_all_reduce(x.flatten(0, -2), weight, bias, name, backend)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    how = (backend, deterministic, k)
+    return _call(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, how)
 
 
 def gemm_all_gather(
@@ -164,8 +253,9 @@ def gemm_all_gather(
     *,
     group: GroupLike = None,
     bias: Tensor | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     columns: Length = None,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -177,6 +267,7 @@ def gemm_all_gather(
         bias: `[N_local]`.
         backend: "auto" or a backend's name; see `explain`.
         columns: N; as `rows` of `all_gather_gemm`.
+        deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -184,12 +275,8 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    op = "gemm_all_gather"
-    name = group_name(group)
-    _validate(op, name, x, [weight], _as_list(bias), backend)
-    total = _total(op, "columns", columns, weight.shape[0], x, name)
-    out = torch.ops.overlap_gemm.gemm_all_gather(x.flatten(0, -2), weight, bias, total, name, backend)
-    return out.view(*x.shape[:-1], total)
+    how = (backend, deterministic)
+    return _call(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, how, columns)
 
 
 def explain(
@@ -198,10 +285,12 @@ def explain(
     weight: Tensor | Sequence[Tensor],
     *,
     group: GroupLike = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     rows: Length = None,
     columns: Length = None,
+    k: Length = None,
     dim: int = 0,
+    deterministic: bool | None = None,
     **_: Any,
 ) -> Choice:
     """Which backend would carry out `op(x, weight, ...)`, and why.
@@ -215,8 +304,10 @@ def explain(
         group: As for the op.
         backend: As for the op.
         rows: As for `all_gather_gemm`.
-        columns: As for `gemm_all_gather`.
+        columns: As for the op.
+        k: As for the op.
         dim: As for the op.
+        deterministic: As for the op.
         **_: The op's other arguments, on which the choice does not depend.
 
     Returns:
@@ -225,110 +316,123 @@ def explain(
     Raises:
         ValueError, TypeError: As the op.
     """
-    name = op if isinstance(op, str) else op.__name__
+    name = op if isinstance(op, str) else getattr(op, "__name__", None)
     if name not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {name!r}")
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    x, weights, _biases = autocast(x, weights, [])
     ranks = group_name(group)
-    weights = [weight] if isinstance(weight, Tensor) else list(weight)
-    _validate(name, ranks, x, weights, [], backend, dim)
-    batch = math.prod(x.shape[:-1])
     if name == "all_gather_gemm":
-        length = x.shape[dim]
-        total = _total(name, "rows", rows, length, x, ranks)
-        batch = total * math.prod(size for axis, size in enumerate(x.shape[:-1]) if axis != dim % x.ndim)
+        how: tuple[Any, ...] = (backend, deterministic, dim, columns, True, False, False)
+        lowered = lower_all_gather_gemm(ranks, x, weights, [], how, rows)
+        batch, _, _, across, *_rest = lowered.arguments
         features = x.shape[-1]
     elif name == "gemm_all_gather":
-        features = _total(name, "columns", columns, weights[0].shape[0], x, ranks)
+        lowered = lower_gemm_all_gather(ranks, x, weights[0], None, (backend, deterministic), columns)
+        batch, features, across = lowered.flat[0], lowered.arguments[0], x.shape[-1]
+    elif name == "gemm_reduce_scatter":
+        lowered = lower_gemm_reduce_scatter(ranks, x, weights[0], None, (backend, deterministic, dim, k))
+        batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[1]
     else:
-        features = weights[0].shape[0]
-    problem = Problem.of(name, batch, features, x, resolve(ranks))
+        lowered = lower_gemm_all_reduce(ranks, x, weights[0], None, (backend, deterministic, k))
+        batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[0]
+    problem = Problem.of(name, batch, features, across, x, resolve(ranks), deterministic, backend)
     choice = choose(problem, backend)
     if name in DUAL:  # the gradient's exchange moves a tensor of the same size the other way
         choice = replace(choice, backward=choose(replace(problem, op=DUAL[name]), preferring(backend)))
     return choice
 
 
-def _as_list(bias: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
-    if bias is None:
-        return []
-    return [bias] if isinstance(bias, Tensor) else list(bias)
+class _Prepared(NamedTuple):
+    """All that calls of one kind have in common: a call is this and its tensors."""
+
+    bound: Bound
+    lowered: Lowered
+
+    def __call__(self, x: Tensor, weight: Any, bias: Any) -> Any:
+        bound, lowered = self
+        if lowered.dim is not None:
+            x = lowered.flatten(x)
+        run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
+        result = run(x, weight, bias)
+        return result if lowered.finish is None else lowered.finish(result)
 
 
-def _validate(
-    op: str, group: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str, dim: int = 0
-) -> None:
-    """Raises for arguments that do not fit together; in debug mode on the other ranks, too."""
+class _Asking(NamedTuple):
+    """The same for calls whose sharded extent the ranks must ask each other for, every time."""
+
+    op: Registered
+    lower: Callable[..., Lowered]
+    group: Group
+    how: tuple[Any, ...]
+    facts: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: Tensor, weight: Any, bias: Any) -> Any:
+        gathers_rows = self.op is ops.all_gather_gemm
+        what, length = ("rows", x.shape[self.how[2]]) if gathers_rows else ("columns", weight.shape[0])
+        total = agree.total_length(self.op.name, what, length, x.device, self.group, self.facts)
+        return _call(self.op, self.lower, x, weight, bias, self.group.name, self.how, total)
+
+
+def _call(
+    op: Registered,
+    lower: Callable[..., Lowered],
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: GroupLike,
+    how: tuple[Any, ...],
+    *extent: Length,
+) -> Any:
+    """Calls an op: at once where nobody but autograd looks, else through torch's dispatcher.
+
+    Args:
+        op: It.
+        lower: Makes a call of it.
+        x: The user's.
+        weight: The user's, or a list.
+        bias: The user's, or a list.
+        group: The user's.
+        how: The user's other arguments.
+        *extent: The sharded extent, of ops that have one: rows or columns.
+    """
+    if not is_plain(x, weight, bias):
+        x, weight, bias = _autocast(x, weight, bias)
+        lowered = lower(group_name(group), x, weight, bias, how, *extent)
+        through = getattr(torch.ops.overlap_gemm, op.name)
+        result = through(lowered.flatten(x), weight, bias, *lowered.arguments)
+        return result if lowered.finish is None else lowered.finish(result)
+    ranks = find(group)
     try:
-        _check_operands(op, x, weights, biases)
-        if not 0 <= dim < x.ndim - 1:
-            raise ValueError(
-                f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {_shape(x)}, got {dim}"
-            )
-        _check_group(op, x, group)
-        check_name(backend)
-    except (ValueError, TypeError) as error:
-        agree.report(op, resolve(group), error)
+        key = (op.name, layouts(x, weight, bias), how, extent, state(x))
+        prepared = ranks.calls.get(key)
+    except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
+        lower(ranks.name, x, weight, bias, how, *["equal" for _ in extent])
         raise
+    if prepared is None:
+        prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, how, extent))
+    return prepared(x, weight, bias)
 
 
-def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
-    if not weights:
-        raise ValueError(f"{op}: weight is an empty list")
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"{op}: {len(weights)} weights need as many biases or none, got {len(biases)}")
-    named = [("x", x), *(("weight", weight) for weight in weights), *(("bias", bias) for bias in biases)]
-    for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
-            raise TypeError(
-                f"{op}: operands must share dtype and device, got x {x.dtype} on {x.device} and "
-                f"{name} {tensor.dtype} on {tensor.device}"
-            )
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: dtype must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
-    if x.ndim < 2:
-        raise ValueError(f"{op}: x must be [M, ..., K], got {_shape(x)}")
-    for weight in weights:
-        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"{op}: weight must be [N, K] as in nn.Linear with K={x.shape[-1]} of x {_shape(x)}, "
-                f"got {_shape(weight)}"
-            )
-    for bias, weight in zip(biases, weights, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{op}: bias must be [{weight.shape[0]}] for weight {_shape(weight)}, got {_shape(bias)}"
-            )
+def _prepare(
+    op: Registered,
+    lower: Callable[..., Lowered],
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: Group,
+    how: tuple[Any, ...],
+    extent: tuple[Length, ...],
+) -> _Prepared | _Asking:
+    if extent == (None,) and group.size > 1 and not is_capturing(x):
+        return _Asking(op, lower, group, how, lower(group.name, x, weight, bias, how, "equal").facts)
+    lowered = lower(group.name, x, weight, bias, how, *extent)
+    agree.same(group, x.device, (*lowered.facts, ("extent", extent)))
+    return _Prepared(op.bound((lowered.flatten(x), weight, bias), lowered.arguments), lowered)
 
 
-def _check_group(op: str, x: Tensor, group: str) -> None:
-    if torch.compiler.is_compiling():
-        return
-    ranks = resolve(group)
-    if x.device.type not in ranks.device_types:
-        raise ValueError(
-            f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
-            f"it serves {sorted(ranks.device_types)}"
-        )
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def _total(op: str, what: str, given: Length, length: int, x: Tensor, group: str) -> int:
-    """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say."""
-    if given == "equal":
-        return length * group_size(group)
-    if given is not None:
-        own = Shards.even(given, group_size(group)).size(group_rank(group))
-        if own != length:
-            raise ValueError(
-                f"{op}: of {what}={given} rank {group_rank(group)} of {group_size(group)} owns {own} "
-                f"(as torch.chunk cuts), but its operand has {length}"
-            )
-        return given
-    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return length * group_size(group)
-    return agree.total_length(op, what, length, x.device, resolve(group))
+def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    if isinstance(weight, list):
+        return autocast(x, weight, bias)
+    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
+    return x, weight, biases[0] if biases else None

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .autocast import autocast
+from .backends.base import BackendName
+from .backends.select import check_name
 from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
 from .runtime.group import GroupLike, group_name, group_rank, group_size
 from .sharding import Shards
@@ -52,13 +55,14 @@ class ColumnParallelLinear(nn.Module):
         sequence_dim: int = 0,
         tp_group: GroupLike = None,
         rows: Length = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if gather_output and sequence_parallel:
             raise ValueError("gather_output=True and sequence_parallel=True cannot go together")
+        _check_options(sequence_dim, backend)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.sequence_parallel, self.sequence_dim, self.rows = sequence_parallel, sequence_dim, rows
@@ -85,6 +89,7 @@ class ColumnParallelLinear(nn.Module):
                 group=self.tp_group,
                 dim=self.sequence_dim,
                 rows=self.rows,
+                columns=self.output_size,
                 backend=self.backend,
             )
         elif self.gather_output:
@@ -144,11 +149,12 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
         tp_group: GroupLike = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        _check_options(sequence_dim, backend)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
@@ -178,10 +184,13 @@ class RowParallelLinear(nn.Module):
                 bias=bias,
                 group=self.tp_group,
                 dim=self.sequence_dim,
+                k=self.input_size,
                 backend=self.backend,
             )
         else:
-            out = gemm_all_reduce(x, self.weight, bias=bias, group=self.tp_group, backend=self.backend)
+            out = gemm_all_reduce(
+                x, self.weight, bias=bias, group=self.tp_group, k=self.input_size, backend=self.backend
+            )
         return (out, self.bias) if self.skip_bias_add else out
 
     def extra_repr(self) -> str:
@@ -223,7 +232,7 @@ class ParallelMLP(nn.Module):
         sequence_dim: int = 0,
         tp_group: GroupLike = None,
         rows: Length = None,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -266,6 +275,7 @@ class ParallelMLP(nn.Module):
                 group=first.tp_group,
                 dim=first.sequence_dim,
                 rows=first.rows,
+                columns=first.output_size + second.output_size,
                 backend=first.backend,
             )
         else:
@@ -274,7 +284,7 @@ class ParallelMLP(nn.Module):
 
 
 def column_parallel_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, backend: str = "auto"
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, backend: BackendName = "auto"
 ) -> Tensor:
     """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
@@ -288,7 +298,9 @@ def column_parallel_gemm(
     Returns:
         `[..., N_local]`.
     """
-    out = torch.ops.overlap_gemm.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend)
+    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
+    bias = biases[0] if biases else None
+    out = torch.ops.overlap_gemm.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -311,6 +323,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
                     total = (layer.output_size, layer.input_size)[dim]
                     state[key] = _gather(state[key], dim, total, layer.tp_group)
     return state
+
+
+def _check_options(sequence_dim: int, backend: str) -> None:
+    if sequence_dim not in (0, 1):
+        raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
+    check_name(backend)
 
 
 def _gather(shard: Tensor, dim: int, total: int, group: str) -> Tensor:

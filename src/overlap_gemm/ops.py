@@ -9,6 +9,7 @@ ops are plain graph nodes to torch.compile. Gradients follow the duality of the 
 
 A replicated output's gradient must be the same on every rank, as it is when every rank computes the same
 loss; a replicated input gets its whole gradient on every rank.
+
 """
 
 from collections.abc import Callable, Sequence
@@ -17,45 +18,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends.base import Backend, Op, Problem
+from .backends.base import Op, Problem
 from .backends.collectives import all_gather_rows as _all_gather_rows
 from .backends.collectives import gemm
 from .backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
-from .backends.select import choose, preferring
+from .backends.select import announce, choose, preferring
+from .backends.torch_backend import reduce_scatter_padded
+from .registered import Registered, Run
 from .runtime import agree
-from .runtime.group import Group, resolve
+from .runtime.group import resolve
 from .sharding import Shards
 
-_library = torch.library.Library("overlap_gemm", "DEF")
+_ops = torch.ops.overlap_gemm
 
 
-class _Registered:
-    """A function as an op of ``torch.ops.overlap_gemm``, by its name, schema from its annotations.
+def _bind(
+    op: Op,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    rows: int,
+    features: int,
+    across: int | None,
+    shards: Callable[[int], Shards],
+    how: tuple[str, str, bool | None],
+) -> Run:
+    """Chooses the backend, in debug mode after all ranks have compared notes; it says what there is to do.
 
-    `torch.library.custom_op` without the wrappers it runs in every call: a quarter of the host time of one.
+    Args:
+        op: Of the backend.
+        x: As for the backend, contiguous or not.
+        weight: As for the backend.
+        bias: As for the backend.
+        rows: As for `Problem`.
+        features: As for `Problem`.
+        across: As for `Problem`.
+        shards: P -> the division that the backend wants.
+        how: Group, backend and determinism, as the ops take them.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._name = f"overlap_gemm::{function.__name__}"
-        schema = torch.library.infer_schema(function, mutates_args=())
-        _library.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(function.__name__, function, "CompositeExplicitAutograd")
-
-    def register_fake(self, function: Callable[..., Any]) -> None:
-        """What the op returns, in shape and dtype."""
-        torch.library.register_fake(self._name, function, lib=_library)
-
-    def register_autograd(self, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-        """How gradients are computed, and what is kept for it."""
-        torch.library.register_autograd(self._name, backward, setup_context=setup_context, lib=_library)
-
-
-def _begin(op: Op, x: Tensor, rows: int, features: int, group: str, backend: str) -> tuple[Backend, Group]:
-    """Chooses the backend; in debug mode all ranks compare notes first."""
+    group, backend, deterministic = how
     ranks = resolve(group)
-    problem = Problem.of(op, rows, features, x, ranks)
-    agree.check(ranks, backend=backend, **vars(problem))
-    return choose(problem, backend).backend, ranks
+    problem = Problem.of(op, rows, features, across, x, ranks, deterministic, backend)
+    agree.same(ranks, x.device, (*vars(problem).items(), ("backend", backend)))
+    choice = announce(choose(problem, backend))
+    run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+    extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
+    return _ranged(f"overlap_gemm {op} {extents} {choice.backend.name}", run)
+
+
+def _ranged(name: str, run: Run) -> Run:
+    """`run` under a range of that name, for whoever profiles: torch.profiler, or NVTX under `emit_nvtx`."""
+
+    def ranged(*operands: Any) -> Any:
+        if not torch.autograd._profiler_enabled():
+            return run(*operands)
+        with torch.autograd.profiler.record_function(name):
+            return run(*operands)
+
+    return ranged
+
+
+def _for_backward(how: Sequence[Any]) -> tuple[str, bool | None]:
+    """The forward's `(backend, deterministic)` as its backward passes it on."""
+    backend, deterministic = how
+    return preferring(backend), deterministic
+
+
+def _own(chunk: int, rows: int, group: str) -> int:
+    """Rows of this rank, of `rows` in shards of `chunk`."""
+    ranks = resolve(group)
+    return Shards(rows, ranks.size, chunk).size(ranks.rank)
 
 
 def _new(like: Tensor, tensor: Tensor) -> Tensor:
@@ -63,76 +95,78 @@ def _new(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor is like else tensor
 
 
-def _columns(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=0)
+# --- all_gather_rows: x [m_r, K] -> [rows, K]; shards of `chunk` rows ---
 
 
-# --- all_gather_rows, reduce_scatter_rows: for what backward moves without a product ---
-
-
-@_Registered
-def all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Tensor:
-    """X `[m_r, K]` -> `[rows, K]`; shards of `chunk` rows."""
+def _bind_all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Run:
     ranks = resolve(group)
-    return _new(x, _all_gather_rows(x.contiguous(), Shards(rows, ranks.size, chunk), ranks))
-
-
-@all_gather_rows.register_fake
-def _(x: Tensor, rows: int, chunk: int, group: str) -> Tensor:
-    return x.new_empty(rows, x.shape[1])
-
-
-@_Registered
-def reduce_scatter_rows(x: Tensor, chunk: int, group: str) -> Tensor:
-    """X `[M, N]`, one addend per rank -> this rank's rows of the sum; shards of `chunk` rows."""
-    ranks = resolve(group)
-    return _new(x, _reduce_scatter_rows(x.contiguous(), None, Shards(x.shape[0], ranks.size, chunk), ranks))
-
-
-@reduce_scatter_rows.register_fake
-def _(x: Tensor, chunk: int, group: str) -> Tensor:
-    ranks = resolve(group)
-    return x.new_empty(Shards(x.shape[0], ranks.size, chunk).size(ranks.rank), x.shape[1])
+    shards = Shards(rows, ranks.size, chunk)
+    return lambda x: _new(x, _all_gather_rows(x.contiguous(), shards, ranks))
 
 
 def _save_all_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.chunk, ctx.group = inputs
 
 
-def _backward_all_gather_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.overlap_gemm.reduce_scatter_rows(grad, ctx.chunk, ctx.group), None, None, None
+all_gather_rows = Registered(
+    "all_gather_rows(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
+    bind=_bind_all_gather_rows,
+    fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
+    save=_save_all_gather_rows,
+    backward=lambda ctx, needs, grad: (_ops.reduce_scatter_rows(grad, ctx.chunk, ctx.group, "auto", None),),
+)
+
+
+# --- reduce_scatter_rows: x [M, N], one addend per rank -> this rank's rows of the sum; shards of `chunk` ---
+# Summed as the backend sums that would carry out a gemm_reduce_scatter of that size.
+
+
+def _bind_reduce_scatter_rows(
+    x: Tensor, chunk: int, group: str, backend: str, deterministic: bool | None
+) -> Run:
+    ranks = resolve(group)
+    rows, columns = x.shape
+    problem = Problem.of("gemm_reduce_scatter", rows, columns, None, x, ranks, deterministic, backend)
+    shards = Shards(x.shape[0], ranks.size, chunk)
+    if choose(problem, backend).backend.deterministic or ranks.size == 1:
+        return lambda x: _new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))
+
+    def run(x: Tensor) -> Tensor:
+        padded = x.new_empty(ranks.size * chunk, x.shape[1])
+        padded[: shards.total] = x
+        return reduce_scatter_padded(padded, None, shards, ranks)
+
+    return run
 
 
 def _save_reduce_scatter_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.chunk, ctx.group = inputs
+    x, ctx.chunk, ctx.group, *_ = inputs
     ctx.rows = x.shape[0]
 
 
-def _backward_reduce_scatter_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.overlap_gemm.all_gather_rows(grad, ctx.rows, ctx.chunk, ctx.group), None, None
+reduce_scatter_rows = Registered(
+    "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
+    bind=_bind_reduce_scatter_rows,
+    fake=lambda x, chunk, group, *_: x.new_empty(_own(chunk, x.shape[0], group), x.shape[1]),
+    save=_save_reduce_scatter_rows,
+    backward=lambda ctx, needs, grad: (_ops.all_gather_rows(grad, ctx.rows, ctx.chunk, ctx.group),),
+)
 
 
-all_gather_rows.register_autograd(_backward_all_gather_rows, setup_context=_save_all_gather_rows)
-reduce_scatter_rows.register_autograd(_backward_reduce_scatter_rows, setup_context=_save_reduce_scatter_rows)
+# --- slice_columns: x [M, K], the same on every rank -> this rank's columns, for a row-parallel layer ---
 
 
-# --- slice_columns: for a row-parallel layer whose input is replicated ---
-
-
-@_Registered
-def slice_columns(x: Tensor, group: str) -> Tensor:
-    """X `[M, K]`, the same on every rank -> this rank's columns. The gradient is gathered to all of x."""
+def _bind_slice_columns(x: Tensor, group: str) -> Run:
     ranks = resolve(group)
-    start, stop = Shards.even(x.shape[1], ranks.size).range(ranks.rank)
-    return x[:, start:stop].clone(memory_format=torch.contiguous_format)
+    own = slice(*Shards.even(x.shape[1], ranks.size).range(ranks.rank))
+    return lambda x: x[:, own].clone(memory_format=torch.contiguous_format)
 
 
-@slice_columns.register_fake
-def _(x: Tensor, group: str) -> Tensor:
+def _fake_slice_columns(x: Tensor, group: str) -> Tensor:
     ranks = resolve(group)
     return x.new_empty(x.shape[0], Shards.even(x.shape[1], ranks.size).size(ranks.rank))
 
@@ -142,241 +176,220 @@ def _save_slice_columns(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.columns = x.shape[1]
 
 
-def _backward_slice_columns(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_slice_columns(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor]:
     chunk = Shards.even(ctx.columns, resolve(ctx.group).size).chunk
-    return torch.ops.overlap_gemm.all_gather_rows(grad.t(), ctx.columns, chunk, ctx.group).t(), None
+    return (_ops.all_gather_rows(grad.t(), ctx.columns, chunk, ctx.group).t(),)
 
 
-slice_columns.register_autograd(_backward_slice_columns, setup_context=_save_slice_columns)
+slice_columns = Registered(
+    "slice_columns(Tensor x, str group) -> Tensor",
+    bind=_bind_slice_columns,
+    fake=_fake_slice_columns,
+    save=_save_slice_columns,
+    backward=_backward_slice_columns,
+)
 
 
-# --- all_gather_gemm ---
+# --- all_gather_gemm: x [m_r, K], weights [N_i, K] -> gathered x [rows, K] (empty unless kept), products ---
+# `across` is N of all weights over all ranks, if it is known.
 
 
-@_Registered
-def all_gather_gemm(
+def _bind_all_gather_gemm(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     rows: int,
     chunk: int,
     keep_gathered: bool,
-    group: str,
-    backend: str,
-) -> list[Tensor]:
-    """X `[m_r, K]`, weights `[N_i, K]` -> gathered x `[rows, K]` (empty unless kept), then products."""
-    way, ranks = _begin("all_gather_gemm", x, rows, x.shape[1], group, backend)
-    gathered, outs = way.all_gather_gemm(
-        x.contiguous(), weights, biases, Shards(rows, ranks.size, chunk), ranks
+    across: int | None,
+    *how: Any,
+) -> Run:
+    carry_out = _bind(
+        "all_gather_gemm", x, weights, biases, rows, x.shape[1], across, lambda p: Shards(rows, p, chunk), how
     )
-    return [_new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
+
+    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+        gathered, outs = carry_out(x, weights, biases)
+        return [_new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
+
+    return run
 
 
-@all_gather_gemm.register_fake
-def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    rows: int,
-    chunk: int,
-    keep_gathered: bool,
-    group: str,
-    backend: str,
+def _fake_all_gather_gemm(
+    x: Tensor, weights: Sequence[Tensor], _: Any, rows: int, chunk: int, keep_gathered: bool, *__: Any
 ) -> list[Tensor]:
     gathered = x.new_empty(rows if keep_gathered else 0, x.shape[1])
     return [gathered, *(x.new_empty(rows, weight.shape[0]) for weight in weights)]
 
 
 def _save_all_gather_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.group, ctx.backend = inputs
-    ctx.num_weights, ctx.num_biases = len(weights), len(biases)
+    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.across, ctx.group, *ctx.how = inputs
     ctx.save_for_backward(output[0] if ctx.kept else x, *weights)
     ctx.set_materialize_grads(False)
 
 
-def _backward_all_gather_gemm(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
+    needs_x, needs_weights, needs_biases = needs
     grad_gathered = grads[0] if ctx.kept else None
     grad_outs = [
         x.new_zeros(ctx.rows, weight.shape[0]) if grad is None else grad
         for grad, weight in zip(grads[1:], weights, strict=True)
     ]
-    needs_x, needs_weights, needs_biases, *_ = ctx.needs_input_grad
-    grad_x, grad_weights, grad_biases = None, [None] * ctx.num_weights, [None] * ctx.num_biases
+    grad_x = None
+    grad_weights: list[Tensor | None] = [None] * len(weights)
     if needs_x:
-        stacked, weight = _columns(grad_outs), _rows(weights)
+        stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
+        how = (ctx.group, *_for_backward(ctx.how))
         if grad_gathered is None:
-            grad_x = torch.ops.overlap_gemm.gemm_reduce_scatter(
-                stacked, weight.t(), None, ctx.chunk, ctx.group, preferring(ctx.backend)
-            )
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *how)
         else:
-            grad_x = torch.ops.overlap_gemm.reduce_scatter_rows(
-                stacked @ weight + grad_gathered, ctx.chunk, ctx.group
-            )
+            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *how)
     if any(needs_weights):
-        gathered = (
-            x if ctx.kept else torch.ops.overlap_gemm.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.group)
-        )
+        gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.group)
         grad_weights = [
             grad.t() @ gathered if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
         ]
-    if any(needs_biases):
-        grad_biases = [grad.sum(0) for grad in grad_outs]
-    return grad_x, grad_weights, grad_biases, None, None, None, None, None
+    grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
+    return grad_x, grad_weights, grad_biases
 
 
-all_gather_gemm.register_autograd(_backward_all_gather_gemm, setup_context=_save_all_gather_gemm)
+all_gather_gemm = Registered(
+    "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
+    "bool keep_gathered, SymInt? across, str group, str backend, bool? deterministic) -> Tensor[]",
+    bind=_bind_all_gather_gemm,
+    fake=_fake_all_gather_gemm,
+    save=_save_all_gather_gemm,
+    backward=_backward_all_gather_gemm,
+)
 
 
-# --- gemm_reduce_scatter ---
+# --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> own rows [m_r, N]; shards of `chunk` ---
+# `across` is K over all ranks, if it is known.
 
 
-@_Registered
-def gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, group: str, backend: str
-) -> Tensor:
-    """X `[M, K_local]`, weight `[N, K_local]` -> this rank's rows `[m_r, N]`; shards of `chunk` rows."""
-    way, ranks = _begin("gemm_reduce_scatter", x, x.shape[0], weight.shape[0], group, backend)
-    shards = Shards(x.shape[0], ranks.size, chunk)
-    return way.gemm_reduce_scatter(x.contiguous(), weight, bias, shards, ranks)
-
-
-@gemm_reduce_scatter.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, group: str, backend: str) -> Tensor:
-    ranks = resolve(group)
-    return x.new_empty(Shards(x.shape[0], ranks.size, chunk).size(ranks.rank), weight.shape[0])
+def _bind_gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, across: int | None, *how: Any
+) -> Run:
+    rows, columns = x.shape[0], weight.shape[0]
+    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
+    return _bind("gemm_reduce_scatter", x, weight, bias, rows, columns, across, shards, how)
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.chunk, ctx.group, ctx.backend = inputs
+    x, weight, _, ctx.chunk, ctx.across, ctx.group, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _backward_gemm_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = grad_weight = grad_bias = None
-    gathered: Any = None
+    needs_x, needs_weight, needs_bias = needs
+    rows, chunk, group = x.shape[0], ctx.chunk, ctx.group
+    whole = needs_weight or needs_bias
+    grad_x = gathered = None
     if needs_x:
-        gathered, grad_x = torch.ops.overlap_gemm.all_gather_gemm(
-            grad,
-            [weight.t()],
-            [],
-            x.shape[0],
-            ctx.chunk,
-            needs_weight or needs_bias,
-            ctx.group,
-            preferring(ctx.backend),
-        )
-    elif needs_weight or needs_bias:
-        gathered = torch.ops.overlap_gemm.all_gather_rows(grad, x.shape[0], ctx.chunk, ctx.group)
-    if needs_weight:
-        grad_weight = gathered.t() @ x
-    if needs_bias:
-        grad_bias = gathered.sum(0)
-    return grad_x, grad_weight, grad_bias, None, None, None
+        how = (ctx.across, group, *_for_backward(ctx.how))
+        gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
+    elif whole:
+        gathered = _ops.all_gather_rows(grad, rows, chunk, group)
+    return (
+        grad_x,
+        gathered.t() @ x if needs_weight and gathered is not None else None,
+        gathered.sum(0) if needs_bias and gathered is not None else None,
+    )
 
 
-gemm_reduce_scatter.register_autograd(_backward_gemm_reduce_scatter, setup_context=_save_gemm_reduce_scatter)
+gemm_reduce_scatter = Registered(
+    "gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, str group, "
+    "str backend, bool? deterministic) -> Tensor",
+    bind=_bind_gemm_reduce_scatter,
+    fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
+        _own(chunk, x.shape[0], group), weight.shape[0]
+    ),
+    save=_save_gemm_reduce_scatter,
+    backward=_backward_gemm_reduce_scatter,
+)
 
 
-# --- gemm_all_reduce and local_gemm ---
+# --- products whose rows every rank has: gemm_all_reduce, local_gemm, gemm_all_gather ---
+# gemm_all_reduce: x [M, K_local], weight [N, K_local] -> [M, N], the same on every rank; `across` as above.
+# local_gemm: x [M, K], the same on every rank, weight [N_local, K] -> [M, N_local]. Silent in forward.
+# gemm_all_gather: x [M, K], weight [n_r, K], bias [n_r] -> [M, columns], the same on every rank.
 
 
-@_Registered
-def gemm_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, backend: str) -> Tensor:
-    """X `[M, K_local]`, weight `[N, K_local]` -> `[M, N]`, the same on every rank."""
-    way, ranks = _begin("gemm_all_reduce", x, x.shape[0], weight.shape[0], group, backend)
-    return way.gemm_all_reduce(x.contiguous(), weight, bias, ranks)
+def _bind_gemm_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *how: Any
+) -> Run:
+    rows, columns = x.shape[0], weight.shape[0]
+    shards = lambda p: Shards.even(rows, p)  # noqa: E731
+    return _bind("gemm_all_reduce", x, weight, bias, rows, columns, across, shards, how)
 
 
-@gemm_all_reduce.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, backend: str) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _bind_gemm_all_gather(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *how: Any) -> Run:
+    rows, depth = x.shape
+    shards = lambda p: Shards.even(columns, p)  # noqa: E731
+    return _bind("gemm_all_gather", x, weight, bias, rows, columns, depth, shards, how)
 
 
-@_Registered
-def local_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, backend: str) -> Tensor:
-    """X `[M, K]`, the same on every rank, weight `[N_local, K]` -> `[M, N_local]`. Silent in forward."""
-    return gemm(x, weight, bias)
-
-
-@local_gemm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, backend: str) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _save_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.group, ctx.backend = inputs
+def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, _, ctx.group, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _backward_gemm_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = (
-        torch.ops.overlap_gemm.local_gemm(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
-        if needs_x
-        else None
-    )
-    return (
-        grad_x, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None, None, None
-    )  # fmt: skip
-
-
-def _backward_local_gemm(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = (
-        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
-        if needs_x
-        else None
-    )
-    return (
-        grad_x, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None, None, None
-    )  # fmt: skip
-
-
-gemm_all_reduce.register_autograd(_backward_gemm_all_reduce, setup_context=_save_product)
-local_gemm.register_autograd(_backward_local_gemm, setup_context=_save_product)
-
-
-# --- gemm_all_gather ---
-
-
-@_Registered
-def gemm_all_gather(
-    x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, group: str, backend: str
-) -> Tensor:
-    """X `[M, K]`, weight `[n_r, K]`, bias `[n_r]` -> `[M, columns]`, the same on every rank."""
-    way, ranks = _begin("gemm_all_gather", x, x.shape[0], columns, group, backend)
-    return way.gemm_all_gather(x.contiguous(), weight, bias, Shards.even(columns, ranks.size), ranks)
-
-
-@gemm_all_gather.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, group: str, backend: str) -> Tensor:
-    return x.new_empty(x.shape[0], columns)
+def _save_local_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.group, *ctx.how = inputs
+    ctx.save_for_backward(x, weight)
 
 
 def _save_gemm_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.columns, ctx.group, ctx.backend = inputs
+    x, weight, _, ctx.columns, ctx.group, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _backward_gemm_all_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_product(
+    ctx: Any, needs: Any, grad: Tensor, back: Callable[..., Tensor], *arguments: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias; `back` is the op that makes that of x."""
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    ranks = resolve(ctx.group)
-    grad = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
-    grad_x = (
-        torch.ops.overlap_gemm.gemm_all_reduce(grad, weight.t(), None, ctx.group, preferring(ctx.backend))
-        if needs_x
-        else None
-    )
+    needs_x, needs_weight, needs_bias = needs
+    how = (*arguments, ctx.group, *_for_backward(ctx.how))
     return (
-        grad_x, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None, None, None, None
-    )  # fmt: skip
+        back(grad, weight.t(), None, *how) if needs_x else None,
+        grad.t() @ x if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
 
 
-gemm_all_gather.register_autograd(_backward_gemm_all_gather, setup_context=_save_gemm_all_gather)
+def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    ranks = resolve(ctx.group)
+    own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
+    return _backward_product(ctx, needs, own, _ops.gemm_all_reduce, ctx.columns)
+
+
+gemm_all_reduce = Registered(
+    "gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, str group, str backend, "
+    "bool? deterministic) -> Tensor",
+    bind=_bind_gemm_all_reduce,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    save=_save_gemm_all_reduce,
+    backward=lambda ctx, needs, grad: _backward_product(ctx, needs, grad, _ops.local_gemm),
+)
+
+local_gemm = Registered(
+    "local_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str backend, bool? deterministic) "
+    "-> Tensor",
+    bind=lambda *_: gemm,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    save=_save_local_gemm,
+    backward=lambda ctx, needs, grad: _backward_product(ctx, needs, grad, _ops.gemm_all_reduce, None),
+)
+
+gemm_all_gather = Registered(
+    "gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, str group, str backend, "
+    "bool? deterministic) -> Tensor",
+    bind=_bind_gemm_all_gather,
+    fake=lambda x, weight, bias, columns, *_: x.new_empty(x.shape[0], columns),
+    save=_save_gemm_all_gather,
+    backward=_backward_gemm_all_gather,
+)

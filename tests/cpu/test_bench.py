@@ -1,19 +1,29 @@
 """`overlap-gemm bench` in a world of one; tests/multi runs it on several ranks."""
 
+import importlib
+import io
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.cli import app
-from overlap_gemm.cli.bench import read_shapes, row
+from overlap_gemm.cli.bench import _those_that_work, read_shapes
+from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
 from overlap_gemm.cli.workload import Workload
-from overlap_gemm.runtime.group import Group
-from overlap_gemm.tuning.timing import Timings
+from overlap_gemm.runtime.group import Group, resolve
+from overlap_gemm.tuning.plan import Facts, predict
+from overlap_gemm.tuning.timing import Replay, Timings
+
+bench_module = importlib.import_module("overlap_gemm.cli.bench")
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes.json"
 
@@ -34,17 +44,38 @@ def test_data_table_and_picture(tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(data.read_text())
     assert [(r["op"], r["m"]) for r in report["results"]] == [(op, m) for op in OPS for m in (6, 9)]
-    assert all(time > 0 for r in report["results"] for time in r["seconds"].values())
+    seconds = [r["eager"]["seconds"] for r in report["results"]]
+    assert all(time > 0 for times in seconds for time in times.values())
+    assert all(times["bound"] == times["product"] for times in seconds), "a rank alone sends nothing"
+    assert set(seconds[0]) == {"product", "bound", "auto", "decomposed"}
+    assert report["results"][0]["eager"]["ours"]["decomposed"]["taken"] == "decomposed"
     assert report["machine"]["ranks"] == 1
+    assert {"overlap_gemm", "date", "sms"} <= set(report["machine"])
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "T_overlap" in result.output
+    assert "best other" in result.output
 
 
 def test_the_committed_shapes_can_be_read_and_m_overrides_theirs():
     shapes = list(read_shapes(SHAPES, None, torch.float32))
     assert {shape.name.split()[0] for shape in shapes} == {"Llama-8B", "Llama-70B"}
-    assert {16, 8192} <= {shape.m for shape in shapes}
+    assert {shape.m for shape in shapes} == {1, 16, 128, 512, 2048, 8192}
+    assert {shape.op for shape in shapes} == set(OPS)
     assert {shape.m for shape in read_shapes(SHAPES, [7], torch.float32)} == {7}
+
+
+def test_what_was_measured_is_not_lost_with_a_later_shape(tmp_path, monkeypatch):
+    honest = bench_module.run
+
+    def run(workload, *arguments):
+        if workload.m == 9:
+            raise MemoryError("the second shape is too large")
+        return honest(workload, *arguments)
+
+    monkeypatch.setattr(bench_module, "run", run)
+    data = tmp_path / "out.json"
+    sizes = ["--n", 8, "--k", 4, "--rounds", 1, "--op", "gemm_all_reduce"]
+    assert bench("--m", 6, "--m", 9, *sizes, "--json", data).exit_code != 0
+    assert [result["m"] for result in json.loads(data.read_text())["results"]] == [6]
 
 
 def test_wrong_arguments_are_named():
@@ -52,6 +83,8 @@ def test_wrong_arguments_are_named():
     assert bench("--dtype", "int8").exit_code == 2
     assert bench("--shapes", SHAPES, "--only", "no such model").exit_code == 2
     assert bench("--rounds", 0).exit_code == 2
+    assert "is not available" in bench("--backends", "auto,fast").output
+    assert "torch is timed in any case" in " ".join(bench("--backends", "auto,torch").output.split())
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -59,9 +92,7 @@ def test_wrong_arguments_are_named():
     "op", ["all_gather_gemm", "gemm_all_gather", "gemm_reduce_scatter", "gemm_all_reduce"]
 )
 def test_operands_are_this_ranks_shards(op, rank):
-    x, weight = Workload("", op, 7, 5, 4, torch.float32).operands(
-        Group("", rank, 3, None), torch.device("cpu")
-    )
+    x, weight = Workload("", op, 7, 5, 4, torch.float32).operands(Group("", rank, 3), torch.device("cpu"))
     rows, columns, depth = (3, 3, 1)[rank], (2, 2, 1)[rank], (2, 2, 0)[rank]
     assert (tuple(x.shape), tuple(weight.shape)) == {
         "all_gather_gemm": ((rows, 4), (columns, 4)),
@@ -71,13 +102,89 @@ def test_operands_are_this_ranks_shards(op, rank):
     }[op]
 
 
-def test_a_row_carries_the_ratios():
-    timings = Timings({"gemm": (2.0,), "comm": (1.0,), "sequential": (3.0,), "decomposed": (2.5,)})
-    result = row(
-        Workload("down", "gemm_reduce_scatter", 4, 4, 4, torch.bfloat16), "decomposed", timings, ranks=2
+DOWN = Workload("down", "gemm_reduce_scatter", 2048, 8192, 8192, torch.bfloat16)
+
+
+def measured():
+    """Two rounds in two modes; the second round is slower, and in it the product exceeds the link."""
+    timings = Timings(
+        {"product": (1.0, 4.0), "torch": (4.0, 8.0), "torch-symm": (3.0, 8.0), "auto": (2.5, 5.0)}
     )
-    assert result["speedup"] == pytest.approx(1.2)
-    assert result["hidden"] == pytest.approx(0.5)
-    assert result["roof"] == pytest.approx(0.8)
-    assert result["tflops"] == pytest.approx(2 * 4 * 4 * 4 / 2 / 2.5e12)
-    assert result["dtype"] == "bfloat16"
+    found = Measured(["auto", "fused"], link=2.0, skipped=[])
+    found.taken = {mode: {"auto": "fused", "fused": "fused"} for mode in (EAGER, GRAPH)}
+    found.timings = {EAGER: timings.with_bound(2.0), GRAPH: timings.with_bound(2.0)}
+    facts = Facts("gemm_reduce_scatter", 2048, 8192, 8192, "bf16", 4)
+    found.predicted = {mode: predict(facts, "sm_90a", 132, mode == GRAPH) for mode in (EAGER, GRAPH)}
+    return found
+
+
+def test_a_row_carries_the_ratios_of_the_rounds():
+    result = row(DOWN, measured(), ranks=4)
+    eager = result["eager"]
+    assert eager["seconds"]["bound"] == 3.0, "median of max(1, 2) and max(4, 2)"
+    assert eager["best_other"] == "torch-symm"
+    ours = eager["ours"]["auto"]
+    assert ours["of_bound"] == pytest.approx((2 / 2.5 + 4 / 5) / 2)
+    assert ours["against"] == pytest.approx((2.5 / 3 + 5 / 8) / 2)
+    assert ours["against_quartiles"][0] <= ours["against"] <= ours["against_quartiles"][1]
+    assert ours["error"] == pytest.approx(ours["predicted"] / 3.75 - 1)
+    assert ours["tflops"] == pytest.approx(2 * 2048 * 8192 * 8192 / 4 / 3.75e12)
+    assert "fused" not in eager["ours"], "what could not be captured has no row"
+    assert eager["predicted"]["bound"] < eager["predicted"]["torch"]
+
+
+def test_the_table_puts_graphs_above_eager_calls_and_names_what_auto_took():
+    results = [row(DOWN, measured(), ranks=4)]
+    machine = {"ranks": 4, "processor": "GPU"}
+    report = {"machine": machine, "results": results, "protocol": "", "link_rates": {"stores": 3.2e11}}
+    console = Console(width=130, record=True, file=io.StringIO())  # seconds make long microseconds
+    console.print(table(report))
+    text = console.export_text()
+    assert "graph / eager" in text and "stores 320 GB/s" in text
+    assert text.count("auto: fused") == 2
+    assert text.count("GEMM-RS 2048,8192,8192") == 1
+
+
+def test_the_summary_names_the_shape_that_auto_does_worst():
+    good, bad = (row(replace(DOWN, m=m), measured(), ranks=4) for m in (512, 2048))
+    bad["graph"]["seconds"] = {**bad["graph"]["seconds"], "torch-symm": 3.0}
+    lines = summary({"results": [good, bad]})
+    assert [line.split(":")[0] for line in lines] == ["graph", "eager"]
+    assert "at least 0.80 of the best way measured (GEMM-RS 2048,8192,8192), in 1 of 2 shapes" in lines[0]
+    assert "at least 1.00 of" in lines[1] and "in 0 of 2 shapes" in lines[1]
+    assert "the model errs by 100%" in lines[0], "predicted microseconds, measured seconds"
+
+
+def test_captured_calls_are_timed_and_predicted_apart_from_eager_ones(monkeypatch):
+    """On a CPU, where a graph is the call itself and `auto` under capture is made to take another way."""
+    capturing = []
+
+    @contextmanager
+    def graph(*_, **__):
+        capturing.append(True)
+        yield
+        capturing.pop()
+
+    monkeypatch.setattr(bench_module.torch.cuda, "graph", graph)
+    monkeypatch.setattr(bench_module.torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(bench_module, "captured", lambda call: Replay(mock.Mock(replay=call), calls=8))
+    monkeypatch.setattr(
+        Workload, "taken_by", lambda *_: "decomposed" if capturing else "sequential", raising=True
+    )
+    small = Workload("", "gemm_reduce_scatter", 8, 8, 8, torch.float32)
+    found = bench_module.run(
+        small, ["auto"], resolve(""), torch.device("cpu"), 2, (EAGER, GRAPH), {"stores": 1e9, "copies": 2e9}
+    )
+    assert found.taken == {EAGER: {"auto": "sequential"}, GRAPH: {"auto": "decomposed"}}
+    assert found.link == small.facts(1).bytes_out / 2e9
+    eager, graph_time = (found.timings[mode].median("auto") for mode in (EAGER, GRAPH))
+    assert graph_time < eager, "a replay counts as eight calls, and is one here"
+
+
+def test_what_fails_is_left_out_with_a_line():
+    def fails():
+        raise RuntimeError("no such op\nand a log")
+
+    usable, skipped = _those_that_work(DOWN, {"torch": int, "torch-symm": fails}, resolve(""))
+    assert list(usable) == ["torch"]
+    assert skipped == [Skipped("torch-symm", "2048,8192,8192", "RuntimeError: no such op")]

@@ -1,5 +1,6 @@
 """The demo in a world of one; tests/multi runs it on several ranks."""
 
+import importlib.metadata
 import math
 import shlex
 
@@ -24,6 +25,21 @@ def test_a_world_of_one(tmp_path):
 
 def test_the_default_text_is_a_real_one():
     assert len(llama.default_text().read_bytes()) > 10_000
+
+
+def test_a_checkout_that_is_not_installed_has_a_text(monkeypatch):
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", unknown)
+    assert len(llama.default_text().read_bytes()) > 10_000
+
+
+def test_an_installation_without_a_checkout_has_a_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        llama, "__file__", str(tmp_path / "site-packages" / "overlap_gemm" / "cli" / "llama.py")
+    )
+    assert llama.default_text().name == "LICENSE"
 
 
 def test_batches_are_windows_of_the_text_and_repeat_with_the_seed(tmp_path):

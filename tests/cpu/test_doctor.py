@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 
 import pytest
@@ -13,8 +14,8 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def findings(result) -> dict[str, dict]:
-    return {finding["name"]: finding for finding in json.loads(result.stdout)}
+def findings(result) -> dict[tuple[str, str], dict]:
+    return {(finding["section"], finding["name"]): finding for finding in json.loads(result.stdout)}
 
 
 def test_a_sound_machine(run):
@@ -22,32 +23,32 @@ def test_a_sound_machine(run):
     assert result.exit_code == 0, result.output
     found = findings(result)
     assert (
-        found["torch"]["value"] == torch.__version__.split("+")[0]
-        or found["torch"]["value"] == torch.__version__
+        found["versions", "torch"]["value"] == torch.__version__.split("+")[0]
+        or found["versions", "torch"]["value"] == torch.__version__
     )
-    assert found["gloo"]["status"] == "ok"
-    assert "Open MPI" in found["mpi4py"]["value"]
-    assert "sm_90" in found["NVSHMEM device code"]["value"]
+    assert found["communication", "gloo"]["status"] == "ok"
+    assert "Open MPI" in found["communication", "mpi4py"]["value"]
+    assert "sm_90" in found["communication", "NVSHMEM device code"]["value"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_no_gpu_is_absent_with_a_reason_not_broken(run):
     found = findings(run("--json"))
-    assert found["GPU"]["status"] == "absent"
-    assert "torch" in found["GPU"]["value"]
-    assert "peer access" not in found
+    assert found["devices", "GPU"]["status"] == "absent"
+    assert "torch" in found["devices", "GPU"]["value"]
+    assert ("devices", "peer access") not in found
 
 
 def test_every_backend_of_the_library_is_listed(run):
     found = findings(run("--json"))
-    assert found["sequential"]["value"].startswith("usable on")
-    assert found["decomposed"]["value"].startswith("usable on")
-    assert {backend.name for backend in BACKENDS} <= set(found)
+    assert found["backends", "sequential"]["value"].startswith("usable on")
+    assert found["backends", "decomposed"]["value"].startswith("usable on")
+    assert {("backends", backend.name) for backend in BACKENDS} <= set(found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_the_fused_backend_says_what_it_needs(run):
-    fused = findings(run("--json"))["fused"]
+    fused = findings(run("--json"))["backends", "fused"]
     assert fused["status"] == "absent"
     assert "GPU" in fused["value"]
 
@@ -67,6 +68,24 @@ def test_something_broken_makes_the_command_fail(run, monkeypatch):
 
 def test_a_missing_distribution_is_named_as_such():
     assert doctor._distribution("versions", "no-such-distribution").status == "absent"
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "words"),
+    [
+        ("3.8.0", "ok", "3.8.0, for sm_"),
+        ("3.7.2", "ok", "3.7.2, for sm_"),
+        (
+            "3.4.5",
+            "absent",
+            "cannot link the device code of NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2",
+        ),
+    ],
+)
+def test_device_code_that_cannot_be_linked_is_named_with_what_to_install(monkeypatch, version, status, words):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    found = doctor._nvshmem_bitcode()
+    assert (found.status, words in found.value) == (status, True), found
 
 
 def test_gpus_peers_and_multicast(monkeypatch):

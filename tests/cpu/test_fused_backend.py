@@ -1,5 +1,6 @@
 """What the fused backend decides on the host: whether it can, with which operands, configuration, memory."""
 
+import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused, aligned, aligned_bias, major, size_class, transport_for
+from overlap_gemm.backends.compiled import transport_for
+from overlap_gemm.backends.fused import Fused, aligned, aligned_bias, major, size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ReduceScatterShape
-from overlap_gemm.tuning.space import candidates, configured, default_config, estimate
+from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.space import default_config
 
 PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=2)
 
@@ -104,17 +107,6 @@ def test_a_bias_is_taken_as_it_is_or_copied_to_where_16_bytes_can_be_read_at_a_t
 # --- configuration ---
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
-@pytest.mark.parametrize("rows", [1, 100, 1024, 8192])
-def test_the_default_is_the_candidate_with_the_least_estimate(arch, rows):
-    shape = ReduceScatterShape.even(rows, 4096, 8)
-    chosen = default_config(arch, "bf16", shape, 132)
-    assert chosen in candidates(arch, "bf16")
-    assert estimate(chosen, shape, 132) == min(
-        estimate(config, shape, 132) for config in candidates(arch, "bf16")
-    )
-
-
 def test_a_small_problem_gets_smaller_tiles_than_a_large_one():
     def area(rows):
         tile = default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, 2048, 2), 148).cta_tile
@@ -153,6 +145,24 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
 )
 def test_the_transport_follows_from_reach(arch, reaches_all, transport):
     assert transport_for(arch, reaches_all) == transport
+
+
+def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.4.5")
+    assert transport_for("sm_90a", reaches_all=True) == "peer_bulk"
+    with pytest.raises(
+        RuntimeError, match="cannot link .* NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2"
+    ):
+        transport_for("sm_90a", reaches_all=False)
+
+
+def test_puts_that_are_not_installed_are_named(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(RuntimeError, match=r"install overlap-gemm\[nvshmem\]"):
+        transport_for("sm_100a", reaches_all=False)
 
 
 # --- memory ---

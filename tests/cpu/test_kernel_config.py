@@ -63,14 +63,14 @@ def test_errors_carry_the_value(fields, named):
 
 @pytest.mark.parametrize("config", EVERY_TILE[::5], ids=lambda c: c.name)
 @pytest.mark.parametrize(("rows", "cols", "world"), [(1, 8, 4), (8192, 4096, 8), (1000, 264, 3)])
-def test_slots_hold_every_foreign_tile(config, rows, cols, world):
+def test_slots_hold_every_tile_of_every_source(config, rows, cols, world):
     shape = ReduceScatterShape.even(rows, cols, world)
     grid = shape.grid(config)
     per_shard = -(-rows // world)
     assert grid.rows * config.cluster_tile[0] >= per_shard > (grid.rows - 1) * config.cluster_tile[0]
     assert grid.cols * config.cluster_tile[1] >= cols > (grid.cols - 1) * config.cluster_tile[1]
     tile_bytes = config.subtiles * config.slot_subtile_bytes
-    assert shape.buffer_bytes(config) == (world - 1) * shape.cta_tiles(config) * tile_bytes
+    assert shape.buffer_bytes(config) == world * shape.cta_tiles(config) * tile_bytes
     assert shape.num_flags(config) == world * shape.cta_tiles(config)
 
 

@@ -63,6 +63,12 @@ def test_layers_in_a_world_of_one():
         ),
         ((X.int(), W.int()), TypeError, r"dtype must be one of .*, got torch.int32"),
         ((X, "weight"), TypeError, r"weight must be a Tensor, got str"),
+        ((X, None), TypeError, r"weight must be a Tensor, got NoneType"),
+        ((None, W), TypeError, r"x must be a Tensor, got NoneType"),
+        ((X.to_mkldnn(), W), TypeError, r"x must be a strided tensor, got one of layout torch._mkldnn"),
+        ((X, W.to_mkldnn()), TypeError, r"weight must be a strided tensor, got one of layout torch._mkldnn"),
+        ((X.to_sparse(), W), TypeError, r"x must be a strided tensor, got one of layout torch.sparse_coo"),
+        ((torch.tensor(1.0), W), ValueError, r"x must be \[M, ..., K\], got \[\]"),
     ],
 )
 @pytest.mark.parametrize("op", OPS)
@@ -82,18 +88,29 @@ def test_bias_that_does_not_fit(op):
     [
         (
             {"backend": "fast"},
-            r"backend='fast' is not available; choose one of auto, fused, decomposed, sequential",
+            r"backend='fast' is not available; choose one of auto, fused, decomposed, torch, sequential",
         ),
         ({"rows": 5}, r"of rows=5 rank 0 of 1 owns 5 .* its operand has 4"),
         ({"dim": 1}, r"dim must name one of the 1 row dimensions of x \[4, 3\], got 1"),
         ({"dim": -1}, r"dim must name one of"),
+        ({"dim": -3}, r"dim must name one of"),
+        ({"dim": "0"}, r"dim must name one of"),
+        ({"backend": None}, r"backend=None is not available; choose one of auto"),
+        ({"backend": ["auto"]}, r"backend=\['auto'\] is not available; choose one of auto"),
         ({"bias": [B, B]}, r"1 weights need as many biases or none, got 2"),
-        ({"group": "no such group"}, r"no such group"),
+        ({"group": "no such group"}, r"^there is no process group 'no such group' in .*overlap_gemm.init"),
     ],
 )
 def test_options_that_do_not_fit(options, words):
     with pytest.raises((ValueError, RuntimeError), match=words):
         overlap_gemm.all_gather_gemm(X, W, **options)
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_dimensions_may_be_counted_from_behind(op):
+    x, call = torch.randn(2, 3, 4, 5), getattr(overlap_gemm, op)
+    for dim in range(3):
+        assert torch.equal(call(x, torch.ones(6, 5), dim=dim - 4), call(x, torch.ones(6, 5), dim=dim))
 
 
 def test_no_weights():

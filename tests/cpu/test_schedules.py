@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap_gemm.schedules import (
+    DealtShards,
     LinearOrder,
-    RotatedShards,
     TileGrid,
+    WorkList,
     num_owners,
     owned_rows,
     shard_rows,
@@ -48,42 +49,66 @@ def test_raster_bands_bound_the_working_set(grid, group):
 
 
 @given(grid=grids, group=groups)
-def test_linear_order_is_all_own(grid, group):
-    order = LinearOrder(group)
-    assert order.num_foreign(grid, 0, 1) == 0
-    places = [order.place(t, grid, 0, 1) for t in range(order.num_tiles(grid, 0, 1))]
+def test_linear_order_visits_every_tile_once(grid, group):
+    order, work = LinearOrder(group), WorkList(grid, 0, 1)
+    places = [order.place(t, work) for t in range(order.num_tiles(work))]
     assert len({(p.m, p.n) for p in places}) == grid.rows * grid.cols == len(places)
     assert {p.shard for p in places} == {0}
 
 
-@given(grid=grids, group=groups, world=st.integers(1, 9), data=st.data())
-def test_rotated_order(grid, group, world, data):
-    owners = data.draw(st.integers(1, world))
-    order, per_shard = RotatedShards(group), grid.rows * grid.cols
-    for rank in range(world):
-        total, foreign = order.num_tiles(grid, rank, owners), order.num_foreign(grid, rank, owners)
-        places = [order.place(t, grid, rank, owners) for t in range(total)]
-        assert Counter(p.shard for p in places) == dict.fromkeys(range(owners), per_shard)
-        assert len(set(places)) == total, "every tile once"
-        assert all(p.shard != rank for p in places[:foreign])
-        assert all(p.shard == rank for p in places[foreign:]), "own tiles last"
-        assert total - foreign == (per_shard if rank < owners else 0)
+@st.composite
+def work_lists(draw):
+    """The lists of all ranks of one call."""
+    world = draw(st.integers(1, 9))
+    owners, grid = draw(st.integers(1, world)), draw(grids)
+    return [WorkList(grid, rank, owners) for rank in range(world)]
 
 
-@given(grid=grids, world=st.integers(2, 9))
-def test_each_owner_receives_from_one_source_per_step(grid, world):
-    order = RotatedShards()
-    for t in range(order.num_foreign(grid, 0, world)):
-        owners = [order.place(t, grid, rank, world).shard for rank in range(world)]
-        assert sorted(owners) == list(range(world))
+def places_of(order, work):
+    return [order.place(t, work) for t in range(order.num_tiles(work))]
 
 
-@given(grid=grids, world=st.integers(2, 6))
-def test_a_tile_has_the_same_index_on_every_rank(grid, world):
-    order = RotatedShards()
-    named = {
-        (p.shard, p.index, p.m, p.n)
-        for rank in range(world)
-        for p in (order.place(t, grid, rank, world) for t in range(order.num_tiles(grid, rank, world)))
-    }
-    assert len(named) == world * grid.rows * grid.cols
+@given(works=work_lists(), group=groups)
+def test_every_tile_of_every_owner_is_dealt_once(works, group):
+    order = DealtShards(group)
+    for work in works:
+        places = places_of(order, work)
+        per_shard = work.grid.rows * work.grid.cols
+        assert len(set(places)) == len(places) == work.owners * per_shard
+        assert Counter(p.shard for p in places) == dict.fromkeys(range(work.owners), per_shard)
+        assert all((p.m, p.n) == order.tile(p.index, work) for p in places)
+        assert all(0 <= p.m < work.grid.rows and 0 <= p.n < work.grid.cols for p in places)
+
+
+@given(works=work_lists())
+def test_a_tile_has_the_same_index_on_every_rank(works):
+    order = DealtShards()
+    named = {place for work in works for place in places_of(order, work)}
+    assert len(named) == works[0].owners * works[0].grid.rows * works[0].grid.cols
+
+
+@given(works=work_lists())
+def test_no_two_ranks_send_to_one_owner_at_once(works):
+    order = DealtShards()
+    owners = [work for work in works if work.rank < work.owners]
+    for shards in zip(*([p.shard for p in places_of(order, work)] for work in owners), strict=True):
+        assert sorted(shards) == list(range(len(owners)))
+
+
+@given(works=work_lists())
+def test_the_link_is_asked_evenly(works):
+    """Any turn holds one tile for each owner."""
+    for work in works:
+        places = places_of(DealtShards(), work)
+        for turn in range(0, len(places), work.owners):
+            assert len({p.shard for p in places[turn : turn + work.owners]}) == work.owners
+
+
+@given(works=work_lists(), group=groups)
+def test_indices_of_an_owner_come_in_order(works, group):
+    """The receive role takes an owner's tiles by index: so they should arrive."""
+    for work in works:
+        indices = {}
+        for place in places_of(DealtShards(group), work):
+            assert place.index == indices.get(place.shard, -1) + 1
+            indices[place.shard] = place.index

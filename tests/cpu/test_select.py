@@ -1,13 +1,26 @@
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
+import overlap_gemm
 from overlap_gemm.backends.base import OPS, Problem
 from overlap_gemm.backends.decomposed import LEAST_CHUNK_ROWS
-from overlap_gemm.backends.select import choose
+from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.reach import Device, Reach, compare
+from overlap_gemm.backends.select import BACKENDS, choose, preferring
+from overlap_gemm.runtime.group import Group
 
 
-def problem(op="gemm_reduce_scatter", rows=4096, world_size=4) -> Problem:
-    return Problem(op, rows, 1024, torch.bfloat16, "cpu", world_size)
+def problem(op="gemm_reduce_scatter", rows=4096, world_size=4, device="cpu", **facts) -> Problem:
+    return Problem(op, rows, 1024, torch.bfloat16, device, world_size, **facts)
+
+
+def portable(chosen: Problem, requested: str = "auto") -> str:
+    """What carries a problem out on a machine whose GPU, if it has one, has no fused kernel."""
+    with mock.patch.object(Fused, "why_not", return_value="not here"):
+        return choose(chosen, requested).backend.name
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -31,3 +44,157 @@ def test_what_is_asked_for_is_not_second_guessed():
 
 def test_one_rank_overlaps_nothing():
     assert choose(problem(world_size=1)).backend.name == "sequential"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", [1, 8192])
+def test_on_gpus_auto_falls_back_to_what_torch_does(op, rows):
+    assert portable(problem(op, rows, device="cuda")) == "torch"
+    assert portable(problem(op, rows, device="cuda"), preferring("fused")) == "torch"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("rows", [1, 8192])
+def test_deterministic_sums_are_never_left_to_a_collective(op, device, rows):
+    asked = problem(op, rows, device=device, deterministic=True)
+    chosen = portable(asked)
+    assert chosen in ("sequential", "decomposed")
+    assert {backend.name: backend.deterministic for backend in BACKENDS}[chosen]
+    if device == "cuda":
+        with mock.patch.object(Fused, "why_not", return_value="not here"):
+            assert "torch: no, deterministic sums are asked for" in str(choose(asked))
+
+
+def test_the_argument_stands_above_torchs_switch():
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+
+    def asked(**options):
+        return overlap_gemm.explain("gemm_reduce_scatter", x, weight, **options).problem.deterministic
+
+    assert (asked(), asked(deterministic=True)) == (False, True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert (asked(), asked(deterministic=False)) == (True, False)
+        assert overlap_gemm.explain("gemm_all_reduce", x, weight, backend="torch").backend.name == "torch"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_promise_that_a_backend_does_not_make_is_refused(op):
+    x, weight = torch.randn(4, 8), torch.randn(8, 8)
+    with pytest.raises(ValueError, match="deterministic=True and backend='torch'"):
+        getattr(overlap_gemm, op)(x, weight, backend="torch", deterministic=True)
+
+
+def test_extents_over_all_ranks_reach_the_choice_where_they_are_known():
+    x, weight = torch.randn(4, 16), torch.randn(8, 16)
+
+    def known(op, **options):
+        found = overlap_gemm.explain(op, x, weight, **options).problem
+        return found.rows, found.n, found.k
+
+    assert known("gemm_reduce_scatter") == known("gemm_all_reduce") == (4, 8, None)
+    assert known("gemm_reduce_scatter", k=64) == known("gemm_all_reduce", k=64) == (4, 8, 64)
+    assert known("gemm_reduce_scatter", k="equal") == (4, 8, 16)
+    assert known("all_gather_gemm") == (4, None, 16)
+    assert known("all_gather_gemm", columns=32) == (4, 32, 16)
+    assert known("gemm_all_gather") == (4, 8, 16)
+    for op in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        with pytest.raises(ValueError, match=f"{op}: k=15 over all ranks is less than this rank's 16"):
+            getattr(overlap_gemm, op)(x, weight, k=15)
+    with pytest.raises(ValueError, match="columns=7 over all ranks is less than this rank's 8"):
+        overlap_gemm.all_gather_gemm(x, weight, columns=7)
+
+
+# --- by predicted times ---
+
+HOPPER = Reach("sm_90a", 132, None)
+
+
+def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", across=8192, **facts):
+    """The choice on 4 GPUs that reach each other, N = K = 8192 over all ranks."""
+    asked = Problem(op, rows, 8192, torch.bfloat16, "cuda", 4, reach=reach, across=across, **facts)
+    no_kernel = None if op == "gemm_reduce_scatter" else "no such kernel"
+    with mock.patch.object(Fused, "why_not", return_value=no_kernel):
+        return choose(asked, requested)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("rows", [1, 16, 128, 512, 2048, 8192])
+@pytest.mark.parametrize("op", OPS)
+def test_auto_takes_what_is_predicted_fastest(op, rows, captured):
+    choice = on_hopper(rows, op=op, captured=captured)
+    times = choice.prediction.ways
+    worth = {"fused", "torch"} & times.keys()
+    assert times[choice.backend.name] == min(times[name] for name in worth)
+
+
+def test_auto_takes_fused_for_many_rows_and_torch_for_few():
+    assert on_hopper(8192, captured=True).backend.name == "fused"
+    assert on_hopper(1, captured=True).backend.name == "torch"
+
+
+def test_the_times_and_the_bound_are_printed():
+    printed = str(on_hopper(8192, captured=True))
+    times = on_hopper(8192, captured=True).prediction
+    assert f"fused: chosen [{times.ways['fused'] * 1e6:.0f} us predicted]" in printed
+    assert f"torch: no, fused is faster [{times.ways['torch'] * 1e6:.0f} us predicted]" in printed
+    assert f"bound: {times.bound * 1e6:.0f} us" in printed
+    assert "K not known" not in printed
+    assert "K not known" in str(on_hopper(8192, captured=True, across=None))
+
+
+def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
+    apart = Reach("sm_90a", 132, "not all ranks reach each other's memory (rank 1: no)")
+    choice = on_hopper(8192, reach=apart, captured=True)
+    assert choice.backend.name == "torch"
+    assert "fused: no, not all ranks reach each other's memory" in str(choice)
+    assert on_hopper(8192, reach=apart, captured=True, deterministic=True).backend.name == "sequential"
+    assert on_hopper(8192, reach=apart, captured=True, requested="fused").backend.name == "fused"
+
+
+def test_deterministic_sums_may_be_fused():
+    assert on_hopper(8192, captured=True, deterministic=True).backend.name == "fused"
+
+
+def gpu(**facts):
+    return Device(**{
+        "why_not": None, "arch": "sm_90a", "num_sms": 132, "constants": "a", "host": "h", "uuid": "u", **facts
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"why_not": "too old"}, "rank 1: too old"),
+        ({"arch": "sm_100a"}, "different architectures: rank 0 has sm_90a, rank 1 has sm_100a"),
+        ({"constants": "b"}, "different constants of their machines: rank 0 has a, rank 1 has b"),
+        ({"host": "i"}, "different hosts: rank 0 has h, rank 1 has i"),
+    ],
+)
+def test_what_ranks_do_not_share_keeps_auto_from_fused(other, reason):
+    group = Group("pair", 0, 2)
+    assert reason in compare(group, [gpu(), gpu(**other)]).why_not
+    assert compare(group, [gpu(), gpu(num_sms=114)]) == Reach("sm_90a", 114, None)
+
+
+@pytest.mark.parametrize(
+    ("requested", "dtype", "asks"),
+    [
+        ("auto", torch.bfloat16, True),
+        (preferring("fused"), torch.float16, True),
+        ("auto", torch.float32, False),
+        ("torch", torch.bfloat16, False),
+        ("fused", torch.bfloat16, False),
+    ],
+)
+def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
+    x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
+    with (
+        mock.patch("overlap_gemm.backends.base.reach_of", return_value=HOPPER) as reach_of,
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        found = Problem.of("gemm_reduce_scatter", 8, 8, None, x, Group("pair", 0, 2), None, requested)
+    assert found.reach == (HOPPER if asks else None) and reach_of.called == asks

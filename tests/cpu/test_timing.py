@@ -1,9 +1,10 @@
 import itertools
+from unittest import mock
 
 import pytest
 
 from overlap_gemm.tuning import timing
-from overlap_gemm.tuning.timing import FourTimes, Timings, measure
+from overlap_gemm.tuning.timing import Replay, Timings, measure
 
 
 class FakeTime:
@@ -60,24 +61,16 @@ def test_a_ratio_is_formed_within_a_round():
     assert Timings({"a": (2.0, 6.0, 2.2), "b": (1.0, 2.0, 2.0)}).ratio("a", "b") == pytest.approx(2.0)
 
 
-def test_four_times():
-    timings = Timings({"gemm": (10.0,), "comm": (4.0,), "sequential": (14.0,), "fused": (11.0,)})
-    times = FourTimes.of(timings, "fused")
-    assert times.speedup == pytest.approx(14 / 11)
-    assert times.hidden == pytest.approx(0.75)
-    assert times.roof == pytest.approx(10 / 11)
-
-
-def test_nothing_exposed_is_nothing_to_hide():
-    assert FourTimes(gemm=10.0, comm=1.0, sequential=9.9, overlapped=9.0, speedup=1.1).hidden is None
-
-
-def test_after_round_runs_once_a_round_and_is_not_timed(monkeypatch):
+def test_a_replay_counts_as_its_calls(monkeypatch):
     fake = FakeTime(monkeypatch)
-    progress = fake.call("progress", 50.0)
-    got = measure({"a": fake.call("a", 1.0)}, rounds=4, after_round=progress)
-    assert got.seconds["a"] == (1.0,) * 4
-    assert fake.log.count("progress") == 4
+    graph = mock.Mock(replay=fake.call("g", 8.0))
+    got = measure({"graph": Replay(graph, calls=4), "call": fake.call("c", 2.0)}, rounds=2)
+    assert got.seconds == {"graph": (2.0, 2.0), "call": (2.0, 2.0)}
+
+
+def test_the_bound_is_formed_within_a_round():
+    timings = Timings({"product": (1.0, 4.0, 2.0)}).with_bound(2.5)
+    assert timings.seconds["bound"] == (2.5, 4.0, 2.5)
 
 
 def test_nothing_to_measure_is_an_error():

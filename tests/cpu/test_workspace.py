@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_gemm.runtime import executor, symmetric, workspace
-from overlap_gemm.runtime.executor import CudaExecutor
+from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
+from overlap_gemm.runtime import peers, symmetric, workspace
 from overlap_gemm.runtime.group import Group
-from overlap_gemm.runtime.workspace import SizeClass
+from overlap_gemm.runtime.workspace import CommTimeoutError, OverlappingCallsError, SizeClass
 
 SIZE = SizeClass(zeroed=64, buffer=1000, buffers=2, staging_buffers=2)
 CPU = torch.device("cpu")
@@ -62,23 +62,26 @@ class Block:
         return cls.reach
 
     def close(self):
-        pass
+        self.local = None
 
 
 @pytest.fixture
 def obtained(monkeypatch):
-    """``obtained(reach)``: the workspace a process makes with NVSHMEM's memory."""
+    """``obtained(reach, size)``: the workspace a process makes with NVSHMEM's memory."""
+    here = SimpleNamespace(device=CPU, record=torch.zeros(RECORD_WORDS, dtype=torch.int32))
+    side = peers.Peers(Answers(None, None), here, peers.Terms("sm_90a", "", 132, 0), 0)
 
-    def obtain(reach):
-        here = SimpleNamespace(device=CPU, host_words=lambda n: torch.zeros(n, dtype=torch.int32))
+    def obtain(reach=True, size=SIZE):
         monkeypatch.setattr(Block, "reach", reach)
-        return workspace.obtain(Answers(None, None), SIZE, here)
+        return workspace.obtain(side, size)
 
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
     monkeypatch.setattr(workspace, "NvshmemSymmetric", Block)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
-    monkeypatch.setattr(workspace, "_pool", {})
+    monkeypatch.setattr(peers, "_peers", {("answers", CPU): side})
+    monkeypatch.setattr(peers, "left_behind", left := [])
+    monkeypatch.setattr(workspace, "left_behind", left)
     return obtain
 
 
@@ -101,27 +104,100 @@ def test_the_limit_counts_staging(obtained, monkeypatch):
     assert obtained(True).reaches_all
 
 
+@pytest.mark.parametrize(
+    ("size", "shared"),
+    [
+        (SizeClass(64, 1000, 2, 2), True),
+        (SizeClass(32, 100, 2, 2), True),
+        (SizeClass(128, 100, 2, 2), False),
+        (SizeClass(32, 1001, 2, 2), False),
+    ],
+)
+def test_a_call_takes_what_is_large_enough_in_every_respect(obtained, size, shared):
+    assert (obtained() is obtained(size=size)) == shared
+
+
+def test_of_several_that_are_large_enough_the_smallest_is_taken(obtained):
+    large, small = obtained(size=SizeClass(64, 9000, 2, 2)), obtained(size=SizeClass(128, 1000, 2, 2))
+    assert large is not small
+    assert obtained(size=SizeClass(64, 500, 2, 2)) is small
+
+
+def test_a_class_stays_where_it_is_when_a_smaller_workspace_comes(obtained):
+    """Ranks need not ask again at the same calls: one may make a plan anew that its peer still has."""
+    large = obtained(size=SizeClass(64, 9000, 2, 2))
+    assert obtained() is large
+    small = obtained(size=SizeClass(128, 1000, 2, 2))
+    assert small is not large and obtained() is large
+    assert workspace.workspaces() == [large, small]
+
+
+# --- closing ---
+
+
+def test_close_frees_and_a_later_call_makes_a_new_one(obtained, monkeypatch):
+    first = obtained()
+    monkeypatch.setattr(Answers, "all_gather_object", lambda self, own: [own, own, own])
+    workspace.close_workspaces()
+    assert first.memory.local is None and not first.is_open
+    assert workspace.workspace_bytes() == 0
+
+
+@pytest.mark.parametrize("by", ["this rank", "another"])
+def test_what_a_graph_may_store_into_stays_on_every_rank(obtained, monkeypatch, by):
+    kept, freed = obtained(), obtained(size=SizeClass(64, 9000, 2, 2))
+    kept.captured = by == "this rank"
+    monkeypatch.setattr(Answers, "all_gather_object", lambda self, own: [own, own, [by == "another", False]])
+    workspace.close_workspaces()
+    assert kept.is_open and kept.captured and kept.memory.local is not None
+    assert not freed.is_open and freed.memory.local is None
+    assert workspace.workspace_bytes() == kept.memory.local.numel()
+
+
+def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtained, monkeypatch):
+    """torch numbers groups from 0 again when it is initialised again; a graph may store into the first."""
+    here = SimpleNamespace(
+        arch="sm_90a",
+        num_sms=132,
+        device=CPU,
+        is_open=True,
+        record=torch.zeros(RECORD_WORDS, dtype=torch.int32),
+    )
+    monkeypatch.setattr(peers, "executor_for", lambda group, device: here)
+    monkeypatch.setattr(Answers, "all_gather_object", lambda self, own: [own, own, own])
+    old, new = Answers(), Answers()
+    object.__setattr__(new, "_process_group", lambda another=object(): another)  # noqa: B008
+    monkeypatch.setattr(Answers, "timeout", lambda self, device_type: None)
+    monkeypatch.setattr(peers, "_peers", {})
+    first = workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE)
+    assert workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE) is first
+    assert workspace.obtain(peers.peers_of(new, CPU, lambda arch: ""), SIZE) is not first
+    assert peers.left_behind == [first] and first.memory.local is not None
+    assert workspace.workspace_bytes() == 2 * first.memory.local.numel()
+
+
+# --- records ---
+
+
+@pytest.mark.parametrize(
+    ("role", "error", "words"),
+    [
+        (Role.RECEIVE_PARTIAL, CommTimeoutError, "rank 1 .* gave up on rank 2: tile 3, flag 4"),
+        (Role.IN_CALL, OverlappingCallsError, "call 7 of rank 1 began while call 5 ran .*wait_stream"),
+    ],
+)
+def test_a_record_becomes_the_error_that_it_is(obtained, role, error, words):
+    space, other = obtained(), obtained(size=SizeClass(64, 9000, 2, 2))
+    other.raise_if_failed()
+    record = [1, 1, Op.GEMM_REDUCE_SCATTER, role, 3, 2, 4, 7, 5]
+    assert len(record) == RECORD_WORDS
+    space.record.copy_(torch.tensor(record, dtype=torch.int32))
+    with pytest.raises(error, match=words) as caught:
+        other.raise_if_failed()
+    assert caught.value.failure.role == role
+
+
 def test_a_provider_that_is_none_is_refused(obtained, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "shm")
     with pytest.raises(ValueError, match="torch or nvshmem, got 'shm'"):
         obtained(True)
-
-
-# --- streams ---
-
-
-def test_a_fork_begins_behind_the_current_stream_and_is_joined_whatever_happens(monkeypatch):
-    order = []
-
-    def stream(name, handle):
-        return SimpleNamespace(
-            cuda_stream=handle, wait_stream=lambda other: order.append((name, other.name)), name=name
-        )
-
-    current, second = stream("current", 1), stream("second", 2)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(executor, "_second_stream", lambda device: second)
-    with pytest.raises(RuntimeError, match="launch"), CudaExecutor("sm_90a", CPU, 132).fork() as handle:
-        order.append(handle)
-        raise RuntimeError("launch")
-    assert order == [("second", "current"), 2, ("current", "second")]

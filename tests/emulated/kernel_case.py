@@ -99,6 +99,7 @@ class Workspaces:
             tensor[: self.slots] = 0
         self.config = config
         self.records = [emulator.register(torch.zeros(16, dtype=torch.int32), rank) for rank in range(world)]
+        self.words = [emulator.register(torch.zeros(1, dtype=torch.int32), rank) for rank in range(world)]
         self.peers = [
             emulator.register(
                 torch.tensor(
@@ -124,6 +125,8 @@ class Workspaces:
                 Int64(self.buffer),
                 Int64(10**12),
                 Int64(self.records[rank].data_ptr()),
+                Int64(self.words[rank].data_ptr()),
+                Int32(1),
             )
             for rank in range(case.world)
         ]

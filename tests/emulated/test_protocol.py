@@ -13,7 +13,7 @@ from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
-from overlap_gemm.tuning.space import configured
+from overlap_gemm.tuning.settings import configured
 
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
@@ -41,7 +41,7 @@ def right(case, launched):
 
 
 def workspaces():
-    return list(workspace._pool.values())
+    return workspace.workspaces()
 
 
 def words(held):
@@ -111,11 +111,11 @@ def test_the_same_arguments_again_and_again(arch):
         x = [torch.empty(130, 32, dtype=torch.bfloat16) for _ in world.names]
         weight = [torch.empty(64, 32, dtype=torch.bfloat16) for _ in world.names]
         recorded = []
-        launch = fused.launch
+        launch = fused.ReduceScatterPlan.launch
 
-        def record(*arguments):
-            recorded.append(arguments)
-            launch(*arguments)
+        def record(plan, a, b, out, bias):
+            recorded.append((plan, a, b, out, bias))
+            launch(plan, a, b, out, bias)
 
         def fill(given):
             for r in range(2):
@@ -125,18 +125,18 @@ def test_the_same_arguments_again_and_again(arch):
         first = operands(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False))
         fill(first)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused, "launch", record)
+            patch.setattr(fused.ReduceScatterPlan, "launch", record)
             for r, name in enumerate(world.names):
                 overlap_gemm.gemm_reduce_scatter(x[r], weight[r], group=name, backend="fused")
         world.synchronize()
         for seed in range(1, 6):
             given = operands(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False, seed=seed))
             fill(given)
-            for arguments in recorded:
-                arguments[6].fill_(torch.nan)  # out
-                launch(*arguments)
+            for plan, a, b, out, bias in recorded:
+                out.fill_(torch.nan)
+                plan.launch(a, b, out, bias)
             world.synchronize()
-            outs = [arguments[6] for arguments in recorded]
+            outs = [out for _, _, _, out, _ in recorded]
             right(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False), [(given, outs)])
 
 

@@ -7,7 +7,7 @@ from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-from overlap_gemm.tuning.space import configured
+from overlap_gemm.tuning.settings import configured
 
 KINDS = {
     "sm_100a": [

@@ -375,7 +375,7 @@ def test_more_ctas_than_fit_run_in_turn_and_a_spin_between_them_deadlocks():
     out, flag = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
     body = SPIN.format(write="mov.b32 %r2, 5; st.release.gpu.global.b32 [%d1], %r2;")
     with pytest.raises(Deadlock):
-        run(body, [out, flag], grid=(2, 1, 1), resident=1)
+        run(body, [out, flag], grid=(2, 1, 1), num_sms=1, dynamic_smem=120_000)
 
 
 def test_starved_rank_runs_only_when_no_other_can():
@@ -425,3 +425,11 @@ def test_a_negative_immediate_is_stored_as_its_pattern(lanes):
     run(body, [out])
     np.testing.assert_array_equal(out[: 2 * lanes].reshape(-1, 2), [[0xFFFFFFFF, 0x3FFFE]] * lanes)
     assert not out[2 * lanes :].any()
+
+
+def test_an_endless_loop_ends_at_the_limit_and_says_where():
+    out = np.zeros(1, np.uint32)
+    with pytest.raises(
+        EmulatorError, match=r"no end after [0-9,]+ warp instructions(?s:.*)line \d+: add.s32"
+    ):
+        run("L: add.s32 %r1, %r1, 1; bra L;", [out], limit=1000)

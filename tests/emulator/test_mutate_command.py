@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from overlap_gemm.emulator import mutate, mutate_command
+from overlap_gemm.emulator import mutate, mutate_command, settings
 
 SCRIPT = str(Path(__file__).with_name("mutation_script.py"))
 ONE = ["--seeds", "0", "--select", "bar*"]
@@ -18,6 +18,8 @@ ONE = ["--seeds", "0", "--select", "bar*"]
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_DUMP_DIR", str(tmp_path))
+    # The script alone is to notice: the emulator's checks would, too.
+    monkeypatch.setattr(settings, "CHECKS", tuple(c for c in settings.CHECKS if c != "shared"))
     monkeypatch.setattr(mutate, "settings", lambda *_: [mutate.Setting("immediate"), mutate.Setting("lazy")])
     return lambda *arguments: CliRunner().invoke(mutate_command.app, [*arguments])
 

@@ -123,6 +123,6 @@ END:
 def test_cluster_launch_control_hands_out_each_remaining_cta_once(mode):
     done = np.zeros(40, np.uint32)
     smem = ".reg .b128 %q<2>; .shared .align 8 .b64 bar; .shared .align 16 .b8 resp[16];"
-    m = run(CANCEL, [done], smem=smem, grid=(40, 1, 1), resident=3, mode=mode)
+    m = run(CANCEL, [done], smem=smem, grid=(40, 1, 1), num_sms=3, dynamic_smem=120_000, mode=mode)
     assert (done == 1).all()
     assert m.report.ok

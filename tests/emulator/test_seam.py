@@ -40,7 +40,7 @@ def calls():
     calls = Calls()
     calls.packed, calls.ends = [], []
     seam.SEAM.open(
-        DeviceProperties("sm_100a", 148),
+        lambda: DeviceProperties("sm_100a", 148),
         calls.append,
         calls.packed.append,
         lambda: calls.ends.append(len(calls)),
@@ -153,7 +153,7 @@ def test_an_export_made_without_an_emulator_is_refused(tmp_path, calls):
     seam.SEAM.close()
     compiled = cute.compile(scale, from_dlpack(src), from_dlpack(dst), 1.0, N, STREAM)
     (tmp_path / "plain.o").write_bytes(compiled.dump_to_object("plain"))
-    seam.SEAM.open(DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
+    seam.SEAM.open(lambda: DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
     with pytest.raises(EmulatorError, match="compiled .or exported. while no emulator was open"):
         load_module(str(tmp_path / "plain.o")).plain(from_dlpack(src), from_dlpack(dst), 1.0, N, STREAM)
 
@@ -200,7 +200,7 @@ def test_closing_leaves_the_dsl_as_it_was(calls):
 
 def test_one_seam_at_a_time(calls):
     with pytest.raises(EmulatorError, match="open already"):
-        seam.SEAM.open(DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
+        seam.SEAM.open(lambda: DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
 
 
 def test_the_self_test_names_symbols_that_are_not_served(calls, monkeypatch):
@@ -263,7 +263,7 @@ def test_it_works_when_the_dsl_was_imported_first_and_in_a_process_of_its_own(tm
         from overlap_gemm.emulator.host.runtime_api import DeviceProperties
         from overlap_gemm.emulator.host.seam import SEAM
         calls = []
-        SEAM.open(DeviceProperties("sm_90a", 132), calls.append, lambda _: None, lambda: None)
+        SEAM.open(lambda: DeviceProperties("sm_90a", 132), calls.append, lambda _: None, lambda: None)
         a, b = from_dlpack(torch.ones(5)), from_dlpack(torch.ones(5))
         scale(a, b, 2.0, 5, cuda.CUstream(0))
         print(calls[0].grid, ".target sm_90a" in calls[0].ptx)

@@ -45,7 +45,7 @@ CASES = {
 def test_decodes_what_the_host_encodes(gemm, tmp_path, monkeypatch):
     monkeypatch.setenv("CUTE_DSL_DUMP_DIR", str(tmp_path))
     calls = []
-    seam.SEAM.open(DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
+    seam.SEAM.open(lambda: DeviceProperties("sm_100a", 148), calls.append, lambda _: None, lambda: None)
     try:
         tensors = build.operands(gemm, M, N, K)
         build.call(build.compile_gemm(gemm), gemm, tensors, 1)

@@ -1,12 +1,17 @@
 """Tests that need CUDA devices. Without one they are not collected, and the header of the run says so."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from overlap_gemm.testing.ranks import Ranks
+from overlap_gemm.testing.ranks import Ranks, rank_pools
+
+# 8 virtual ranks' streams and torch's own are more than the 8 queues that a context has by default: streams
+# that share one wait for each other, and a rank for a rank behind it in the queue. Read when CUDA starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 DEVICES = torch.cuda.device_count()
 
@@ -23,13 +28,5 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(P)`: P processes with a GPU each, shared by the tests of a session."""
-    pools: dict[int, Ranks] = {}
-
-    def pool(size: int) -> Ranks:
-        if size not in pools or not pools[size].alive:
-            pools[size] = Ranks(size, device="cuda", timeout=60)
-        return pools[size]
-
-    yield pool
-    for pool_of_size in pools.values():
-        pool_of_size.close()
+    with rank_pools(device="cuda", timeout=60) as pool:
+        yield pool

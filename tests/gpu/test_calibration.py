@@ -13,7 +13,7 @@ from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.ranks import Ranks
-from overlap_gemm.tuning.space import configured
+from overlap_gemm.tuning.settings import configured
 
 ARCH = cuda_executor(0).arch if torch.cuda.is_available() else ""
 M, N, K = 264, 200, 328

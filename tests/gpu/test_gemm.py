@@ -7,7 +7,8 @@ import overlap_gemm
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.tolerances import assert_as_good_as
-from overlap_gemm.tuning.space import configured, every_config
+from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.space import every_config
 
 SHAPES = {
     "even": (512, 512, 512),

@@ -8,32 +8,19 @@ import overlap_gemm
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
+from overlap_gemm.testing.gradients import forward_and_backward
 from overlap_gemm.testing.references import reference
 from overlap_gemm.testing.tolerances import tolerance
-from overlap_gemm.tuning.space import configured
+from overlap_gemm.tuning.settings import configured
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 pytestmark = pytest.mark.parametrize("world", WORLDS)
 
 
-def forward_and_backward(rank, size, case, backend):
-    given = operands(case).to(torch.device("cuda", rank))
-    layout = LAYOUTS[case.op]
-    x = layout.part(given.x, layout.x, rank, size).requires_grad_()
-    weight = layout.part(given.weight, layout.weight, rank, size).requires_grad_()
-    bias = layout.part(given.bias, layout.bias, rank, size).requires_grad_()
-    out = getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend)
-    out.backward(layout.part(given.grad, layout.out, rank, size))
-
+def matches_the_whole(rank, size, case, backend):
+    given, layout = operands(case).to(torch.device("cuda", rank)), LAYOUTS[case.op]
     exact, baseline = reference(given), reference(given, case.dtype)
-    reduces_out = case.op in ("gemm_reduce_scatter", "gemm_all_reduce")
-    for name, result, dim in (
-        ("out", out.detach(), layout.out),
-        ("x", x.grad, layout.x),
-        ("weight", weight.grad, layout.weight),
-        ("bias", bias.grad, layout.bias),
-    ):
-        summed = reduces_out if name == "out" else name == "x" and not reduces_out
+    for name, result, dim, roundings in forward_and_backward(case.op, given, rank, size, backend):
         whole, truth = getattr(baseline, name), getattr(exact, name)
         own = layout.part(truth, dim, rank, size)
         # A GPU multiplies matrices of another shape by another kernel, with other errors: the weight's
@@ -41,7 +28,7 @@ def forward_and_backward(rank, size, case, backend):
         if name == "weight":
             allowed = tolerance(weight_gradient(given, layout, rank, size), own)
         else:
-            allowed = tolerance(whole, truth, size if summed else 0)
+            allowed = tolerance(whole, truth, roundings)
         assert (result.shape, result.dtype) == (own.shape, whole.dtype)
         error = (result.double() - own).abs().max().item() if own.numel() else 0.0
         assert error <= allowed, f"{name}: largest error {error:.3g}, allowed {allowed:.3g}"
@@ -52,6 +39,14 @@ def weight_gradient(given, layout, rank, size):
     if layout.weight == 0:
         return layout.part(given.grad, 1, rank, size).t() @ given.x
     return given.grad.t() @ layout.part(given.x, 1, rank, size)
+
+
+def assert_right(case, given, out, slot):
+    """Judges the results of all ranks, of which `out` is this one's."""
+    outs = [None] * dist.get_world_size()
+    dist.all_gather_object(outs, out.cpu())
+    verdict = judge(case, given, [part.to(out.device) for part in outs], slot)
+    assert verdict.holds, verdict
 
 
 def launches(rank, size, case, fields, count, late=None):
@@ -71,10 +66,7 @@ def launches(rank, size, case, fields, count, late=None):
             queued.append((given, out))
     torch.cuda.synchronize()
     for given, out in queued:
-        outs = [None] * size
-        dist.all_gather_object(outs, out.cpu())
-        verdict = judge(case, given, [part.to(device) for part in outs], slot)
-        assert verdict.holds, verdict
+        assert_right(case, given, out, slot)
     overlap_gemm.close_workspaces()
 
 
@@ -109,10 +101,7 @@ def replays(rank, size, case, count):
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        outs = [None] * size
-        dist.all_gather_object(outs, out.cpu())
-        verdict = judge(case, given, [part.to(device) for part in outs], case.dtype)
-        assert verdict.holds, verdict
+        assert_right(case, given, out, case.dtype)
     overlap_gemm.close_workspaces()
 
 
@@ -130,13 +119,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", PORTABLE)
 @pytest.mark.parametrize("op", OPS)
 def test_portable_backends(ranks, op, shape, backend, dtype, world):
-    ranks(world).run(forward_and_backward, Case(op, *PORTABLE[shape], dtype), backend)
+    ranks(world).run(matches_the_whole, Case(op, *PORTABLE[shape], dtype), backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", PORTABLE)
 def test_fused_with_gradients(ranks, shape, dtype, world):
-    ranks(world).run(forward_and_backward, Case("gemm_reduce_scatter", *PORTABLE[shape], dtype), "fused")
+    ranks(world).run(matches_the_whole, Case("gemm_reduce_scatter", *PORTABLE[shape], dtype), "fused")
 
 
 @pytest.mark.parametrize("kernel", HOPPER_KERNELS)

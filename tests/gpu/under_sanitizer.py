@@ -13,7 +13,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.kernels.geometry import CONTROL_BYTES
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.tuning.space import configured
+from overlap_gemm.tuning.settings import configured
 
 M, N, K = 264, 200, 136
 KERNELS = (

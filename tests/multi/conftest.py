@@ -6,25 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.testing.ranks import Ranks
+from overlap_gemm.testing.ranks import Ranks, rank_pools
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-PRELOAD = ("overlap_gemm.nn", "overlap_gemm.parallel", "transformers.models.llama.modeling_llama")
+PRELOAD = (
+    "overlap_gemm.nn",
+    "overlap_gemm.parallel",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+    ),
+)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(P)`: a set of P processes that the tests of a session share."""
-    pools: dict[int, Ranks] = {}
-
-    def pool(size: int) -> Ranks:
-        if size not in pools or not pools[size].alive:
-            pools[size] = Ranks(size, preload=PRELOAD)
-        return pools[size]
-
-    yield pool
-    for pool_of_size in pools.values():
-        pool_of_size.close()
+    with rank_pools(preload=PRELOAD) as pool:
+        yield pool
 
 
 @pytest.fixture

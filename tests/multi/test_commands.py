@@ -1,6 +1,7 @@
 """The commands under the launchers that users start them with."""
 
 import json
+import re
 import shlex
 from unittest import mock
 
@@ -13,15 +14,22 @@ from overlap_gemm.tuning import timing
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_bench(launch, launcher, tmp_path):
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
-    shape = ["--m", "31", "--n", "16", "--k", "16", "--rounds", "2"]
+    shape = ["--m", "31", "--m", "32", "--n", "16", "--k", "16", "--rounds", "2"]
     files = ["--json", data, "--plot", picture]
     done = launch(launcher, 2, "python", "-m", "overlap_gemm.cli", "bench", *shape, *files)
     assert done.returncode == 0, done.stderr
     report = json.loads(data.read_text())
     assert (report["machine"]["ranks"], report["machine"]["launcher"]) == (2, launcher)
-    assert {r["op"]: r["backend"] for r in report["results"]} == dict.fromkeys(OPS, "decomposed")
+    results = {(r["op"], r["m"]): r for r in report["results"]}
+    assert set(results) == {(op, m) for op in OPS for m in (31, 32)}
+    for (op, m), result in results.items():
+        assert {"product", "bound", "auto", "decomposed"} <= set(result["eager"]["seconds"])
+        uneven = m == 31 and op in ("all_gather_gemm", "gemm_reduce_scatter")
+        assert result["eager"]["best_other"] == (None if uneven else "torch"), (op, m)
+        assert not uneven or result["eager"]["seconds"]["bound"] == result["eager"]["seconds"]["product"]
+    assert sum("torch of" in line and "not divisible by P=2" in line for line in report["skipped"]) == 2
     assert picture.stat().st_size > 1000
-    assert done.stdout.count("T_overlap") == 1, "one rank prints"
+    assert done.stdout.count("/ best other") == 1, "one rank prints"
 
 
 def time_by_a_clock_that_only_the_calls_move(rank: int, size: int) -> dict[str, tuple[float, ...]]:
@@ -50,11 +58,17 @@ def test_demo(launch, tmp_path, backend):
     options = [*TINY, "--backend", backend, "--fused" if fused else "--no-fused", "--out", tmp_path]
     done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *options)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo-timeline.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("demo-timeline.png", "demo-ops.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert f"as '{'sequential' if backend == 'auto' else backend}'" in done.stdout
+    assert "It continues" in done.stdout
     last = done.stdout[done.stdout.index("PASS") :]
     assert "2 CPU ranks" in last
     assert "equals the unsharded model" in " ".join(last.split())
+    quoted = re.findall(
+        r"gemm_all_reduce takes ([\d.]+) \(([\d.]+)-([\d.]+)\) of the time of torch", " ".join(last.split())
+    )
+    assert [low <= median <= high for median, low, high in quoted] == [True], "with quartiles or not at all"
     assert ("the emulated fused kernel is right" in " ".join(last.split())) == fused
     assert (tmp_path / "demo-fused.png").exists() == fused
 

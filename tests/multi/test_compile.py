@@ -154,15 +154,19 @@ def opchecks(rank, size):
     bias = torch.randn(5, requires_grad=True)
     rows = 4 * size
     for op, args in (
-        (ops.all_gather_gemm, (x, [weight, weight], [bias, bias], rows, 4, True, group, "decomposed")),
-        (ops.all_gather_gemm, (x, [weight], [], rows, 4, False, group, "sequential")),
-        (ops.gemm_reduce_scatter, (x, weight, bias, -(-4 // size), group, "decomposed")),
-        (ops.gemm_all_reduce, (x, weight, None, group, "decomposed")),
-        (ops.gemm_all_gather, (x, weight, bias, 5 * size, group, "sequential")),
-        (ops.local_gemm, (x, weight, bias, group, "auto")),
+        (
+            ops.all_gather_gemm,
+            (x, [weight, weight], [bias, bias], rows, 4, True, 10 * size, group, "torch", None),
+        ),
+        (ops.all_gather_gemm, (x, [weight], [], rows, 4, False, None, group, "sequential", True)),
+        (ops.gemm_reduce_scatter, (x, weight, bias, -(-4 // size), None, group, "torch", False)),
+        (ops.gemm_all_reduce, (x, weight, None, 6 * size, group, "decomposed", True)),
+        (ops.gemm_all_gather, (x, weight, bias, 5 * size, group, "sequential", None)),
+        (ops.local_gemm, (x, weight, bias, group, "auto", None)),
         (ops.slice_columns, (x, group)),
         (ops.all_gather_rows, (x, rows, 4, group)),
-        (ops.reduce_scatter_rows, (x, -(-4 // size), group)),
+        (ops.reduce_scatter_rows, (x, -(-4 // size), group, "auto", None)),
+        (ops.reduce_scatter_rows, (x, -(-4 // size), group, "torch", False)),
     ):
         torch.library.opcheck(op.default, args)
 

@@ -3,25 +3,26 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from overlap_gemm.runtime import agree
+from overlap_gemm.runtime.group import find
 from overlap_gemm.testing.ranks import RankError, Ranks
 
 
 def raises_everywhere(rank, size, function, pattern, error=RuntimeError):
-    os.environ["OVERLAP_GEMM_CHECK"] = "1"
-    try:
+    find(None).calls.clear()  # what other tests called is known, and not looked at again
+    with mock.patch.object(agree, "_checking", True):
         with pytest.raises(error, match=pattern):
             function()
         # The group is still in step.
         out = overlap_gemm.gemm_all_reduce(torch.ones(2, 3), torch.ones(4, 3))
         assert torch.equal(out, torch.full((2, 4), 3.0 * size))
-    finally:
-        del os.environ["OVERLAP_GEMM_CHECK"]
 
 
 def other_dtype(rank, size):
@@ -135,19 +136,32 @@ def test_killed_rank_ends_in_an_error(op, backend):
     assert "rank 2 of 3" not in text, text
 
 
-def straggle(rank, size, backend):
+def straggle(rank, size, backend, known):
     """A peer that never comes: the error names the op and the ranks within the group's timeout."""
+    x, weight = torch.ones(64, 32), torch.ones(48, 32)
+    if known:
+        overlap_gemm.gemm_reduce_scatter(x, weight, backend=backend)
     if rank == 1:
         time.sleep(8)
         return None
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as failure:
-        overlap_gemm.gemm_reduce_scatter(torch.ones(64, 32), torch.ones(48, 32), backend=backend)
+        overlap_gemm.gemm_reduce_scatter(x, weight, backend=backend)
     assert time.monotonic() - begin < 7
     return str(failure.value)
 
 
-def test_a_peer_that_never_comes_is_named():
+@pytest.mark.parametrize(
+    ("backend", "known", "words"),
+    [
+        ("decomposed", True, "the exchange with rank 1"),
+        ("sequential", True, "rank 0: the all-to-all with the 1 others of its group failed"),
+        ("torch", True, "rank 0: the reduce-scatter with the 1 others of its group failed"),
+        ("decomposed", False, "rank 1 is gone, or does something else: it did not say what it calls"),
+    ],
+)
+def test_a_peer_that_never_comes_is_named(backend, known, words):
     with Ranks(2, timeout=2, limit=40) as group:
-        message, _ = group.run(straggle, "decomposed")
-    assert "gemm_reduce_scatter on rank 0: the exchange with rank 1" in message
+        message, _ = group.run(straggle, backend, known)
+    assert words in message
+    assert "rank 0: " in message

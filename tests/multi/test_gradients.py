@@ -68,7 +68,7 @@ def gradcheck(rank, size, op, backend, m, n, k):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck(ranks, op, backend, world):
     ranks(world).run(gradcheck, op, backend, 4, 3, 2)
@@ -116,7 +116,7 @@ def several_weights(rank, size, backend, return_gathered, save_gathered):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 @pytest.mark.parametrize("return_gathered", [False, True], ids=["products", "gathered"])
 @pytest.mark.parametrize("save_gathered", [False, True], ids=["gather-again", "save"])
 def test_several_weights(ranks, save_gathered, return_gathered, backend, world):

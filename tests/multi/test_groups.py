@@ -39,7 +39,7 @@ def two_by_two(rank, size, backend):
         check_ops(mesh, rank, size, 0, backend)
 
 
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 def test_two_by_two(ranks, backend):
     ranks(4).run(two_by_two, backend)
 
@@ -54,7 +54,7 @@ def three_of_four(rank, size, backend):
             check_ops(group, 0, 3, 5, backend)
 
 
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 def test_three_of_four(ranks, backend):
     ranks(4).run(three_of_four, backend)
 
@@ -65,7 +65,8 @@ def data_parallel_training(rank, size):
     torch.manual_seed(0)
     mlp = ParallelMLP(6, 8, tp_group=mesh["tp"], sequence_parallel=True, dtype=torch.float64)
     torch.manual_seed(0)
-    whole = ParallelMLP(6, 8, tp_group="", dtype=torch.float64)  # a world of one
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    whole = ParallelMLP(6, 8, tp_group=alone, dtype=torch.float64)
     batch = torch.randn(2, 4, 6, dtype=torch.float64)
     whole(batch).square().sum().backward()
     own = batch[mesh["dp"].get_local_rank()].chunk(2)[mesh["tp"].get_local_rank()]

@@ -44,7 +44,7 @@ def run(ranks: int, reports: Path, *started: tuple[list[str], dict[str, str]]) -
     assert not any(process.returncode for process in processes), text
     found = {int(report.name): report.read_text().split("\n") for report in reports.iterdir()}
     assert sorted(found) == list(range(ranks)), text
-    assert all(len(names) == 3 + 2 * len(OPS) for names in found.values()), found
+    assert all(len(names) == 3 + 3 * len(OPS) for names in found.values()), found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -108,7 +108,7 @@ def check_mlp(rank, size, sequence_parallel, bias, backend):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 def test_mlp(ranks, sequence_parallel, bias, backend, world):

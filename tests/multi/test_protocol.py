@@ -17,15 +17,18 @@ from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 BACKENDS = ("sequential", "decomposed")
 
 
-def call(case, rank, size, backend, **options):
+def parts_of(case, rank, size):
     given, layout = operands(case), LAYOUTS[case.op]
-    return getattr(overlap_gemm, case.op)(
+    return (
         layout.part(given.x, layout.x, rank, size),
         layout.part(given.weight, layout.weight, rank, size),
-        bias=layout.part(given.bias, layout.bias, rank, size),
-        backend=backend,
-        **options,
+        layout.part(given.bias, layout.bias, rank, size),
     )
+
+
+def call(case, rank, size, backend, **options):
+    x, weight, bias = parts_of(case, rank, size)
+    return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **options)
 
 
 def sums_in_rank_order(rank, size, op, dtype, backend):
@@ -54,6 +57,29 @@ def sums_in_rank_order(rank, size, op, dtype, backend):
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_sums_in_rank_order(ranks, op, dtype, backend, world):
     ranks(world).run(sums_in_rank_order, op, dtype, backend)
+
+
+def torchs_own_way(rank, size, op):
+    """Backend torch in forward and backward: no rank-order sum, no transfer but torch's one collective."""
+    case = Case(op, 7, 6, 8)
+    x, weight, bias = (
+        None if tensor is None else tensor.requires_grad_() for tensor in parts_of(case, rank, size)
+    )
+    ours = mock.Mock(side_effect=AssertionError("not torch's own way"))
+    with (
+        mock.patch.object(dist, "all_to_all_single", ours),
+        mock.patch.object(dist, "batch_isend_irecv", ours),
+        mock.patch("overlap_gemm.backends.collectives.sum_in_rank_order", ours),
+    ):
+        options = {"return_gathered": True} if op == "all_gather_gemm" else {}
+        out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend="torch", **options)
+        outs = out if isinstance(out, tuple) else (out,)
+        sum(part.square().sum() for part in outs).backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_backend_torch_is_torchs_collective_and_nothing_else(ranks, op):
+    ranks(3).run(torchs_own_way, op)
 
 
 def repeats(rank, size, op, backend, calls):

@@ -56,7 +56,7 @@ def test_init_is_idempotent(world):
         overlap_gemm.init(device="cuda")
 
 
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 @pytest.mark.parametrize("op", OPS)
 def test_ops(world, op, backend):
     given, layout = operands(Case(op, 7, 6, 5, torch.float64)), LAYOUTS[op]

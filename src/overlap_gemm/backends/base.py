@@ -1,23 +1,30 @@
 """The surface every backend has: the seam at which a new way to carry out the ops plugs in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..sharding import Shards
+from .reach import Reach, reach_of
 
 Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
 OPS: tuple[Op, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather")
+
+BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
+"""What callers may ask for; `select.BACKENDS` has them."""
 
 DUAL: dict[Op, Op] = {
     "all_gather_gemm": "gemm_reduce_scatter",
     "gemm_reduce_scatter": "all_gather_gemm",
 }
 """The op whose communication the gradient of an op needs."""
+
+OR_AUTO = " or auto"
+"""Behind a backend's name: what `auto` chooses will do where that backend has no such op."""
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
 """Why a portable backend does not serve virtual ranks."""
@@ -29,7 +36,7 @@ class Problem:
 
     All of it is equal on every rank, so that all ranks choose alike. The local extents (N_local of
     all_gather_gemm, K_local of gemm_reduce_scatter) are left out on purpose: with uneven shards they differ
-    between ranks.
+    between ranks. What they sum up to is here where the caller said it.
 
     Attributes:
         op: The op's public name.
@@ -39,6 +46,11 @@ class Problem:
         device_type: "cpu" or "cuda".
         world_size: Ranks of the group, P.
         virtual: Whether the ranks are virtual (`runtime.virtual`), which torch.distributed does not know.
+        deterministic: Whether the sums must come out bitwise the same from call to call.
+        across: The product's other extent over all ranks, N of all_gather_gemm, K of the others; None if it
+            is not known.
+        reach: What the ranks found out about each other's GPUs; None where nobody asked.
+        captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
     """
 
     op: Op
@@ -48,11 +60,55 @@ class Problem:
     device_type: str
     world_size: int
     virtual: bool = False
+    deterministic: bool = False
+    across: int | None = None
+    reach: Reach | None = None
+    captured: bool = False
 
     @classmethod
-    def of(cls, op: Op, rows: int, features: int, x: Tensor, group: Group) -> "Problem":
-        """The problem of calling `op` with `x` in `group`."""
-        return cls(op, rows, features, x.dtype, x.device.type, group.size, group.is_virtual)
+    def of(
+        cls,
+        op: Op,
+        rows: int,
+        features: int,
+        across: int | None,
+        x: Tensor,
+        group: Group,
+        deterministic: bool | None,
+        requested: str = "auto",
+    ) -> "Problem":
+        """The problem of calling `op` with `x` in `group`.
+
+        `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels (`requested` is
+        the caller's `backend=`), the group's first call finds out what its GPUs reach, which is collective.
+        """
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        is_open = requested == "auto" or requested.endswith(OR_AUTO)
+        asks = is_open and x.is_cuda and x.dtype.itemsize == 2 and not group.is_virtual
+        return cls(
+            op,
+            rows,
+            features,
+            x.dtype,
+            x.device.type,
+            group.size,
+            group.is_virtual,
+            deterministic,
+            across,
+            reach_of(group, x.device) if asks else None,
+            x.is_cuda and torch.cuda.is_current_stream_capturing(),
+        )
+
+    @property
+    def k(self) -> int | None:
+        """K over all ranks, None if it is not known."""
+        return self.features if self.op == "all_gather_gemm" else self.across
+
+    @property
+    def n(self) -> int | None:
+        """N over all ranks, None if it is not known."""
+        return self.across if self.op == "all_gather_gemm" else self.features
 
     @property
     def bytes(self) -> int:
@@ -65,18 +121,38 @@ class Backend(Protocol):
 
     All tensors are 2-D, on one device and of one dtype; `x` is contiguous; a weight is `[N, K]` and may be
     the transpose of a contiguous matrix (the backward passes call with `weight.t()`). Shapes are validated
-    before. Calls are collective over `group`, stream-ordered on CUDA, and return new tensors. Partial results
-    are summed over the ranks in rank order in float32 (float64 for float64), then the bias is added, then
-    converted once.
+    before. Calls are collective over `group`, stream-ordered on CUDA, and return new tensors. The bias is
+    added once, after the sum over the ranks.
+
+    Attributes:
+        name: What users call it.
+        deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
+            float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
+            precision are those of torch.distributed's collective.
     """
 
     name: str
+    deterministic: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """The reason this backend cannot carry out `problem`, None if it can."""
 
     def why_slower(self, problem: Problem) -> str | None:
-        """The reason `auto` should look further, None if it is worth taking."""
+        """The reason `auto` need not compare its time with others', None if it is worth it."""
+
+    def bind(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        shards: Shards,
+        group: Group,
+    ) -> Callable[..., Any]:
+        """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
+
+        Everything that a call need not find out again is found out here. x may be any matrix.
+        """
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
@@ -92,8 +168,13 @@ class Backend(Protocol):
     ) -> Tensor:
         """X `[M, K_local]`, weight `[N, K_local]` -> this rank's rows `[shards.size(rank), N]` of the sum."""
 
-    def gemm_all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-        """X `[M, K_local]`, weight `[N, K_local]` -> `[M, N]`, bitwise equal on all ranks."""
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """X `[M, K_local]`, weight `[N, K_local]` -> `[M, N]`, bitwise equal on all ranks.
+
+        `shards` divides the rows among the ranks that sum them.
+        """
 
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
@@ -102,3 +183,11 @@ class Backend(Protocol):
 
         `bias` `[shards.size(rank)]` goes with the weight's rows.
         """
+
+
+def bind_method(
+    backend: Backend, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+) -> Callable[..., Any]:
+    """`Backend.bind` of a backend that has nothing to find out."""
+    method = getattr(backend, problem.op)
+    return lambda x, weight, bias: method(x.contiguous(), weight, bias, shards, group)

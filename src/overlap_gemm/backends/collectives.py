@@ -19,6 +19,34 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | No
         return torch.addmm(bias, x, weight.t(), out=out)
 
 
+class collective(span):  # noqa: N801
+    """A span of a transfer of torch.distributed, whose failure names the rank and the group.
+
+    Raises:
+        RuntimeError: It failed; the transport's words are quoted.
+    """
+
+    __slots__ = ("group",)
+
+    def __init__(self, label: str, group: Group) -> None:
+        super().__init__("transfer", label)
+        self.group = group
+
+    def __exit__(self, failure: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(failure, error, trace)
+        if isinstance(error, RuntimeError):
+            group = self.group
+            raise RuntimeError(
+                f"rank {group.global_rank(group.rank)}: the {self.label} with the {group.size - 1} others of "
+                f"its group failed; one of them is gone, or does something else: {error}"
+            ) from error
+
+
+def gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """`gemm` of x with each weight `[N_i, K]`; `biases` holds one `[N_i]` per weight, or nothing."""
+    return [gemm(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of `dtype` are summed over ranks."""
     return torch.promote_types(dtype, torch.float32)
@@ -71,9 +99,9 @@ def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
         padded[: x.shape[0]] = x
     gathered = x.new_empty(group.size * shards.chunk, x.shape[1])
     if gathered.numel():
-        with span("transfer", "all-gather"):
+        with collective("all-gather", group):
             group.all_gather(gathered, padded)
-    return gathered[: shards.total]
+    return gathered if gathered.shape[0] == shards.total else gathered[: shards.total]
 
 
 def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
@@ -95,6 +123,6 @@ def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: G
         return x if bias is None else sum_in_rank_order([x], bias)
     rows = shards.size(group.rank)
     received = x.new_empty(group.size * rows, x.shape[1])
-    with span("transfer", "all-to-all"):
+    with collective("all-to-all", group):
         dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
     return sum_in_rank_order(received.unflatten(0, (group.size, rows)).unbind(), bias)

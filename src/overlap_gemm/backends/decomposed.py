@@ -23,8 +23,8 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
-from .base import VIRTUAL, Problem
-from .collectives import gemm, sum_in_rank_order
+from .base import VIRTUAL, Problem, bind_method
+from .collectives import gemm, gemms, sum_in_rank_order
 
 LEAST_CHUNK_ROWS = 256
 """A chunk GEMM reads the whole weight: with few rows that is what its time is, and P chunks take P times it.
@@ -96,6 +96,8 @@ class Decomposed:
     """P chunk GEMMs and ring-ordered transfers, on any device and group. See the module's timeline."""
 
     name = "decomposed"
+    deterministic = True
+    bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
@@ -117,7 +119,7 @@ class Decomposed:
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
         if group.size == 1:
-            return x, [gemm(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+            return x, gemms(x, weights, biases)
         gathered = x.new_empty(shards.total, x.shape[1])
         outs = [x.new_empty(shards.total, weight.shape[0]) for weight in weights]
 
@@ -147,10 +149,11 @@ class Decomposed:
         exchange = _Exchange("gemm_reduce_scatter", group)
         return self._reduce_scatter(x, weight, bias, shards, group, exchange)
 
-    def gemm_all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
         """See `Backend.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
         exchange = _Exchange("gemm_all_reduce", group)
-        shards = Shards.even(x.shape[0], group.size)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
         self._reduce_scatter(x, weight, bias, shards, group, exchange, out=own)

@@ -11,24 +11,24 @@ graph, once the first call of its kind has compiled the kernel and made the work
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, lru_cache
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..kernels.config import GemmConfig
-from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ReduceScatterShape, slots_offset
-from ..runtime.compile_cache import OPTIONS, CompileCache
-from ..runtime.executor import EmulatorExecutor, Executor, cuda_executor, open_emulator, why_no_cuda
+from ..kernels.geometry import MAX_WORLD, SLOT_BUFFERS, STAGING_BUFFERS, ReduceScatterShape, slots_offset
+from ..runtime.executor import Executor, open_emulator, why_no_cuda
 from ..runtime.group import Group
-from ..runtime.symmetric import init_nvshmem_library
-from ..runtime.virtual import virtual_world
-from ..runtime.workspace import SizeClass, Workspace, obtain, timeout_ns
+from ..runtime.peers import Peers, peers_of
+from ..runtime.workspace import SizeClass, Workspace, obtain
 from ..sharding import Shards
-from ..tuning.space import default_config
+from ..tuning.machine import machine_for
+from ..tuning.settings import settings
+from ..tuning.space import constants, default_config
 from .base import Problem
+from .compiled import compiled_kernel, compiled_relay, transport_for
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -39,11 +39,15 @@ SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
 """Size classes begin with this slot buffer (bytes) and these flags; each further class has twice as much."""
 
+MOST_PLANS = 4096
+"""Plans kept for a group; one is made again in a fraction of a millisecond."""
+
 
 class Fused:
     """The fused kernels. Today: gemm_reduce_scatter with 16-bit operands."""
 
     name = "fused"
+    deterministic = True
 
     def why_not(self, problem: Problem) -> str | None:
         """Fused kernels exist for some ops, dtypes and devices."""
@@ -53,6 +57,8 @@ class Fused:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
+        if problem.world_size > MAX_WORLD:
+            return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         if problem.device_type == "cuda":
             return why_no_cuda(torch.cuda.current_device())
         if open_emulator() is None:
@@ -60,31 +66,71 @@ class Fused:
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """They run only where they are asked for: what they need is not found out beforehand."""
-        return "it needs memory that all ranks of the group reach; ask for it with backend='fused'"
+        """Worth comparing on GPUs whose ranks reach each other and whose constants are known."""
+        if problem.virtual:
+            return None
+        if problem.device_type != "cuda":
+            return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
+        if problem.reach is None:
+            return "nobody asked what the ranks' GPUs reach"
+        if problem.reach.why_not is None and machine_for(problem.reach.arch) is None:
+            return f"nothing is known of its time on {problem.reach.arch}; ask for it with backend='fused'"
+        return problem.reach.why_not
+
+    def bind(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards,
+        group: Group,
+    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
+        rows, columns, depth = shards.size(group.rank), weight.shape[0], problem.k
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return self.gemm_reduce_scatter(x, weight, bias, shards, group, depth)
+
+        if not (shards.total and columns and has_tma_strides(x) and has_tma_strides(weight)):
+            return run
+        shape = ReduceScatterShape(shards.total, columns, group.size, shards.chunk)
+        majors = major(x, "m"), major(weight, "n")
+        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
+
+        def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+            if addresses % 16 or not plan.is_open:
+                return run(x, weight, bias)
+            out = x.new_empty(max(rows, 1), columns)
+            plan.launch(x, weight, out, bias)
+            return out if rows else out[:0]
+
+        return run if bias is not None and bias.stride(0) != 1 else run_as_planned
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards,
+        group: Group,
+        depth: int | None = None,
     ) -> Tensor:
-        """See `Backend.gemm_reduce_scatter`. Only the peers' partials are rounded before the sum."""
+        """See `Backend.gemm_reduce_scatter`. Every rank's partial is rounded once, before the sum.
+
+        `depth` is K over all ranks, where they have agreed on it.
+        """
         rows, columns = shards.size(group.rank), weight.shape[0]
         if shards.total == 0 or columns == 0:
             return x.new_empty(rows, columns)
         a, b = aligned(x), aligned(weight)
-        executor = executor_for(group, x.device)
         shape = ReduceScatterShape(shards.total, columns, group.size, shards.chunk)
-        config = default_config(
-            executor.arch,
-            DTYPES[x.dtype],
-            shape,
-            executor.num_sms,
-            a_major=major(a, "m"),
-            b_major=major(b, "n"),
-            bias=bias is not None,
-        )
+        majors = major(a, "m"), major(b, "n")
+        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
         # A rank that owns no row passes one row, which the kernel leaves alone.
         out = x.new_empty(max(rows, 1), columns)
-        launch(executor, config, shape, group, a, b, out, None if bias is None else aligned_bias(bias))
+        plan.launch(a, b, out, None if bias is None else aligned_bias(bias))
         return out[:rows]
 
     def all_gather_gemm(self, *_: Any) -> NoReturn:
@@ -94,52 +140,163 @@ class Fused:
     gemm_all_reduce = gemm_all_gather = all_gather_gemm
 
 
-def launch(
-    executor: Executor,
-    config: GemmConfig,
-    shape: ReduceScatterShape,
-    group: Group,
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """Starts one GEMM reduce-scatter of one rank (a plain GEMM in a group of one).
+@dataclass(frozen=True)
+class ReduceScatterPlan:
+    """All that GEMM reduce-scatters of one kind have in common: a call is a plan and its tensors.
 
-    Args:
+    In a group of one it is a plain GEMM's.
+
+    Attributes:
         executor: where.
         config: which kernel; its majors, dtypes and bias are those of the tensors.
         shape: global sizes, the same on all ranks.
-        group: the ranks.
-        a: `[M, K]`, see `aligned`.
-        b: `[N, K]`, see `aligned`.
-        out: `[max(own rows, 1), N]`.
-        bias: `[N]` or None, see `aligned_bias`.
+        gemm: the compiled kernel.
+        num_clusters: its grid.
+        workspace: what tiles are exchanged through; None in a group of one.
+        exchange: where that is and what bounds waits, as the kernel takes it.
+        relay: the compiled kernel that puts staged tiles, if there is one.
     """
-    with executor.active(a, b, out, bias) as stream:
-        resident, work = executor.max_clusters(config.cluster_size), shape.num_clusters(config)
-        if group.size == 1:
-            gemm = compiled_kernel(executor, config, "local")
-            gemm(a, b, out, bias, None, min(resident, work), stream)
-            return
-        workspace = obtain(group, size_class(config, shape), executor)
-        transport = transport_for(config.arch, workspace.reaches_all)
-        gemm = compiled_kernel(executor, config, transport)
-        relay = compiled_relay(executor, config) if transport == "staged" else None
-        workspace.raise_if_failed()
-        workspace.order_after_last_use(executor.device)
-        exchange = exchange_arguments(workspace, shape)
-        if relay is None:
-            gemm(a, b, out, bias, exchange, min(resident, work), stream)
-            return
-        if resident < 2:
-            raise ValueError(
-                f"transport nvshmem on {config.arch}: one cluster of {config.cluster_size} fits on "
-                f"{executor.num_sms} SMs, which leaves the relay kernel beside it no room"
-            )
-        with executor.fork() as second:
-            gemm(a, b, out, bias, exchange, min(resident - 1, work), stream)
-            relay(shape.rows, shape.cols, exchange, second)
+
+    executor: Executor
+    config: GemmConfig
+    shape: ReduceScatterShape
+    gemm: Any
+    num_clusters: int
+    workspace: Workspace | None = None
+    exchange: Any = None
+    relay: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
+        return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
+
+    def launch(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        """Starts a call of this rank, behind every other fused launch of its device.
+
+        Args:
+            a: `[M, K]`, see `aligned`.
+            b: `[N, K]`, see `aligned`.
+            out: `[max(own rows, 1), N]`.
+            bias: `[N]` or None, see `aligned_bias`.
+
+        Raises:
+            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+        """
+        workspace, executor, order = self.workspace, self.executor, self.executor.order
+        with executor.active(a, b, out, bias) as stream:
+            if workspace is None:  # waits for nobody, so it may run beside whatever it likes
+                self.gemm(a, b, out, bias, None, self.num_clusters, stream)
+                return
+            assert workspace.is_open, "a plan of a closed workspace"
+            workspace.raise_if_failed()
+            with order.lock:
+                workspace.captured |= order.follow(stream)
+                exchange = self.exchange._replace(call=order.next_call())
+                if self.relay is None:
+                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
+                    return
+                with executor.fork() as second:
+                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
+                    self.relay(self.shape.rows, self.shape.cols, exchange, second)
+
+
+def peers_for(group: Group, device: torch.device) -> Peers:
+    """This rank's side of a group; the ranks agree at the first call for it, which is collective."""
+    return peers_of(group, device, lambda arch: constants(arch).digest)
+
+
+def plan_for(
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: ReduceScatterShape,
+    a_major: str,
+    b_major: str,
+    bias: bool,
+    depth: int | None = None,
+) -> ReduceScatterPlan:
+    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+
+    Holds while `ReduceScatterPlan.is_open` and the caller's `settings` are the same.
+
+    Args:
+        group: the ranks.
+        device: where this one's tensors are.
+        dtype: of them.
+        shape: of the call.
+        a_major: see `major`.
+        b_major: see `major`.
+        bias: whether there is one.
+        depth: K over all ranks, where they have agreed on it.
+
+    Raises:
+        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
+        CaptureError: something had to be made during CUDA graph capture.
+        ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+    """
+    peers, asked = peers_for(group, device), settings()
+    key = (dtype, shape, a_major, b_major, bias, depth, asked)
+    plan: ReduceScatterPlan | None = peers.plans.get(key)
+    if plan is not None:
+        return plan
+    operands = {"a_major": a_major, "b_major": b_major, "bias": bias}
+    agreed = peers.agreed
+    config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
+    reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    with peers.lock:
+        if (plan := peers.plans.get(key)) is None:
+            if len(peers.plans) >= MOST_PLANS:
+                peers.plans.clear()
+            plan = peers.plans[key] = _make_plan(peers, config, shape, reserve)
+        return plan
+
+
+def _make_plan(
+    peers: Peers, config: GemmConfig, shape: ReduceScatterShape, reserve: int
+) -> ReduceScatterPlan:
+    executor, group = peers.executor, peers.group
+    work = shape.num_clusters(config)
+    if group.size == 1:
+        resident = resident_clusters(executor, config.cluster_size, reserve)
+        gemm = compiled_kernel(executor, config, "local")
+        return ReduceScatterPlan(executor, config, shape, gemm, min(resident, work))
+    workspace = obtain(peers, size_class(config, shape))
+    transport = transport_for(config.arch, workspace.reaches_all)
+    staged = transport == "staged"
+    resident = resident_clusters(executor, config.cluster_size, reserve, beside=staged)
+    return ReduceScatterPlan(
+        executor,
+        config,
+        shape,
+        compiled_kernel(executor, config, transport),
+        min(resident, work),
+        workspace,
+        exchange_arguments(workspace, shape, peers.agreed.timeout_ns, executor),
+        compiled_relay(executor, config) if staged else None,
+    )
+
+
+def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
+    """Clusters of a persistent grid, all of which must be resident at once, since they wait for each other.
+
+    Args:
+        executor: where.
+        size: CTAs of a cluster.
+        reserve: SMs to leave to others.
+        beside: whether one cluster's place is left to the relay kernel.
+
+    Raises:
+        ValueError: not one cluster fits.
+    """
+    fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - beside
+    if fit < 1:
+        relay = " beside the relay kernel" if beside else ""
+        raise ValueError(
+            f"no room{relay} for a cluster of {size} CTAs on {executor.num_sms} SMs less "
+            f"reserve_sms={reserve}: the device holds {executor.max_clusters(size)} such clusters"
+        )
+    return fit
 
 
 def aligned(matrix: Tensor) -> Tensor:
@@ -148,19 +305,23 @@ def aligned(matrix: Tensor) -> Tensor:
     Rows (or, of a transposed matrix, columns) must begin at multiples of 16 bytes. Zeros along K add nothing
     to a product, and where the other operand is shorter the hardware reads zeros.
     """
-    inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
-    if (
-        matrix.stride(inner) == 1
-        and matrix.stride(outer) % ROW_ELEMENTS == 0
-        and matrix.stride(outer) >= matrix.shape[inner]
-        and matrix.shape[1] > 0
-        and matrix.data_ptr() % 16 == 0
-    ):
+    if has_tma_strides(matrix) and matrix.data_ptr() % 16 == 0:
         return matrix
     rows, depth = matrix.shape
     padded = matrix.new_zeros(rows, max(-(-depth // ROW_ELEMENTS), 1) * ROW_ELEMENTS)
     padded[:, :depth] = matrix
     return padded
+
+
+def has_tma_strides(matrix: Tensor) -> bool:
+    """Whether TMA could read `matrix` `[rows, K]`, if it begins at a multiple of 16 bytes."""
+    inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
+    return (
+        matrix.stride(inner) == 1
+        and matrix.stride(outer) % ROW_ELEMENTS == 0
+        and matrix.stride(outer) >= matrix.shape[inner]
+        and matrix.shape[1] > 0
+    )
 
 
 def aligned_bias(bias: Tensor) -> Tensor:
@@ -173,77 +334,6 @@ def major(matrix: Tensor, other: str) -> Any:
     return "k" if matrix.stride(1) == 1 else other
 
 
-def executor_for(group: Group, device: torch.device) -> Executor:
-    """Where a rank's kernels run: with its virtual world, on its CUDA device, or in the open emulator."""
-    if (world := virtual_world(group)) is not None:
-        return world.executor(group.rank)
-    if device.type == "cuda":
-        return cuda_executor(torch.cuda.current_device() if device.index is None else device.index)
-    emulator = open_emulator()
-    assert emulator is not None, "why_not excludes a CPU without an emulator"
-    return EmulatorExecutor(emulator)
-
-
-def transport_for(arch: str, reaches_all: bool) -> str:
-    """How tiles reach their owners: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
-
-    On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
-    """
-    if reaches_all:
-        return "peer_bulk"
-    return "staged" if arch == "sm_90a" else "nvshmem"
-
-
-def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
-    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``."""
-
-    def build() -> Any:
-        from ..kernels.build import DirectCall, compile_kernel, make_kernel
-        from ..transports import Nvshmem, PeerBulk, Staged
-
-        if transport == "nvshmem":
-            return DirectCall(compile_kernel(make_kernel(config, Nvshmem())))
-        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged}
-        return compile_kernel(make_kernel(config, ways[transport]()), OPTIONS)
-
-    return _from_cache(executor, (config, transport), build, puts=transport == "nvshmem")
-
-
-def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
-    """The relay kernel beside the GEMM of a configuration (`kernels.relay`)."""
-    config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it
-
-    def build() -> Any:
-        from ..kernels.build import DirectCall, compile_relay
-        from ..transports import Nvshmem
-
-        return DirectCall(compile_relay(config, Nvshmem()))
-
-    return _from_cache(executor, (config, "relay"), build, puts=True)
-
-
-def _from_cache(executor: Executor, key: object, build: Callable[[], Any], puts: bool) -> Any:
-    """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
-
-    Such a one is not kept on disk, and called the DSL's own way: NVSHMEM initialises the library that a
-    kernel is loaded from, and neither what comes from disk nor a TVM-FFI function tells it.
-    """
-
-    def build_and_initialise() -> Any:
-        compiled = build()
-        if puts and executor.device.type == "cuda":
-            init_nvshmem_library(compiled)
-        return compiled
-
-    return _cache(executor.on_disk and not puts).get(key, executor.arch, build_and_initialise)
-
-
-@cache
-def _cache(on_disk: bool) -> CompileCache:
-    return CompileCache() if on_disk else CompileCache(folder=None)
-
-
-@lru_cache(maxsize=1024)
 def size_class(config: GemmConfig, shape: ReduceScatterShape) -> SizeClass:
     """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
     flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
@@ -255,7 +345,9 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def exchange_arguments(workspace: Workspace, shape: ReduceScatterShape) -> Any:
+def exchange_arguments(
+    workspace: Workspace, shape: ReduceScatterShape, timeout_ns: int, executor: Executor
+) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
     from ..kernels.exchange import Exchange
 
@@ -267,6 +359,8 @@ def exchange_arguments(workspace: Workspace, shape: ReduceScatterShape) -> Any:
         shape.shard,
         size.zeroed,
         size.buffer,
-        timeout_ns(),
+        timeout_ns,
         workspace.record.data_ptr(),
+        executor.order.word.data_ptr(),
+        0,  # each launch has its own number
     )

@@ -1,17 +1,27 @@
-"""Which backend carries out an op, and why. The choice is never silent: `explain` prints it."""
+"""Which backend carries out an op, and why. The choice is never silent: `explain` prints it.
 
+`auto` takes, of the backends that can carry a problem out and are worth comparing, the one whose predicted
+time is least (`tuning.plan`), and the first of them where no time can be predicted.
+"""
+
+import logging
+import math
 from dataclasses import dataclass
+from functools import cache
 
-from .base import Backend, Problem
+import torch
+
+from ..tuning.plan import Facts, Prediction, predict
+from .base import OR_AUTO, Backend, Problem
 from .decomposed import Decomposed
-from .fused import Fused
+from .fused import DTYPES, Fused
 from .sequential import Sequential
+from .torch_backend import Torch
 
-BACKENDS: tuple[Backend, ...] = (Fused(), Decomposed(), Sequential())
-"""In the order in which `auto` tries them. A new backend is one more entry."""
+logger = logging.getLogger(__name__)
 
-OR_AUTO = " or auto"
-"""Behind a backend's name: what `auto` chooses will do where that backend has no such op."""
+BACKENDS: tuple[Backend, ...] = (Fused(), Decomposed(), Torch(), Sequential())
+"""In the order in which `auto` tries them where it knows no times. A new backend is one more entry."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class Choice:
         problem: What it was chosen for.
         requested: The caller's `backend=`.
         verdicts: (name, reason) of each backend considered, in order; reason None for the one chosen.
+        prediction: The times of the ways to carry the problem out, where they are known.
         backward: The choice for the dual op in the backward pass, where `explain` was asked.
     """
 
@@ -30,18 +41,28 @@ class Choice:
     problem: Problem
     requested: str
     verdicts: tuple[tuple[str, str | None], ...]
+    prediction: Prediction | None = None
     backward: "Choice | None" = None
 
     def __str__(self) -> str:
         """A line for the choice and one for each backend considered."""
-        problem = self.problem
+        problem, prediction = self.problem, self.prediction
         lines = [
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
             f"  M={problem.rows}, width={problem.features}, {problem.dtype}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
         ]
+        times = {} if prediction is None else prediction.ways
         for name, reason in self.verdicts:
-            lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}")
+            expected = f" [{times[name] * 1e6:.0f} us predicted]" if name in times else ""
+            lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{expected}")
+        if prediction is not None:
+            known = "" if problem.across is not None else f", {'N' if problem.n is None else 'K'} not known"
+            lines.append(
+                f"  bound: {prediction.bound * 1e6:.0f} us (product {prediction.product * 1e6:.0f}, "
+                f"link {prediction.link * 1e6:.0f}){known}; constants of {prediction.machine.name}, "
+                f"{prediction.machine.source}"
+            )
         if self.backward is not None:
             lines.append(f"  backward: {self.backward.problem.op} runs as {self.backward.backend.name!r}")
         return "\n".join(lines)
@@ -58,23 +79,75 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         ValueError: No backend of that name, or it cannot carry out the problem.
     """
     check_name(requested)
-    name = requested.removesuffix(OR_AUTO)
-    verdicts: list[tuple[str, str | None]] = []
+    name, prediction = requested.removesuffix(OR_AUTO), predicted(problem)
+    verdicts: dict[str, str | None] = {}
     if name != "auto":
         backend = next(backend for backend in BACKENDS if backend.name == name)
-        verdicts.append((name, backend.why_not(problem)))
-        if verdicts[0][1] is None:
-            return Choice(backend, problem, requested, tuple(verdicts))
+        verdicts[name] = backend.why_not(problem)
+        if verdicts[name] is None:
+            return Choice(backend, problem, requested, tuple(verdicts.items()), prediction)
         if name == requested:
-            raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[0][1]}")
-    for backend in BACKENDS:
-        if backend.name != name:
-            verdict = backend.why_not(problem) or backend.why_slower(problem)
-            verdicts.append((backend.name, verdict))
-            if verdict is None:
-                return Choice(backend, problem, requested, tuple(verdicts))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts)
-    raise ValueError(f"no backend can carry out {problem}: {reasons}")
+            raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
+    others = [backend for backend in BACKENDS if backend.name != name]
+    for backend in others:
+        verdicts[backend.name] = _why_unfit(backend, problem) or backend.why_slower(problem)
+    worth = [backend for backend in others if verdicts[backend.name] is None]
+    if not worth:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts.items())
+        raise ValueError(f"no backend can carry out {problem}: {reasons}")
+    best = worth[0]
+    if prediction is not None:
+        times = prediction.ways
+        best = min(worth, key=lambda backend: times.get(backend.name, math.inf))
+    for backend in worth:
+        if backend is not best:
+            verdicts[backend.name] = f"{best.name} {'is tried first' if prediction is None else 'is faster'}"
+    return Choice(best, problem, requested, tuple(verdicts.items()), prediction)
+
+
+def announce(choice: Choice) -> Choice:
+    """Logs a choice that is about to be carried out: once per op and class of shapes; returns it.
+
+    What runs is information; that an op does not run as its caller preferred is a warning, with the reason.
+    """
+    problem = choice.problem
+    about = (problem.op, (problem.rows - 1).bit_length(), problem.features, problem.dtype, problem.world_size)
+    _inform(*about, choice.backend.name, choice.requested)
+    preferred = choice.requested.removesuffix(OR_AUTO)
+    if preferred not in ("auto", choice.backend.name):
+        _warn(problem.op, preferred, choice.backend.name, dict(choice.verdicts)[preferred] or "")
+    return choice
+
+
+@cache
+def _inform(
+    op: str, bits: int, features: int, dtype: torch.dtype, ranks: int, backend: str, requested: str
+) -> None:
+    logger.info(
+        "%s, M <= %d, width %d, %s, P=%d runs as %r (backend=%r)",
+        op, 1 << bits, features, dtype, ranks, backend, requested.removesuffix(OR_AUTO),
+    )  # fmt: skip
+
+
+@cache
+def _warn(op: str, preferred: str, backend: str, why: str) -> None:
+    logger.warning("%s runs as %r, not as %r: %s", op, backend, preferred, why)
+
+
+def predicted(problem: Problem) -> Prediction | None:
+    """What the model says of a problem; None on CPUs, and where it knows nothing of the GPUs or the dtype."""
+    reach = problem.reach
+    if reach is None or not reach.arch or problem.dtype not in DTYPES:
+        return None
+    facts = Facts(problem.op, problem.rows, problem.n, problem.k, DTYPES[problem.dtype], problem.world_size)
+    return predict(facts, reach.arch, reach.num_sms, problem.captured)
+
+
+def _why_unfit(backend: Backend, problem: Problem) -> str | None:
+    """Why `auto` may not take a backend."""
+    if problem.deterministic and not backend.deterministic:
+        return "deterministic sums are asked for, and its order and rounding are the collective's"
+    return backend.why_not(problem)
 
 
 def preferring(requested: str) -> str:
@@ -82,8 +155,16 @@ def preferring(requested: str) -> str:
     return requested if requested == "auto" or requested.endswith(OR_AUTO) else requested + OR_AUTO
 
 
-def check_name(requested: str) -> None:
-    """Raises a ValueError unless `requested` is "auto" or the name of a backend of this version."""
-    names = ["auto", *(backend.name for backend in BACKENDS)]
-    if requested.removesuffix(OR_AUTO) not in names:
-        raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(names)}")
+def check_name(requested: str, deterministic: bool = False) -> None:
+    """Raises a ValueError unless `requested` is "auto" or the name of a backend of this version.
+
+    Nor may a caller who asks for deterministic sums name a backend without. (torch's global switch steers
+    `auto`, but does not forbid what is named.)
+    """
+    promises = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
+    if not isinstance(requested, str) or requested.removesuffix(OR_AUTO) not in promises:
+        raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(promises)}")
+    if deterministic and not promises[requested.removesuffix(OR_AUTO)]:
+        raise ValueError(
+            f"deterministic=True and backend={requested!r}, whose sums are not, cannot go together"
+        )

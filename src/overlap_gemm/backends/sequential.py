@@ -1,4 +1,4 @@
-"""First the collective, then the product (or the other way round): the baseline and the last resort."""
+"""First the collective, then the product (or the other way round), summed in rank order: the last resort."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,25 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..sharding import Shards
-from .base import VIRTUAL, Problem
-from .collectives import all_gather_rows, gemm, reduce_scatter_rows
+from .base import VIRTUAL, Problem, bind_method
+from .collectives import all_gather_rows, gemm, gemms, reduce_scatter_rows
 
 
 class Sequential:
     """torch.distributed's collectives beside torch's matmul, on any device and group. Nothing overlaps."""
 
     name = "sequential"
+    deterministic = True
+    bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """The last resort is always worth taking when it is reached."""
+        """The last resort, unless there is one that does not pay for rank order."""
+        if problem.device_type == "cuda" and not problem.deterministic:
+            return "its sums in rank order cost more than the collective's"
         return None
 
     def all_gather_gemm(
@@ -28,9 +32,7 @@ class Sequential:
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.all_gather_gemm`."""
         gathered = all_gather_rows(x, shards, group)
-        return gathered, [
-            gemm(gathered, weight, biases[i] if biases else None) for i, weight in enumerate(weights)
-        ]
+        return gathered, gemms(gathered, weights, biases)
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
@@ -38,9 +40,10 @@ class Sequential:
         """See `Backend.gemm_reduce_scatter`."""
         return reduce_scatter_rows(gemm(x, weight), bias, shards, group)
 
-    def gemm_all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
         """See `Backend.gemm_all_reduce`."""
-        shards = Shards.even(x.shape[0], group.size)
         return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group), shards, group)
 
     def gemm_all_gather(

@@ -1,62 +1,81 @@
-"""`overlap-gemm bench`: the four times of each op on each shape, as a table, as data and as a picture."""
+"""`overlap-gemm bench`: ops beside what they are measured against, as a table, as data and as a picture."""
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from torch import Tensor
 
 import overlap_gemm
 
 from ..backends.base import OPS
+from ..backends.select import check_name
+from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
-from ..tuning.timing import FourTimes, Timings, measure
+from ..tuning.plan import predict
+from ..tuning.timing import captured, measure
+from .baselines import baselines, link_rates
 from .console import rank_zero_console
-from .machine import describe
-from .workload import Workload
+from .machine import describe, this_arch
+from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
+from .workload import DTYPES, Call, Workload
 
 DType = Literal["float32", "bfloat16", "float16"]
 
 
 def bench(
     op: Annotated[list[str] | None, typer.Option(help="Op to run; repeat for several; all if none.")] = None,
-    m: Annotated[list[int] | None, typer.Option(help="Rows M over all ranks; repeat for several.")] = None,
-    n: Annotated[int, typer.Option(help="Output features N over all ranks.")] = 4096,
-    k: Annotated[int, typer.Option(help="Input features K over all ranks.")] = 4096,
+    m: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows M over all ranks; repeat for several.")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="Output features N over all ranks.")] = 4096,
+    k: Annotated[int, typer.Option(min=1, help="Input features K over all ranks.")] = 4096,
     shapes: Annotated[
         Path | None, typer.Option(help="JSON file of named shapes instead, such as benchmarks/shapes.json.")
     ] = None,
     only: Annotated[str, typer.Option(help="Of the file, the shapes whose name contains this.")] = "",
-    dtype: Annotated[DType, typer.Option(help="Of operands and result.")] = "float32",
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of operands and result. [default: bfloat16 on GPUs, else float32]")
+    ] = None,
     backends: Annotated[
-        str,
-        typer.Option(help="Compared with sequential, separated by commas; torch: its own mm and collective."),
-    ] = "decomposed",
-    rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 11,
+        str | None,
+        typer.Option(help="Ours, separated by commas. [default: auto,fused on GPUs, else auto,decomposed]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 7,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Time replays of CUDA graphs: without the host's time per call.")
-    ] = False,
+        bool, typer.Option("--graph/--no-graph", help="On GPUs also time CUDA graphs of eight calls.")
+    ] = True,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results here (PNG, SVG, PDF).")] = None,
 ) -> None:
-    """Time ops against the collective and the product they consist of.
+    """Time ops beside torch's product, its collective, both, and its fused ops; say what the model predicted.
 
-    Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. T_gemm is
-    the product alone, T_comm the transfer alone, T_seq one after the other, T_overlap the backend. Shapes are
-    those of the unsharded product [M, K] x [N, K]^T.
+    Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. Shapes are
+    those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
+    the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
     """
     if unknown := set(op or ()) - set(OPS):
         raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint="--op")
     ops = [o for o in OPS if not op or o in op]
-    operand = getattr(torch, dtype)
+    wanted = backends.split(",") if backends else []
+    for name in wanted:
+        check_name(name)
+    if named := set(wanted) & set(OTHERS):
+        raise typer.BadParameter(
+            f"{', '.join(named)} is timed in any case, by calling torch", param_hint="--backends"
+        )
+    world = overlap_gemm.init(device=device)
+    on_cuda = world.device.type == "cuda"
+    operand = getattr(torch, dtype or ("bfloat16" if on_cuda else "float32"))
     if shapes is None:
         workloads = [Workload("", o, rows, n, k, operand) for o in ops for rows in m or [1024]]
     else:
@@ -64,35 +83,28 @@ def bench(
     if not workloads:
         raise typer.BadParameter("no shape is left to run", param_hint="--only")
 
-    world = overlap_gemm.init(device=device)
     group = resolve(group_name(None))
-    if graph and world.device.type != "cuda":
-        raise typer.BadParameter(f"CUDA graphs need a CUDA device, not {world.device}", param_hint="--graph")
-    names = backends.split(",")
+    names = wanted or (["auto", "fused"] if on_cuda else ["auto", "decomposed"])
+    modes = (EAGER, GRAPH) if on_cuda and graph else (EAGER,)
     console = rank_zero_console(world.rank)
-    results = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(workloads) * rounds)
-        for workload in workloads:
-            progress.update(task, description=f"{workload.op} {workload.name}")
-            timings = run(workload, names, group, world.device, rounds, graph, lambda: progress.advance(task))
-            results += [row(workload, backend, timings, group.size) for backend in names]
-    report = {
-        "machine": describe(world),
-        "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks"
-        + (", CUDA graph replays" if graph else ""),
-        "results": results,
-    }
+
+    def keep(report: dict[str, Any]) -> None:
+        if json_file is not None and world.rank == 0:
+            json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+    report = measure_all(workloads, names, group, world, rounds, modes, console, keep)
     overlap_gemm.finalize()
     if world.rank != 0:
         return
     console.print(table(report))
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    for line in summary(report):
+        console.print(line)
+    for line in report["skipped"]:
+        console.print(f"skipped: {line}")
     if plot is not None:
-        from .plots import draw_four_times  # matplotlib is slow to import
+        from .plots import draw_bounds  # matplotlib is slow to import
 
-        draw_four_times(report, plot)
+        draw_bounds(report, plot)
 
 
 def read_shapes(file: Path, m: list[int] | None, dtype: torch.dtype) -> Iterator[Workload]:
@@ -102,77 +114,129 @@ def read_shapes(file: Path, m: list[int] | None, dtype: torch.dtype) -> Iterator
             yield Workload(shape["name"], shape["op"], rows, shape["n"], shape["k"], dtype)
 
 
+def measure_all(
+    workloads: Sequence[Workload],
+    backends: Sequence[str],
+    group: Group,
+    world: World,
+    rounds: int,
+    modes: Sequence[Mode],
+    console: Console,
+    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Times workloads under a progress bar; the report as plain data. Collective. See `run`.
+
+    `keep` gets the report after each workload: what was measured is not lost with a later one.
+    """
+    try:
+        rates = link_rates(group, world.device)
+    except RuntimeError as error:  # GPUs that do not reach each other: on every rank alike
+        console.print(f"no link rate, collectives stand for it: {str(error).splitlines()[0]}")
+        rates = {}
+    report: dict[str, Any] = {
+        "command": " ".join(["overlap-gemm", *sys.argv[1:]]),
+        "machine": describe(world),
+        "link_rates": rates,
+        "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks",
+        "results": [],
+        "skipped": [],
+    }
+    skipped: dict[tuple[str, str], list[Skipped]] = {}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(workloads))
+        for workload in workloads:
+            progress.update(task, description=f"{workload.op} {workload.name} {workload.m}")
+            measured = run(workload, backends, group, world.device, rounds, modes, rates)
+            report["results"].append(row(workload, measured, group.size))
+            for found in measured.skipped:
+                skipped.setdefault((found.way, workload.op), []).append(found)
+            report["skipped"] = [
+                f"{way} of {op} {every[0].shape} ({len(every)} shapes): {every[0].why}"
+                for (way, op), every in skipped.items()
+            ]
+            keep(report)
+            progress.advance(task)
+    return report
+
+
 def run(
     workload: Workload,
-    backends: list[str],
+    backends: Sequence[str],
     group: Group,
     device: torch.device,
     rounds: int,
-    graph: bool = False,
-    after_round: Any = None,
-) -> Timings:
-    """Times every variant of a workload, or its replays as a CUDA graph. Collective over the group."""
-    variants = workload.variants(["sequential", *(b for b in backends if b != "sequential")], group, device)
-    if graph:
-        variants = {name: captured(call) for name, call in variants.items()}
-    return measure(variants, group=group.process_group, device=device, rounds=rounds, after_round=after_round)
+    modes: Sequence[Mode] = (EAGER,),
+    rates: Mapping[str, float] | None = None,
+) -> Measured:
+    """Times every variant of a workload in every mode. Collective over the group.
 
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The replay of a CUDA graph of one call, after two calls that make what graphs cannot make."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
-
-
-def row(workload: Workload, backend: str, timings: Timings, ranks: int) -> dict[str, Any]:
-    """One result as plain data; times in seconds, rates per rank."""
-    times = FourTimes.of(timings, backend)
-    low, high = timings.ratio_range("sequential", backend)
-    return {
-        **asdict(workload),
-        "dtype": str(workload.dtype).removeprefix("torch."),
-        "ranks": ranks,
-        "backend": backend,
-        "seconds": {
-            "gemm": times.gemm,
-            "comm": times.comm,
-            "sequential": times.sequential,
-            "overlapped": times.overlapped,
-        },
-        "speedup": times.speedup,
-        "speedup_quartiles": [low, high],
-        "hidden": times.hidden,
-        "roof": times.roof,
-        "tflops": workload.flops(ranks) / times.overlapped / 1e12,
-    }
-
-
-def table(report: dict[str, Any]) -> Table:
-    """The results with times as a part of T_seq, which compare across machines better than seconds do."""
-    machine = report["machine"]
-    title = f"{machine['ranks']} ranks, {machine['processor']}; {report['protocol']}; times as parts of T_seq"
-    drawn = Table(title=title, title_justify="left", show_lines=True)
-    drawn.add_column("op, shape M,N,K, backend")
-    for heading in ("T_seq ms", "T_gemm", "T_comm", "T_overlap", "speed-up\n(quartiles)", "hidden E", "roof"):
-        drawn.add_column(heading, justify="right")
-    for result in report["results"]:
-        seconds = result["seconds"]
-        part = {name: f"{value / seconds['sequential']:.2f}" for name, value in seconds.items()}
-        low, high = result["speedup_quartiles"]
-        drawn.add_row(
-            f"{result['op']} {result['name']}\n"
-            f"{result['m']},{result['n']},{result['k']} {result['dtype']} {result['backend']}",
-            f"{seconds['sequential'] * 1e3:.3g}",
-            part["gemm"],
-            part["comm"],
-            part["overlapped"],
-            f"{result['speedup']:.2f}x\n({low:.2f}-{high:.2f})",
-            "-" if result["hidden"] is None else f"{result['hidden']:.0%}",
-            f"{result['roof']:.0%}",
+    Args:
+        workload: What.
+        backends: Ours.
+        group: The ranks.
+        device: Where this rank's tensors are.
+        rounds: Samples per variant.
+        modes: Whether calls are timed, or replays of graphs of them.
+        rates: What `link_rates` found.
+    """
+    x, weight = workload.operands(group, device)
+    calls = baselines(workload, x, weight, group)
+    calls |= {name: workload.by(name, x, weight, group) for name in backends}
+    usable, skipped = _those_that_work(workload, calls, group)
+    link = workload.facts(group.size).bytes_out / max(rates.values()) if rates else None
+    found = Measured([name for name in backends if name in usable], link=link, skipped=skipped)
+    for mode in modes:
+        variants, taken = usable, {}
+        for name in found.backends:
+            taken[name] = _taken(workload, name, x, weight, group, mode)
+        if mode == GRAPH:
+            # What is taken under capture may differ, and cannot be compiled there.
+            first = {name: workload.by(name, x, weight, group) for name in taken.values()}
+            _those_that_work(workload, first, group)
+            variants, failed = _those_that_work(workload, usable, group, captured)
+            found.skipped += [Skipped(f"{one.way}, captured,", one.shape, one.why) for one in failed]
+        found.taken[mode] = taken
+        timings = measure(
+            variants,
+            group=group.process_group,
+            device=device,
+            rounds=rounds,
+            burst_seconds=0.004 if device.type == "cuda" else 0.05,
         )
-    return drawn
+        if link is None and "collective" in usable:
+            link = found.link = timings.median("collective")
+        found.timings[mode] = timings.with_bound(link or 0.0)
+        if device.type == "cuda" and workload.dtype in DTYPES and (arch := this_arch()) is not None:
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            found.predicted[mode] = predict(workload.facts(group.size), arch, sms, mode == GRAPH)
+    return found
+
+
+def _taken(workload: Workload, name: str, x: Tensor, weight: Tensor, group: Group, mode: Mode) -> str:
+    """The backend behind `name`, which for "auto" may depend on whether the call is captured."""
+    if mode == EAGER:
+        return workload.taken_by(name, x, weight, group)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=x.device)  # torch warns of a graph that is empty
+        return workload.taken_by(name, x, weight, group)
+
+
+def _those_that_work(
+    workload: Workload, calls: Mapping[str, Call], group: Group, prepare: Callable[[Call], Call] | None = None
+) -> tuple[dict[str, Call], list[Skipped]]:
+    """The calls that every rank could make once (or `prepare`), and why not each other one."""
+    usable: dict[str, Call] = {}
+    skipped = []
+    for name, call in calls.items():
+        failure = None
+        try:
+            ready = prepare(call) if prepare is not None else call
+            ready()
+        except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        failures = [other for other in group.all_gather_object(failure) if other is not None]
+        if failures:
+            skipped.append(Skipped(name, f"{workload.m},{workload.n},{workload.k}", failures[0]))
+        else:
+            usable[name] = ready
+    return usable, skipped

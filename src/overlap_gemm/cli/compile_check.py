@@ -124,7 +124,7 @@ def compile_check(
         if checked.findings:
             wrong.append(checked)
         facts = checked.report
-        if checked.report is not None:
+        if facts is not None:
             figures[f"{config.name} {'GEMM-RS' if exchanges else 'GEMM'}"] = figures_of(checked)
         table.add_row(
             config.name,

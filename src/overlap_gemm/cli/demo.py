@@ -1,7 +1,8 @@
 """`overlap-gemm demo`: a tensor-parallel Llama trained, checked against the unsharded one, its ops timed."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,42 +12,78 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_gemm
 
-from ..backends.base import Problem
-from ..backends.select import choose
-from ..parallel import llama_plan
+from ..backends.base import BackendName
+from ..parallel import parallelize
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
 from ..runtime.spans import Span, record
 from ..testing.cases import Case
-from ..tuning.timing import FourTimes
-from .bench import run
+from .bench import measure_all
 from .console import rank_zero_console
 from .emulate import run_emulated
 from .machine import processor
+from .results import EAGER, GRAPH, Mode, table
 from .workload import Workload
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra
     from .llama import Comparison, LlamaForCausalLM
 
-BACKENDS = ("sequential", "decomposed")
+TIMELINES = ("sequential", "decomposed")
+"""What a CPU's timelines are drawn of."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What fills a device for some seconds.
+
+    Attributes:
+        dtype: Of the model and of the timed ops.
+        rate: Learning rate.
+        sequence: Bytes per sequence.
+        heads: Attention heads at least.
+        head_dim: Width of a head.
+        rows: M of the timed ops; a decode batch has 16.
+        hidden: N or K of the timed ops, the width of the hidden state.
+        inner: The other one, the width of an MLP.
+        rounds: Samples per timing.
+    """
+
+    dtype: torch.dtype
+    rate: float
+    sequence: int
+    heads: int
+    head_dim: int
+    rows: int
+    hidden: int
+    inner: int
+    rounds: int
+
+
+CPU = Sizes(torch.float32, 2e-3, 128, 8, 32, 1024, 1024, 4096, 7)
+GPU = Sizes(torch.bfloat16, 3e-4, 2048, 32, 128, 8192, 8192, 28672, 7)
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
-    sequence: Annotated[int, typer.Option(min=1, help="Bytes per sequence, rounded up to the ranks.")] = 128,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Bytes per sequence. [128; GPUs: 2048]")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
-    head_dim: Annotated[int, typer.Option(min=2, help="Width of an attention head (even).")] = 32,
-    rows: Annotated[int, typer.Option(min=1, help="Rows M of the timed ops.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples per timing.")] = 11,
-    backend: Annotated[str, typer.Option(help="How the model's ops are carried out.")] = "auto",
+    head_dim: Annotated[
+        int | None, typer.Option(min=2, help="Width of an attention head, even. [32; GPUs: 128]")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows M of the timed ops. [1024; GPUs: 8192]")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Samples per timing. [7]")] = None,
+    backend: Annotated[BackendName, typer.Option(help="How the model's ops are carried out.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="Train on this file; default: our license.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the timeline picture.")] = Path("out"),
-    fused: Annotated[bool, typer.Option(help="Run the fused kernel in the emulator, too.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
+    fused: Annotated[
+        bool | None, typer.Option(help="Run the fused kernel in the emulator, too. [default: without GPUs]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
 ) -> None:
     """Train a tensor-parallel Llama, compare it with the unsharded one, time its ops.
@@ -60,39 +97,42 @@ def demo(
     world = overlap_gemm.init(device=device)
     console = rank_zero_console(world.rank)
     on_cuda = world.device.type == "cuda"
+    sizes = GPU if on_cuda else CPU
     where = f"{world.size} {'GPU' if on_cuda else 'CPU'} rank{'s' * (world.size > 1)}"
     what = torch.cuda.get_device_name(world.device) if on_cuda else processor()
     console.print(f"[bold]overlap_gemm demo[/]: {where}, {what}, torch {torch.__version__}")
 
     text = text or llama.default_text()
-    sequence = -(-sequence // world.size) * world.size
-    model = llama.build(world.size, layers, head_dim, sequence).to(world.device)
+    sequence = sequence or sizes.sequence
+    with world.device:
+        model = llama.build(world.size, layers, head_dim or sizes.head_dim, sequence, sizes.heads)
+    model = model.to(sizes.dtype)
     size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
-    parallelize_module(model, _mesh(world), llama_plan(rows=sequence, backend=backend))
+    parallelize(model, _mesh(world), backend=backend)
     console.print(
-        f"1. Train a Llama ({layers} layers, hidden {model.config.hidden_size}, {size}) on {text.name}, "
-        f"{batch} x {sequence} bytes a step"
+        f"1. Train a Llama ({layers} layers, hidden {model.config.hidden_size}, {size}, {sizes.dtype}) on "
+        f"{text.name}, {batch} x {sequence} bytes a step"
     )
-    problem = Problem(
-        "all_gather_gemm",
-        batch * sequence,
-        model.config.hidden_size,
-        torch.float32,
-        world.device.type,
-        world.size,
-    )
-    console.print(f"   backend={backend!r} carries its ops out as {choose(problem, backend).backend.name!r}")
+    group, hidden, inner = resolve(group_name(None)), model.config.hidden_size, model.config.intermediate_size
+    for layer in (
+        Workload("MLP up", "all_gather_gemm", batch * sequence, inner, hidden, sizes.dtype),
+        Workload("MLP down", "gemm_reduce_scatter", batch * sequence, hidden, inner, sizes.dtype),
+    ):
+        taken = layer.taken_by(backend, *layer.operands(group, world.device), group)
+        console.print(f"   backend={backend!r} carries {layer.op} out as {taken!r}")
     data = llama.batches(text, batch, sequence, world.device)
-    losses, seconds = _train(console, model, data, steps)
-    console.print("2. Compare with the unsharded model: same weights, same batch, both against float64")
-    holds = _check(console, llama.compare(model, next(data)))
-    console.print("3. Time an MLP's two ops, one after the other and decomposed")
-    picture = out / "demo-timeline.png"
-    speed = _time_ops(console, world, rows, rounds, picture)
+    losses, seconds = _train(console, model, data, steps, sizes.rate)
+    prompt, written = llama.continuation(model, text, world.device)
+    console.print(f"   It continues {prompt!r}\n   with         {written!r}")
+    console.print("2. Compare with the unsharded model: same weights, same sequence, both against float64")
+    holds = _check(console, llama.compare(model, next(data)[:1]))
+    console.print("3. Time the four ops beside torch's product and collective, and what bounds them")
+    speed = _time_ops(console, world, sizes, rows or sizes.rows, rounds or sizes.rounds, out)
     overlap_gemm.finalize()
     if dist.is_initialized():  # the group that _mesh made
         dist.destroy_process_group()
     emulated = True
+    fused = not on_cuda if fused is None else fused
     if world.rank == 0 and fused:
         console.print("4. Run the fused kernel, compiled for Blackwell, on 2 emulated ranks")
         emulated = _emulate(console, out / "demo-fused.png")
@@ -103,8 +143,7 @@ def demo(
     console.print(
         f"\n{verdict}: a Llama of {size}, tensor-parallel on {where}, trained {steps} steps "
         f"in {seconds:.0f} s (loss {losses[0]:.2f} -> {losses[-1]:.2f}), "
-        f"{'equals' if holds else 'DIFFERS FROM'} the unsharded model{fused_kernel}; "
-        f"decomposed against sequential: {speed}; timelines in {out}"
+        f"{'equals' if holds else 'DIFFERS FROM'} the unsharded model{fused_kernel}{speed}; pictures in {out}"
     )
     if not passed:
         raise typer.Exit(1)
@@ -125,7 +164,7 @@ def _mesh(world: World) -> DeviceMesh:
 
 
 def _train(
-    console: Console, model: "LlamaForCausalLM", data: Iterator[torch.Tensor], steps: int
+    console: Console, model: "LlamaForCausalLM", data: Iterator[torch.Tensor], steps: int, rate: float
 ) -> tuple[list[float], float]:
     """Trains under a progress bar; returns the losses and the seconds."""
     from . import llama
@@ -142,7 +181,7 @@ def _train(
                 console.print(f"   step {len(losses):4d}  loss {loss:5.3f}")
 
         started = time.perf_counter()
-        llama.train(model, data, steps, after_step)
+        llama.train(model, data, steps, rate, after_step)
         return losses, time.perf_counter() - started
 
 
@@ -158,37 +197,49 @@ def _check(console: Console, comparisons: list["Comparison"]) -> bool:
     return all(found.holds for found in comparisons)
 
 
-def _time_ops(console: Console, world: World, rows: int, rounds: int, picture: Path) -> str:
-    """Times the ops and draws their timelines; returns the ratios in words."""
-    from .plots import draw_timelines  # matplotlib is slow to import
+def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: int, out: Path) -> str:
+    """Times the ops, draws what of their bounds they reach, and says how they compare with torch's calls."""
+    from .plots import draw_bounds, draw_timelines  # matplotlib is slow to import
 
     group = resolve(group_name(None))
-    speed: list[str] = []
+    hidden, inner = sizes.hidden, sizes.inner
+    workloads = [
+        Workload("MLP up", "all_gather_gemm", rows, inner, hidden, sizes.dtype),
+        Workload("MLP down", "gemm_reduce_scatter", rows, hidden, inner, sizes.dtype),
+        Workload("MLP down, decode", "gemm_all_reduce", 16, hidden, inner, sizes.dtype),
+        Workload("vocabulary, decode", "gemm_all_gather", 16, inner, hidden, sizes.dtype),
+    ]
+    modes: tuple[Mode, ...] = (EAGER, GRAPH) if world.device.type == "cuda" else (EAGER,)
+    report = measure_all(workloads, ["auto"], group, world, rounds, modes, console)
+    console.print(table(report))
     timelines: dict[str, dict[str, list[list[Span]]]] = {}
-    for workload in (
-        Workload("MLP up", "all_gather_gemm", rows, 4096, 1024, torch.float32),
-        Workload("MLP down", "gemm_reduce_scatter", rows, 1024, 4096, torch.float32),
-    ):
-        timings = run(workload, list(BACKENDS), group, world.device, rounds)
-        times = FourTimes.of(timings, "decomposed")
-        low, high = timings.ratio_range("sequential", "decomposed")
-        speed.append(f"{times.speedup:.2f}x {workload.op}")
-        console.print(
-            f"   {workload.op} M,N,K={workload.m},{workload.n},{workload.k}: "
-            f"decomposed is {times.speedup:.2f}x as fast as sequential (quartiles {low:.2f}-{high:.2f})\n"
-            f"      T_gemm {times.gemm * 1e3:.3g} ms, T_comm {times.comm * 1e3:.3g} ms, "
-            f"T_seq {times.sequential * 1e3:.3g} ms, T_overlap {times.overlapped * 1e3:.3g} ms"
-        )
-        timelines[workload.op] = {name: _timeline(workload, name, group, world) for name in BACKENDS}
+    if world.device.type == "cpu" and world.size > 1:
+        timelines = {
+            workload.op: {name: _timeline(workload, name, group, world) for name in TIMELINES}
+            for workload in workloads[:2]
+        }
     if world.rank == 0:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_timelines(timelines, picture)
-    return ", ".join(speed)
+        out.mkdir(parents=True, exist_ok=True)
+        draw_bounds(report, out / "demo-ops.png")
+        if timelines:
+            draw_timelines(timelines, out / "demo-timeline.png")
+    return "".join(_against(result) for result in report["results"])
+
+
+def _against(result: Mapping[str, Any]) -> str:
+    """An op's time beside torch's own, with quartiles; nothing where torch has no such call."""
+    found = result[EAGER]
+    ours = found["ours"].get("auto")
+    if ours is None or ours["against"] is None:
+        return ""
+    low, high = ours["against_quartiles"]
+    times = f"{ours['against']:.2f} ({low:.2f}-{high:.2f})"
+    return f"; {result['op']} takes {times} of the time of {found['best_other']}"
 
 
 def _timeline(workload: Workload, backend: str, group: Group, world: World) -> list[list[Span]]:
     """The spans of one warm call on every rank. Collective."""
-    call = workload.variants([backend], group, world.device)[backend]
+    call = workload.by(backend, *workload.operands(group, world.device), group)
     everyone: list[Any] = [None] * world.size
     for _ in range(2):
         call()

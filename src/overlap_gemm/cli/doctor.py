@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.select import BACKENDS
+from ..runtime.symmetric import why_no_puts
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -119,6 +120,8 @@ def _nvshmem_bitcode() -> Finding:
         return Finding("communication", name, "not installed (extra `nvshmem`)", "absent")
     found = (re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", Path(file).name) for file in files)
     archs = sorted(int(match[1]) for match in found if match)
+    if reason := why_no_puts():
+        return Finding("communication", name, f"puts: no, {reason}", "absent")
     if not archs:
         return Finding("communication", name, f"{version} carries no bitcode per architecture", "broken")
     return Finding("communication", name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")

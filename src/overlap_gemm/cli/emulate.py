@@ -14,7 +14,8 @@ from ..backends.fused import DTYPES
 from ..kernels.config import InDtype
 from ..kernels.geometry import ReduceScatterShape
 from ..testing.cases import Case
-from ..tuning.space import configured, default_config
+from ..tuning.settings import configured
+from ..tuning.space import default_config
 from .console import rank_zero_console
 
 Op = Literal["gemm_reduce_scatter"]
@@ -113,12 +114,7 @@ def run_emulated(
         VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
     ):
         shape = ReduceScatterShape.even(case.m, case.n, ranks)
-        config = default_config(
-            arch,
-            DTYPES[case.dtype],
-            shape,
-            emulator.device.num_sms,
-        )
+        config = default_config(arch, DTYPES[case.dtype], shape, emulator.device.num_sms)
         try:
             verdicts = [
                 judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)

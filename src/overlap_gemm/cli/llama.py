@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..parallel import full_state_dict
+
 VOCABULARY = 256
 """Tokens are bytes."""
 
@@ -18,17 +20,20 @@ ALLOWED_FACTOR = 4.0
 """The sharded model may be this many times as far from float64 as the unsharded one is."""
 
 
-def build(ranks: int, layers: int, head_dim: int, sequence: int, seed: int = 0) -> LlamaForCausalLM:
+def build(
+    ranks: int, layers: int, head_dim: int, sequence: int, heads: int = 8, seed: int = 0
+) -> LlamaForCausalLM:
     """A Llama with random weights, the same on every rank that passes the same seed.
 
     Args:
         ranks: Ranks that will share it: heads and key/value heads become multiples of it.
         layers: Decoder layers.
-        head_dim: Width of a head; the hidden size is that of at least 8 heads.
+        head_dim: Width of a head; the hidden size is that of all heads.
         sequence: Longest sequence it will see.
+        heads: Attention heads at least, half as many of keys and values.
         seed: Of the weights.
     """
-    kv_heads = ranks * -(-4 // ranks)
+    kv_heads = ranks * -(-heads // (2 * ranks))
     hidden = 2 * kv_heads * head_dim
     torch.manual_seed(seed)
     return LlamaForCausalLM(
@@ -48,7 +53,10 @@ def build(ranks: int, layers: int, head_dim: int, sequence: int, seed: int = 0) 
 
 
 def default_text() -> Path:
-    """A text that every installation carries: this package's license."""
+    """A text that every installation and every checkout carries: this package's license."""
+    checkout = Path(__file__).parents[3] / "LICENSE"
+    if checkout.exists():
+        return checkout
     files = importlib.metadata.files("overlap-gemm") or []
     return next(Path(str(file.locate())) for file in files if file.name == "LICENSE")
 
@@ -70,7 +78,7 @@ def batches(text: Path, batch: int, sequence: int, device: torch.device, seed: i
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross entropy of the next byte, and the logits `[batch, sequence, 256]`, whole on every rank."""
-    logits = whole(model(tokens[:, :-1]).logits)
+    logits = model(tokens[:, :-1]).logits
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), logits
 
 
@@ -80,17 +88,46 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def train(
-    model: LlamaForCausalLM, data: Iterator[Tensor], steps: int, after_step: Callable[[float], object]
+    model: LlamaForCausalLM,
+    data: Iterator[Tensor],
+    steps: int,
+    rate: float,
+    after_step: Callable[[float], object],
 ) -> None:
-    """AdamW for `steps` batches; `after_step` gets each step's loss."""
-    # DTensors and plain tensors (the embedding) do not mix in one foreach call.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), foreach=False)
+    """AdamW at learning rate `rate` for `steps` batches; `after_step` gets each step's loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
     for _ in range(steps):
         loss, _ = loss_of(model, next(data))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         after_step(loss.item())
+
+
+def continuation(
+    model: LlamaForCausalLM, text: Path, device: torch.device, prompt: int = 24, written: int = 64
+) -> tuple[str, str]:
+    """Some words from a file, and what the model writes behind them. Collective.
+
+    Args:
+        model: A `build`, sharded or not.
+        text: The file.
+        device: The model's.
+        prompt: Bytes to begin with.
+        written: Bytes to write.
+    """
+    data = text.read_bytes()
+    third = data[len(data) // 3 :]
+    words = third[third.find(b" ") + 1 :].lstrip() or data
+    start = torch.frombuffer(bytearray(words[:prompt]), dtype=torch.uint8)
+    torch.manual_seed(0)  # every rank draws the same
+    tokens = model.eval().generate(
+        start.long().to(device)[None], max_new_tokens=written, do_sample=True, temperature=0.6,
+        use_cache=True, pad_token_id=0,
+    )  # fmt: skip
+    model.train()
+    decoded = bytes(tokens[0].tolist()).decode(errors="replace")
+    return decoded[: len(start)], decoded[len(start) :]
 
 
 @dataclass(frozen=True)
@@ -125,13 +162,13 @@ def compare(sharded: LlamaForCausalLM, tokens: Tensor) -> list[Comparison]:
     angles), which every model here has in common.
 
     Args:
-        sharded: What `parallelize_module` made of a `build`.
+        sharded: What `parallelize` made of a `build`.
         tokens: A batch, the same on every rank.
     """
-    weights = {name: whole(value.detach()) for name, value in sharded.state_dict().items()}
-    plain = LlamaForCausalLM(sharded.config)
+    weights = full_state_dict(sharded)
+    with tokens.device:
+        plain = LlamaForCausalLM(sharded.config).to(next(sharded.parameters()).dtype)
     plain.load_state_dict(weights)
-    plain.to(tokens.device)
     logits, gradients = _evaluate(sharded, tokens)
     plain_logits, plain_gradients = _evaluate(plain, tokens)
     true_logits, true_gradients = _evaluate(plain.double(), tokens)

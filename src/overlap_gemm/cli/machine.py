@@ -3,12 +3,15 @@
 import os
 import platform
 import re
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..runtime.bootstrap import World
+from ..runtime.executor import ARCH_OF_CAPABILITY
 
 
 def describe(world: World) -> dict[str, Any]:
@@ -21,6 +24,9 @@ def describe(world: World) -> dict[str, Any]:
         "ranks": world.size,
         "launcher": world.launcher,
         "carrier": "none" if world.size == 1 else "nccl" if cuda else "gloo",
+        "sms": torch.cuda.get_device_properties(world.device).multi_processor_count if cuda else 0,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "overlap_gemm": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -31,3 +37,8 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
     return model[1] if model else platform.machine()
+
+
+def this_arch() -> str | None:
+    """The target of this machine's GPU, None where there is none that kernels are compiled for."""
+    return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""The pictures: four times per op and shape, and who computed and transferred when."""
+"""The pictures: what of its bound every way reaches, and who computed and transferred when."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,35 +10,51 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..runtime.spans import Span
+from .results import EAGER, GRAPH, OTHERS
 
-COLOURS = {"gemm": "#4c78a8", "comm": "#f58518", "sequential": "#9d9da1", "overlapped": "#54a24b"}
-SPAN_COLOURS = {"compute": "gemm", "transfer": "comm"}
+PALETTE = ("#9d9da1", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756")
+SPAN_COLOURS = {"compute": "#4c78a8", "transfer": "#f58518"}
 mpl.rcParams["font.size"] = 8
 
 
-def draw_four_times(report: Mapping[str, Any], file: Path) -> None:
-    """Draws a benchmark report: a group of four bars per result, as parts of its T_seq."""
+def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
+    """Draws a benchmark report: how much of its bound each way reaches, and what the model said."""
     results = report["results"]
-    figure = Figure(figsize=(8, 0.9 + 0.55 * len(results)), layout="constrained")
+    mode = GRAPH if any(GRAPH in result for result in results) else EAGER
+    names = list(
+        dict.fromkeys(
+            name for r in results for name in (*OTHERS, *r[mode]["ours"]) if name in r[mode]["seconds"]
+        )
+    )
+    figure = Figure(figsize=(8, 1.2 + len(results) * (0.2 + 0.12 * len(names))), layout="constrained")
     axes = figure.add_subplot()
-    labels = {"gemm": "T_gemm", "comm": "T_comm", "sequential": "T_seq", "overlapped": "T_overlap"}
-    for slot, (name, label) in enumerate(labels.items()):
-        places = [index + (slot - 1.5) * 0.2 for index in range(len(results))]
-        parts = [result["seconds"][name] / result["seconds"]["sequential"] for result in results]
-        axes.barh(places, parts, height=0.18, color=COLOURS[name], label=label)
+    height = 0.85 / len(names)
+    for slot, name in enumerate(names):
+        shares = {
+            place: r[mode]["seconds"]["bound"] / r[mode]["seconds"][name]
+            for place, r in enumerate(results)
+            if name in r[mode]["seconds"]
+        }
+        places = [place + (slot + 0.5) * height - 0.425 for place in shares]
+        axes.barh(places, list(shares.values()), height, color=PALETTE[slot % len(PALETTE)], label=name)
+        expected = [
+            (at, results[place][mode]["seconds"]["bound"] / found["predicted"])
+            for at, place in zip(places, shares, strict=True)
+            if (found := results[place][mode]["ours"].get(name)) and found["predicted"]
+        ]
+        axes.plot([x for _, x in expected], [y for y, _ in expected], "k|", markersize=5)
     axes.set_yticks(range(len(results)), [_label(result) for result in results])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel("time / T_seq (left of 1 is faster than one after the other)")
+    axes.set_xlabel(f"bound / time, {mode} (1: the bound is reached; black: where the model expected it)")
     machine = report["machine"]
-    axes.set_title(f"{machine['ranks']} ranks, {machine['processor']}, {machine['carrier']}", loc="left")
-    figure.legend(loc="outside lower center", ncols=4)
+    axes.set_title(f"{machine['ranks']} x {machine['processor']}, {machine['carrier']}", loc="left")
+    figure.legend(loc="outside lower center", ncols=len(names))
     figure.savefig(file, dpi=150)
 
 
 def _label(result: Mapping[str, Any]) -> str:
-    shape = f"{result['m']},{result['n']},{result['k']} {result['dtype']}"
-    return f"{result['op']} {result['name']}\n{shape}, {result['backend']}, {result['speedup']:.2f}x"
+    return f"{result['op']} {result['name']}\n{result['m']},{result['n']},{result['k']} {result['dtype']}"
 
 
 def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]]], file: Path) -> None:
@@ -56,7 +72,7 @@ def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]
         for axes, (backend, by_rank) in zip(axes_row, by_backend.items(), strict=True):
             axes.set_title(f"{op}, {backend}", loc="left")
             _draw_ranks(axes, by_rank)
-    handles = [Patch(color=COLOURS[key], label=kind) for kind, key in SPAN_COLOURS.items()]
+    handles = [Patch(color=colour, label=kind) for kind, colour in SPAN_COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=150)
 
@@ -67,7 +83,7 @@ def _draw_ranks(axes: Axes, by_rank: Sequence[Sequence[Span]]) -> None:
         for found in spans:
             place = lanes.index((rank, found.kind))
             width = (found.end - found.begin) * 1e3
-            colour = COLOURS[SPAN_COLOURS[found.kind]]
+            colour = SPAN_COLOURS[found.kind]
             axes.barh(place, width, left=found.begin * 1e3, height=0.7, color=colour, edgecolor="white")
     axes.set_yticks(range(len(lanes)), [f"rank {rank} {kind}" for rank, kind in lanes])
     axes.invert_yaxis()

@@ -1,22 +1,24 @@
-"""One op on one shape: its operands on this rank, and every way to spend time on it."""
+"""One op on one shape: its operands on this rank, and the calls that carry it out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import overlap_gemm
 
 from ..backends.base import Op
-from ..backends.collectives import all_gather_rows, gemm, reduce_scatter_rows
 from ..runtime.group import Group
 from ..sharding import Shards
 from ..testing.cases import LAYOUTS
+from ..tuning.plan import Facts
 
-TORCH = "torch"
-"""Name of the baseline that uses nothing of this library."""
+Call = Callable[[], object]
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""What the model has constants for."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Workload:
         """Floating-point operations of one rank."""
         return 2.0 * self.m * self.n * self.k / ranks
 
+    def facts(self, ranks: int) -> Facts:
+        """The same for the model."""
+        return Facts(self.op, self.m, self.n, self.k, DTYPES.get(self.dtype, "f32"), ranks)
+
     def operands(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """This rank's x and weight, random normal, the weight scaled so that results stay near 1."""
 
@@ -59,65 +65,23 @@ class Workload:
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.dtype)
         return x, weight / self.k**0.5
 
-    def variants(
-        self, backends: Sequence[str], group: Group, device: torch.device
-    ) -> dict[str, Callable[[], object]]:
-        """The op by each of `backends`, beside the product alone ("gemm") and the transfer alone ("comm").
-
-        Among `backends`, `TORCH` is torch's product and torch.distributed's own collective, called one after
-        the other: what a model without this library does.
-
-        Raises:
-            ValueError: `TORCH`, and shards of different lengths, which that collective does not take.
-        """
-        x, weight = self.operands(group, device)
-        rows = Shards.even(self.m, group.size)
-        columns = Shards.even(self.n, group.size)
-        op = getattr(overlap_gemm, self.op)
-        # The extents over all ranks are known here, as they are in a model: no call needs to exchange them.
-        extents = {"all_gather_gemm": {"rows": self.m}, "gemm_all_gather": {"columns": self.n}}.get(
-            self.op, {}
-        )
-        whole = all_gather_rows(x, rows, group) if self.op == "all_gather_gemm" else x
-        product = gemm(whole, weight)
-
-        def comm() -> object:
-            if self.op == "all_gather_gemm":
-                return all_gather_rows(x, rows, group)
-            if self.op == "gemm_all_gather":
-                return all_gather_rows(product.t().contiguous(), columns, group)
-            own = reduce_scatter_rows(product, None, rows, group)
-            return own if self.op == "gemm_reduce_scatter" else all_gather_rows(own, rows, group)
-
-        def by(backend: str) -> Callable[[], object]:
-            if backend == TORCH:
-                return lambda: self._by_torch(x, weight, group)
-            return lambda: op(x, weight, group=group.process_group, backend=backend, **extents)
-
+    @property
+    def extents(self) -> dict[str, Any]:
+        """The extents over all ranks that an op takes as arguments, known here as they are in a model."""
         return {
-            "gemm": lambda: gemm(whole, weight),
-            "comm": comm,
-            **{backend: by(backend) for backend in backends},
-        }
+            "all_gather_gemm": {"rows": self.m, "columns": self.n},
+            "gemm_all_gather": {"columns": self.n},
+            "gemm_reduce_scatter": {"k": self.k},
+            "gemm_all_reduce": {"k": self.k},
+        }[self.op]
 
-    def _by_torch(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        if self.m % group.size or self.n % group.size:
-            raise ValueError(
-                f"baseline {TORCH!r} needs M={self.m} and N={self.n} divisible by P={group.size}"
-            )
-        if self.op == "all_gather_gemm":
-            whole = x.new_empty(self.m, self.k)
-            dist.all_gather_into_tensor(whole, x, group=group.process_group)
-            return torch.mm(whole, weight.t())
-        if self.op == "gemm_all_gather":
-            columns = torch.mm(weight, x.t())
-            gathered = x.new_empty(self.n, self.m)
-            dist.all_gather_into_tensor(gathered, columns, group=group.process_group)
-            return gathered.t().contiguous()
-        product = torch.mm(x, weight.t())
-        if self.op == "gemm_all_reduce":
-            dist.all_reduce(product, group=group.process_group)
-            return product
-        own = x.new_empty(self.m // group.size, self.n)
-        dist.reduce_scatter_tensor(own, product, group=group.process_group)
-        return own
+    def by(self, backend: str, x: Tensor, weight: Tensor, group: Group) -> Call:
+        """The op by a backend of this library."""
+        op = getattr(overlap_gemm, self.op)
+        return lambda: op(x, weight, group=group.process_group, backend=backend, **self.extents)
+
+    def taken_by(self, backend: str, x: Tensor, weight: Tensor, group: Group) -> str:
+        """The backend that carries it out when asked for `backend`, which may be "auto"."""
+        how: dict[str, Any] = {"group": group.process_group, "backend": backend, **self.extents}
+        choice = overlap_gemm.explain(self.op, x, weight, **how)
+        return choice.backend.name

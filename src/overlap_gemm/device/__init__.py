@@ -1,4 +1,4 @@
-"""What the hardware can do, without policy: addresses, flags, bounded waits, bulk copies, fragment views.
+"""What the hardware can do, without policy: addresses, flags, bounded waits, bulk copies.
 
 All inline PTX of the package is here.
 """

@@ -16,6 +16,7 @@ RECORD_WORDS = 9
 class Op(IntEnum):
     """Which operation the kernel carried out."""
 
+    OTHER = 0  # a kernel that is not one of ours
     GEMM_REDUCE_SCATTER = 1
     ALL_GATHER_GEMM = 2
     GEMM_ALL_REDUCE = 3
@@ -23,22 +24,28 @@ class Op(IntEnum):
 
 
 class Role(IntEnum):
-    """Which warp waited, for what."""
+    """Which role waited, for what."""
 
-    EPILOGUE_PARTIAL = 1  # a peer's partial tile
-    COMM_ENTERED = 2  # an owner's entry into the call
+    OTHER = 0
+    RECEIVE_PARTIAL = 1  # a rank's partial tile
+    CALL_ENTERED = 2  # a peer's entry into the call
     RELAY_STAGED = 3  # the own GEMM kernel's staged tile; the source is the owner it is for
+    IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
 
 
 class FailureSite(NamedTuple):
-    """Who waits for whom: the part of a record known before the wait."""
+    """Who waits for whom: the part of a record known before the wait.
 
-    rank: Any
-    op: Any
-    role: Any
-    tile: Any
-    source: Any
-    index: Any
+    A kernel of one's own names what helps it, ``FailureSite(tile=tile, index=flag)``; the fields are those of
+    :class:`Failure`, the flag's ``index`` is its ``flag``.
+    """
+
+    rank: Any = 0
+    op: Any = Op.OTHER
+    role: Any = Role.OTHER
+    tile: Any = 0
+    source: Any = 0
+    index: Any = 0
 
 
 class Failure(NamedTuple):

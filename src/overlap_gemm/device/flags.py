@@ -60,14 +60,14 @@ def wait_flag(address: Int64, target: Uint32, bound: WaitBound, site: FailureSit
         while Int32(seen - target) < 0:
             seen = cute.arch.load(flag, Uint32, sem="relaxed", scope="sys")
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
-                _expire(bound, site, target, seen)
+                fail(bound, site, target, seen)
                 start = cute.arch.globaltimer()
     _acquire(flag)
 
 
 @cute.jit
-def _expire(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) -> None:
-    """Writes the record and traps, if this lane is the first of the launch; else returns to the wait."""
+def fail(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) -> None:
+    """Writes the record and traps, if this lane is the first of the launch; else returns."""
     claim = global_pointer(Uint32, bound.claim, 4)
     if cute.arch.atomic_cas(claim, cmp=Uint32(0), val=Uint32(1), sem="relaxed", scope="gpu") == 0:
         words = (site.rank, site.op, site.role, site.tile, site.source, site.index, expected, seen)

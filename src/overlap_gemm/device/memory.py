@@ -1,4 +1,4 @@
-"""Raw addresses: typed pointers to any rank's memory, bulk stores from shared memory, fragment-order views.
+"""Raw addresses: typed pointers to any rank's memory, bulk stores from shared memory.
 
 A peer's memory is reached through its 64-bit address in this process (from the host), so one kernel serves
 any number of peers without a tensor map for each.
@@ -13,7 +13,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
 CHUNK_BYTES = 16
-"""Unit of fragment order: the widest load or store of one thread."""
+"""The widest load or store of one thread."""
 
 DTYPES: dict[str, Any] = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
 """The DSL's numeric type for a configuration's dtype name."""
@@ -40,20 +40,3 @@ def bulk_store(stage: Any, address: Any) -> None:
     cute.copy(
         atom, stage, cute.make_tensor(global_pointer(dtype, address, CHUNK_BYTES), cute.make_layout(size))
     )
-
-
-def fragment_layout(dtype: Any, values: int, threads: int) -> Any:
-    """Fragment order of a subtile: ``((v, chunks), threads)`` -> element offset.
-
-    Chunk ``j`` (16 bytes, ``v`` elements) of thread ``t`` lies at byte ``(j * threads + t) * 16``:
-    neighbouring threads touch neighbouring chunks, so shared-memory writes have no bank conflicts and global
-    reads coalesce.
-
-    Args:
-        dtype: element type.
-        values: elements per thread, a multiple of ``v``.
-        threads: threads that share the subtile.
-    """
-    v = CHUNK_BYTES * 8 // dtype.width
-    assert values % v == 0, f"{values} values per thread are not whole chunks of {v}"
-    return cute.make_layout(((v, values // v), threads), stride=((1, v * threads), v))

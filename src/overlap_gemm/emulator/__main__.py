@@ -1,17 +1,20 @@
-"""``python -m overlap_gemm.emulator [mutate] [OPTIONS] SCRIPT ARGS...``: CuTe DSL scripts without a GPU."""
+"""``python -m overlap_gemm.emulator [check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import mutate_command
+from . import check_command, mutate_command
+from .commands import as_user_error, with_line_information
 from .host.emulator import Emulator
 from .host.script import run_script
+from .settings import SCHEDULES, Setting
 from .trace import Trace
 
 SILENT_SECONDS = 3.0
@@ -46,6 +49,10 @@ def run(
     ),
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     num_sms: Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")] = None,
+    schedule: Annotated[str, typer.Option(help=f"How warps take turns: {SCHEDULES}.")] = "round_robin",
+    strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
+    keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
@@ -53,12 +60,24 @@ def run(
     trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
     picture: Annotated[Path | None, typer.Option(help="The same as a PNG.")] = None,
 ) -> None:
-    """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged. `mutate --help` tells of the other command."""
+    """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged.
+
+    `check --help` and `mutate --help` tell of the other commands.
+    """
     recorder = Trace() if trace or picture else None
-    options = {"num_sms": num_sms, "collect": collect, "trace": recorder, "progress": Progress()}
-    emulator = Emulator(arch, ranks, mode, seed, **options)  # type: ignore[arg-type]
+    keep = _keeper(keep_ptx) if keep_ptx else None
+    with as_user_error():
+        options = Setting.of(mode, seed, schedule).options(strict)
+        options |= {
+            "num_sms": num_sms,
+            "limit": limit,
+            "collect": collect,
+            "trace": recorder,
+            "progress": Progress(),
+        }
+        emulator = Emulator(arch, ranks, rewrite=keep, **options)
     try:
-        with emulator:
+        with with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
     finally:  # a trace is wanted most where the run broke off
         if recorder is not None and recorder.spans:
@@ -74,9 +93,26 @@ def run(
         raise typer.Exit(1)
 
 
+def _keeper(folder: Path) -> Callable[[str], str]:
+    """Writes each different module that is launched to a file named after its first kernel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: set[str] = set()
+
+    def keep(ptx: str) -> str:
+        if ptx not in kept:
+            kept.add(ptx)
+            name = ptx.partition(".entry ")[2].partition("(")[0][:80] or "module"
+            (folder / f"{len(kept)}-{name}.ptx").write_text(ptx)
+        return ptx
+
+    return keep
+
+
 def main() -> None:
-    """Runs a script, or `mutate`."""
-    if sys.argv[1:2] == ["mutate"]:
+    """Runs a script, `check`, or `mutate`."""
+    if sys.argv[1:2] == ["check"]:
+        check_command.app(sys.argv[2:], prog_name="python -m overlap_gemm.emulator check")
+    elif sys.argv[1:2] == ["mutate"]:
         mutate_command.app(sys.argv[2:], prog_name="python -m overlap_gemm.emulator mutate")
     else:
         app(prog_name="python -m overlap_gemm.emulator")

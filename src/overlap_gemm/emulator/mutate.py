@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .machine.checks import CHECKS, STRICT_CHECKS
 from .machine.errors import KernelTrap
-from .machine.sched import Schedule
 from .ptx.parse import parse
+from .settings import Setting, settings
+
+__all__ = ["Mutation", "Outcome", "Setting", "apply", "enumerate_mutations", "run", "settings"]
 
 Check = Callable[[dict[str, Any]], object]
 
@@ -189,67 +190,7 @@ class _Places:
         raise AssertionError(f"no {opcode} on PTX line {line}")
 
 
-# -- how it is tried -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run the check: when async operations complete, and how warps take turns.
-
-    Attributes:
-        mode: `immediate`, `random` or `lazy`.
-        seed: of every random choice.
-        shuffled: random order of warps and of divergent lane groups, instead of round robin.
-        starved_rank: this rank runs only when no other can.
-        starved_warp: this warp of every CTA runs only when no other can.
-        starved_cta: CTAs with this x % 2 + 2 * (y % 2), so one of up to four neighbours in a cluster, run
-            only when no other can.
-    """
-
-    mode: str
-    seed: int = 0
-    shuffled: bool = False
-    starved_rank: int | None = None
-    starved_warp: int | None = None
-    starved_cta: int | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of `Emulator` that make it so."""
-        parties = (self.starved_rank, self.starved_cta, self.starved_warp)
-
-        def starved(rank: int, cta: tuple[int, int, int], warp: int) -> bool:
-            return any(
-                a == b for a, b in zip(parties, (rank, cta[0] % 2 + 2 * (cta[1] % 2), warp), strict=True)
-            )
-
-        schedule = Schedule(
-            order="random" if self.shuffled else "round_robin",
-            lanes=self.shuffled,
-            starved=None if parties == (None, None, None) else starved,
-        )
-        checks = CHECKS + STRICT_CHECKS
-        return {"mode": self.mode, "seed": self.seed, "schedule": schedule, "checks": checks}
-
-    def __str__(self) -> str:
-        extra = ", shuffled" if self.shuffled else ""
-        for what, which in (
-            ("rank", self.starved_rank),
-            ("CTA", self.starved_cta),
-            ("warp", self.starved_warp),
-        ):
-            extra += "" if which is None else f", {what} {which} starved"
-        return f"{self.mode} {self.seed}{extra}"
-
-
-def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
-    """Every mode in round robin, then shuffled with each seed, then with ranks, CTAs and warps starved."""
-    modes = ("immediate", "lazy", "random")
-    found = [Setting(mode) for mode in modes]
-    found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
-    if ranks > 1:
-        found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
-    found += [Setting("lazy", starved_cta=number) for number in range(4)]
-    return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]
+# -- what comes of it ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

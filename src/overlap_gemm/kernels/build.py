@@ -49,18 +49,22 @@ from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
 from overlap_gemm.kernels.relay import Relay
+from overlap_gemm.kernels.surface import Transport
 
 
-def make_kernel(config: GemmConfig, transport: Any = None) -> FusedGemm:
+def make_kernel(
+    config: GemmConfig, transport: Transport | None = None, cooperative: bool = False
+) -> FusedGemm:
     """Composes the kernel of a configuration.
 
     Args:
         config: compile-time choices.
         transport: how partial tiles reach their owners (GEMM reduce-scatter), or None for a plain GEMM.
+        cooperative: whether the launch is refused unless all its CTAs are resident at once.
     """
     mainloop = MainloopSm90(config) if config.arch == "sm_90a" else MainloopSm100(config)
     op = PlainGemm(config) if transport is None else ReduceScatter(config, transport)
-    return FusedGemm(mainloop, op)
+    return FusedGemm(mainloop, op, cooperative)
 
 
 def warp_names(config: GemmConfig) -> dict[int, str]:
@@ -69,6 +73,7 @@ def warp_names(config: GemmConfig) -> dict[int, str]:
     first = mainloop.first_epilogue_warp
     names = {first + i: f"epilogue {i}" for i in range(mainloop.num_epilogue_warps)}
     names |= {mainloop.load_warp: "load", mainloop.comm_warp: "comm"}
+    names |= {warp: f"receive {i}" for i, warp in enumerate(mainloop.receive_warps)}
     return names | {warp: role.__name__.removesuffix("_role") for warp, role in mainloop.private_roles()}
 
 
@@ -152,9 +157,10 @@ def _converted(value: Any) -> Any:
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, Exchange):
-        peers, rank, world, shard, *offsets = value
+        peers, rank, world, shard, *addresses, call = value
         table = from_dlpack(peers, assumed_align=8).mark_layout_dynamic()
-        return Exchange(table, Int32(rank), Int32(world), Int32(shard), *map(Int64, offsets))
+        words = (*map(Int64, addresses), Int32(call))
+        return Exchange(table, Int32(rank), Int32(world), Int32(shard), *words)
     if value.ndim == 1:
         return from_dlpack(value, assumed_align=16).mark_layout_dynamic()
     return from_dlpack(value, assumed_align=16).mark_layout_dynamic(1 if value.stride(1) == 1 else 0)
@@ -162,4 +168,4 @@ def _converted(value: Any) -> Any:
 
 def _fake_exchange() -> Exchange:
     peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
-    return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 4)
+    return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1))

@@ -24,6 +24,9 @@ BARRIER_BYTES = 1024
 TILE_K = 64
 """K extent of one A/B stage: 128 bytes of a 16-bit type, one swizzle row."""
 
+UNIT_BYTES = 4096
+"""Part of a slot that a warp sums at a time: 8 chunks of 16 bytes a lane. Divides every subtile."""
+
 MMA_KINDS: dict[str, tuple[MmaKind, ...]] = {
     "sm_90a": ("pingpong", "cooperative"),
     "sm_100a": ("1cta", "2cta"),
@@ -135,7 +138,7 @@ class GemmConfig:
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return 384 if self.arch == "sm_90a" else 224
+        return 384 if self.arch == "sm_90a" else 352
 
     @property
     def epi_tile(self) -> tuple[int, int]:
@@ -158,6 +161,16 @@ class GemmConfig:
     def slot_subtile_bytes(self) -> int:
         """Bytes of one partial subtile on the wire."""
         return self.epi_tile[0] * self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one partial CTA tile on the wire: of its slot."""
+        return self.subtiles * self.slot_subtile_bytes
+
+    @property
+    def units(self) -> int:
+        """Parts into which the receive role cuts a CTA tile."""
+        return self.tile_bytes // UNIT_BYTES
 
     @property
     def stage_bytes(self) -> int:

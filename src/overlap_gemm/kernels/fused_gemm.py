@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import allocate_stages, output_stage_layout
+from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.receive import Tally
 from overlap_gemm.kernels.roles import epilogue_role, load_role
+from overlap_gemm.kernels.surface import KernelOp, Mainloop, Output
 from overlap_gemm.kernels.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing
 
@@ -26,10 +29,12 @@ class FusedGemm:
     Attributes:
         mainloop: :class:`MainloopSm90` or :class:`MainloopSm100`.
         op: :class:`PlainGemm` or :class:`ReduceScatter`.
+        cooperative: whether the launch is refused unless all its CTAs are resident at once.
     """
 
-    mainloop: Any
-    op: Any
+    mainloop: Mainloop
+    op: KernelOp
+    cooperative: bool = False
 
     @property
     def config(self) -> GemmConfig:
@@ -50,15 +55,16 @@ class FusedGemm:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
         ops = self.mainloop.operands(a, b)
-        tma_out, out_view = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out, output_stage_layout(cfg), cfg.epi_tile
-        )
-        self.kernel(ops.mma, ops.tma_a, ops.a, ops.tma_b, ops.b, tma_out, out_view, bias, exchange).launch(
+        output = self.op.output(out)
+        self.kernel(
+            ops.mma, ops.tma_a, ops.a, ops.tma_b, ops.b, output.tma, output.tensor, bias, exchange
+        ).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], 1),
             block=(cfg.threads, 1, 1),
             cluster=(*cfg.cluster, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            cooperative=self.cooperative,
         )
 
     @cute.kernel
@@ -69,28 +75,35 @@ class FusedGemm:
         a: cute.Tensor,
         tma_b: cute.CopyAtom,
         b: cute.Tensor,
-        tma_out: cute.CopyAtom,
+        tma_out: cute.CopyAtom | None,
         out: cute.Tensor,
         bias: Any,
         exchange: Any,
     ) -> None:
         """Sets up shared memory and pipelines, then gives each warp its role."""
         cfg, mainloop, op = self.config, self.mainloop, self.op
-        ops = Operands(mma, tma_a, a, tma_b, b)
+        ops, output = Operands(mma, tma_a, a, tma_b, b), Output(tma_out, out)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == mainloop.load_warp:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
-            cpasync.prefetch_descriptor(tma_out)
+            if cutlass.const_expr(tma_out is not None):
+                cpasync.prefetch_descriptor(tma_out)
         rows, cols = cute.size(a, mode=[0]), cute.size(b, mode=[0])
         work = plan_work(cfg, op.order, rows, cols, *op.place(exchange, rows))
-        context = op.context(bias, exchange, work)
+        call = op.begin(exchange)
 
         smem = memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, mainloop.num_barriers + 2 * cfg.ring_stages, byte_alignment=8)
         res = mainloop.setup(ops, barriers + 2 * cfg.ring_stages, smem)
         ring = EpilogueRing.create(barriers, cfg.ring_stages, cfg.inflight, cfg.epilogue_threads // 32)
-        stages = allocate_stages(cfg, smem)
+        stages = allocate_stages(cfg, op.stage_dtype, smem)
+        receive: Any = op.receive
+        tally = None
+        if cutlass.const_expr(receive is not None):
+            tally = Tally.allocate(smem)
+            if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
+                tally.clear()
         # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
         pipeline_init_arrive(cluster_shape_mn=cute.make_layout(cfg.cluster), is_relaxed=False)
         pipeline_init_wait(cluster_shape_mn=cute.make_layout(cfg.cluster))
@@ -105,9 +118,23 @@ class FusedGemm:
             for private_warp, role in mainloop.private_roles():
                 if warp == private_warp:
                     role(res, ops, work)
-            if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
-                op.comm_role(ring, stages, work, context, tma_out, out)
+            if warp == mainloop.comm_warp:
+                op.comm_role(ring, stages, work, call, output)
+                if cutlass.const_expr(receive is not None):
+                    receive.end(call, tally, self._ending_warps)
+            if warp >= mainloop.receive_warps[0] and warp <= mainloop.receive_warps[-1]:  # noqa: SIM102
+                if cutlass.const_expr(receive is not None):
+                    receive(call, work, tally, out, bias)
+                    receive.end(call, tally, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, context, group)
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, bias, group)
+            if cutlass.const_expr(receive is not None):
+                receive(call, work, tally, out, bias)
+                receive.end(call, tally, self._ending_warps)
+
+    @property
+    def _ending_warps(self) -> int:
+        """Warps that touch the workspace: comm, receive and epilogue."""
+        return 1 + len(self.mainloop.receive_warps) + self.mainloop.num_epilogue_warps

@@ -1,23 +1,18 @@
-"""The plain GEMM as an op of the fused kernel: every tile is own, nothing is exchanged."""
+"""The plain GEMM as an op of the fused kernel: nothing is exchanged, the comm lane stores the output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import add_bias
-from overlap_gemm.kernels.roles import CtaTile, OwnTileSender, SubtileWriter
-from overlap_gemm.kernels.work import Work
+from overlap_gemm.kernels.epilogue import Bias, stage_layout
+from overlap_gemm.kernels.surface import Output
+from overlap_gemm.kernels.work import CtaTile, Work
 from overlap_gemm.schedules import LinearOrder
-
-
-class GemmContext(NamedTuple):
-    """Run-time values of a plain GEMM's epilogue."""
-
-    bias: Any
 
 
 @dataclass(frozen=True)
@@ -30,52 +25,81 @@ class PlainGemm:
 
     config: GemmConfig
 
+    receive = None
+
+    @property
+    def stage_dtype(self) -> str:
+        """A subtile in the ring is a part of the output."""
+        return self.config.out_dtype
+
     @property
     def order(self) -> LinearOrder:
         """One shard, walked once."""
         return LinearOrder(self.config.raster_group)
 
-    def context(self, bias: Any, exchange: None, work: Work) -> GemmContext:
-        """Run-time values of the epilogue."""
-        return GemmContext(bias)
+    @property
+    def epilogue(self) -> tuple[Bias, ...]:
+        """An accumulator is a complete sum."""
+        return (Bias(self.config),) if self.config.bias else ()
 
-    def place(self, exchange: None, rows: Any) -> tuple[int, Any]:
+    def place(self, exchange: Any, rows: Any) -> tuple[int, Any]:
         """(rank, rows of a full shard): one rank owns all of them."""
         return 0, rows
 
-    def await_partials(self, context: GemmContext, tile: CtaTile, own: Any) -> None:
-        """Waits for nobody."""
+    def output(self, out: cute.Tensor) -> Output:
+        """By TMA, from the ring's stages."""
+        return Output(
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileS2GOp(),
+                out,
+                stage_layout(self.config, self.stage_dtype),
+                self.config.epi_tile,
+            )
+        )
 
-    def combine(self, writer: SubtileWriter, fragment: cute.Tensor, subtile: Any) -> None:
-        """Adds the bias."""
-        finish_subtile(self.config, writer, fragment, subtile)
-
-    def store(self, writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:
-        """Writes the output subtile into its stage."""
-        store_output(writer, fragment, stage)
+    def begin(self, exchange: Any) -> None:
+        """There is no call to share."""
 
     @cute.jit
-    def comm_role(self, ring: Any, stages: Any, work: Work, context: Any, tma_out: Any, out: Any) -> None:
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Output) -> None:
         """One lane: stores every tile to the output."""
-        own = OwnTileSender(self.config, self, work, 0, tma_out, out, stages)
-        ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, own)
+        if cute.arch.lane_idx() == 0:
+            sender = OutputSender(self, work, output, stages)
+            ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
 
 
-def finish_subtile(config: GemmConfig, writer: SubtileWriter, fragment: cute.Tensor, subtile: Any) -> None:
-    """What every complete subtile gets before it is stored: the bias."""
-    if config.bias:
-        column = writer.tile.column + subtile % config.epi_columns * config.epi_tile[1]
-        bias = writer.context.bias
+@dataclass(frozen=True)
+class OutputSender:
+    """One clipped TMA tensor store per subtile into the caller's output (a ``TileSender``).
 
-        def own(subtile_like: Any) -> Any:
-            return writer.mainloop.fragment_part(writer.res, writer.ops, writer.thread, subtile_like)
+    Attributes:
+        op: configuration and order.
+        work: this cluster's work.
+        output: the output's TMA atom and coordinate tensor (rows, cols).
+        stages: the ring's stages.
+    """
 
-        first = own(cute.make_identity_tensor(config.epi_tile))[0][1]
-        row = own(cute.make_tensor(bias.iterator, cute.make_layout(config.epi_tile, stride=(0, 1))))
-        add_bias(fragment, row, column + first, bias)
+    op: PlainGemm
+    work: Work
+    output: Output
+    stages: Any
 
+    def locate(self, tile: Any) -> CtaTile:
+        """The CTA tile's place."""
+        return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
 
-def store_output(writer: SubtileWriter, fragment: cute.Tensor, stage: Int32) -> None:
-    """Writes a complete subtile into ``stage`` as the output's TMA store expects it."""
-    target = writer.stages.tiled[(None, None, stage)]
-    writer.mainloop.store_to_stage(writer.res, writer.ops, writer.thread, fragment, target)
+    @cute.jit
+    def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
+        """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
+        cfg = self.op.config
+        epi_m, epi_n = cfg.epi_tile
+        tiles = cute.zipped_divide(self.output.tensor, cfg.epi_tile)
+        source, target = cpasync.tma_partition(
+            self.output.tma, 0, cute.make_layout(1), cute.group_modes(self.stages.tiled, 0, 2), tiles
+        )
+        m = place.row // epi_m + subtile // cfg.epi_columns
+        n = place.column // epi_n + subtile % cfg.epi_columns
+        cute.copy(self.output.tma, source[(None, stage)], target[(None, (m, n))])
+
+    def publish(self, tile: Any) -> None:
+        """Nobody waits for the output but the kernel's end."""

@@ -6,7 +6,7 @@ base address, which every rank knows for every peer; a workspace has the same si
     0                 control words (local to the rank)
     CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and behind them as many again, of this rank's own
                       staged tiles (transport ``staged``)
-    slots_offset      slot buffer of even epochs
+    slots_offset      slot buffer of even epochs: ``[source][tile]``, the own partials included
     + buffer_bytes    slot buffer of odd epochs
     + 2, 3 x          staging buffers, even and odd, if some peer has no address
 
@@ -39,7 +39,7 @@ RELAY_EPOCH_OFFSET = 16
 """``uint32``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
 
 ENTERED_OFFSET = 128
-"""``uint64[MAX_WORLD]``: epoch each peer has entered, for ranks that own no row and so wait for no tile."""
+"""``uint64[MAX_WORLD]``: the epoch that each peer has entered."""
 
 FLAG_BYTES = 8
 """A flag is an epoch in the low 32 bits of a 64-bit word, the only width of an NVSHMEM signal."""
@@ -91,8 +91,8 @@ class ReduceScatterShape:
         return self.cta_tiles(config) * self.world
 
     def buffer_bytes(self, config: GemmConfig) -> int:
-        """Bytes of one slot buffer: a slot per (source other than the owner, tile)."""
-        return (self.world - 1) * self.cta_tiles(config) * config.subtiles * config.slot_subtile_bytes
+        """Bytes of one slot buffer: a slot per (source, tile)."""
+        return self.world * self.cta_tiles(config) * config.subtiles * config.slot_subtile_bytes
 
     def num_clusters(self, config: GemmConfig) -> int:
         """Cluster tiles of the whole product: more clusters than this in a grid would find no work."""

@@ -107,7 +107,8 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
         polls = sum("ld.relaxed.sys" in line for line in lines)
         acquires = sum("ld.acquire.sys" in line for line in lines)
         traps = sum(line.startswith("trap") for line in lines)
-        if not acquires or polls != 2 * acquires or traps != acquires:
+        registers = sum("atom" in line and ".cas." in line for line in lines) - traps
+        if not acquires or polls != 2 * acquires or traps != acquires + registers:
             findings.append(
                 f"{polls} polls, {acquires} acquires, {traps} bounds: a wait is 2, 1 and 1 of them"
             )

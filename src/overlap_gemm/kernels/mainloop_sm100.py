@@ -35,6 +35,7 @@ EPILOGUE_WARPS = 4
 MMA_WARP = 4
 LOAD_WARP = 5
 COMM_WARP = 6
+RECEIVE_WARPS = (7, 8, 9, 10)
 TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory allocated
 
 
@@ -70,6 +71,7 @@ class MainloopSm100:
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
+    receive_warps = RECEIVE_WARPS
     first_epilogue_warp = 0
     num_epilogue_warps = EPILOGUE_WARPS
 
@@ -157,7 +159,7 @@ class MainloopSm100:
         return Resources(ab, acc, tmem, sA, sB)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """No register reallocation: 224 threads have enough each."""
+        """No register reallocation: 352 threads have enough each."""
 
     # -- load role
 
@@ -267,7 +269,7 @@ class MainloopSm100:
         return state, ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
-        """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""
+        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
         dtype = stage.element_type
         atom = utils.sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32, copy)

@@ -34,10 +34,11 @@ from overlap_gemm.kernels.roles import SubtileWriter
 
 LOAD_WARP = 0
 COMM_WARP = 1
+RECEIVE_WARPS = (2, 3)
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 96  # what the receive role needs to keep its loads in flight without spilling
+CONSUMER_REGISTERS = 200
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
@@ -71,6 +72,7 @@ class MainloopSm90:
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
+    receive_warps = RECEIVE_WARPS
     first_epilogue_warp = FIRST_EPILOGUE_WARP
     num_epilogue_warps = NUM_EPILOGUE_WARPS
 
@@ -264,7 +266,7 @@ class MainloopSm90:
         return state, ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
-        """Writes ``fragment`` (converted to the stage's type) where the output's TMA store expects it."""
+        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         dtype = stage.element_type
         matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), DTYPES[self.config.in_dtype])
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)

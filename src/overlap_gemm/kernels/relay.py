@@ -6,10 +6,10 @@ which keeps ``setmaxnreg`` and its wgmma unserialised.
 
 Launch one per GEMM on the workspace, on another stream, neither behind the other. Progress:
 
-- The GEMM computes the tiles for its peers first and waits for nobody meanwhile; least of all for this
-  kernel. So every tile gets staged.
+- Of the GEMM only the receive role waits for peers, and nothing waits for that but the call's end. So every
+  tile gets staged.
 - This kernel waits for staged tiles and for nothing else. So once both are resident, every tile is put
-  without any wait for a peer, and the own tiles of all ranks, for which their GEMMs wait last, arrive.
+  without any wait for a peer, and arrives.
 - Both become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one CTA,
   which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the GEMM
   takes all its registers.) If this kernel starts later, tiles lie staged until then.
@@ -26,14 +26,16 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
-from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET
-from overlap_gemm.kernels.reduce_scatter import Context, make_context, route_of
-from overlap_gemm.schedules import RotatedShards, TileGrid, ceil_div, num_owners
+from overlap_gemm.kernels.reduce_scatter import route_of
+from overlap_gemm.kernels.work import shard_tiles, work_list
+from overlap_gemm.schedules import DealtShards
 
 WARPS = 8
 """Puts under way at once: a warp waits for its put to be handed over."""
@@ -59,46 +61,42 @@ class Relay:
     @cute.kernel
     def kernel(self, rows: Int32, cols: Int32, exchange: Exchange) -> None:
         """Per tile for a peer beyond reach: waits for the local flag, puts."""
-        cfg, order = self.config, RotatedShards(self.config.raster_group)
+        cfg, order = self.config, DealtShards(self.config.raster_group)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        owners = num_owners(rows, exchange.shard_rows)
-        grid = TileGrid(
-            ceil_div(exchange.shard_rows, cfg.cluster_tile[0]), ceil_div(cols, cfg.cluster_tile[1])
-        )
-        context = make_context(cfg, None, exchange, grid, RELAY_EPOCH_OFFSET)
-        if warp == 0 and exchange.rank < owners and cute.arch.lane_idx() == 0:
-            self._announce(context, owners)
-        total = Int32(order.num_foreign(grid, exchange.rank, owners))
+        work = work_list(cfg, rows, cols, exchange.rank, exchange.shard_rows)
+        call = Call.begin(exchange, RELAY_EPOCH_OFFSET)
+        if warp == 0 and cute.arch.lane_idx() == 0:
+            self._announce(call)
+        tiles = shard_tiles(cfg, work)
+        total = Int32(order.num_tiles(work))
         for t in cutlass.range(warp, total, WARPS, unroll=1):
-            place = order.place(t, grid, exchange.rank, owners)
+            place = order.place(t, work)
             if exchange.peers[place.shard] < 0:
                 for cta in cutlass.range(cfg.cluster_size, unroll=1):
-                    self._relay(context, place.index * cfg.cluster_size + cta, place.shard)
+                    self._relay(call, tiles, place.index * cfg.cluster_size + cta, place.shard)
         cute.arch.sync_threads()  # all warps have read the epoch
         if warp == 0 and cute.arch.lane_idx() == 0:
-            # Puts may still be under way: see the transport for when their staging is used again.
-            cute.arch.store(global_pointer(Uint32, context.base + RELAY_EPOCH_OFFSET, 4), context.epoch)
+            # Puts may still be under way: `kernels.call` says when their staging is used again.
+            cute.arch.store(global_pointer(Uint32, call.base + RELAY_EPOCH_OFFSET, 4), call.epoch)
 
     @cute.jit
-    def _announce(self, context: Context, owners: Int32) -> None:
-        """Once the GEMM has entered the call, tells the ranks beyond reach that own nothing."""
-        exchange = context.exchange
+    def _announce(self, call: Call) -> None:
+        """Once the GEMM has entered the call, tells the ranks beyond reach."""
+        exchange = call.exchange
         offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
-        for peer in cutlass.range(owners, exchange.world, unroll=1):
+        for peer in cutlass.range(exchange.world, unroll=1):
             if exchange.peers[peer] < 0:
-                op, role = int(Op.GEMM_REDUCE_SCATTER), int(Role.COMM_ENTERED)
-                site = FailureSite(exchange.rank, op, role, 0, exchange.rank, exchange.rank)
-                wait_flag(context.base + offset, context.epoch, context.bound, site)
-                self.transport.signal(exchange.peers, exchange.rank, peer, offset, context.epoch)
+                site = call.site(Op.GEMM_REDUCE_SCATTER, Role.CALL_ENTERED, 0, exchange.rank, exchange.rank)
+                wait_flag(call.base + offset, call.epoch, call.bound, site)
+                self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
 
     @cute.jit
-    def _relay(self, context: Context, index: Int32, owner: Int32) -> None:
+    def _relay(self, call: Call, tiles: Int32, index: Int32, owner: Int32) -> None:
         cfg = self.config
-        route = route_of(cfg, context, index, owner)
+        route = route_of(cfg, call, tiles, index, owner)
         if cute.arch.lane_idx() == 0:
-            rank = context.exchange.rank
-            op, role = int(Op.GEMM_REDUCE_SCATTER), int(Role.RELAY_STAGED)
-            site = FailureSite(rank, op, role, index, owner, index * context.exchange.world + owner)
-            wait_flag(route.staged, context.epoch, context.bound, site)
+            flag = index * call.exchange.world + owner
+            site = call.site(Op.GEMM_REDUCE_SCATTER, Role.RELAY_STAGED, index, owner, flag)
+            wait_flag(route.staged, call.epoch, call.bound, site)
         cute.arch.sync_warp()
-        self.transport.relay(route, cfg.subtiles * cfg.slot_subtile_bytes, context.epoch)
+        self.transport.relay(route, cfg.tile_bytes, call.epoch)

@@ -1,4 +1,4 @@
-"""One cluster's share of the work list."""
+"""One cluster's share of the work list, and where a CTA's part of a tile lies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cutlass import Int32, cute
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.schedules import Place, TileGrid, ceil_div, num_owners
+from overlap_gemm.schedules import Place, TileGrid, WorkList, ceil_div, num_owners
 
 
 class Work(NamedTuple):
@@ -17,25 +17,19 @@ class Work(NamedTuple):
         first: first position.
         stride: clusters in the grid.
         num_tiles: this cluster's tiles.
-        num_foreign: how many of them, all at the front, another rank owns.
-        grid: cluster tiles of one shard.
-        rank: this rank.
-        owners: ranks that own rows.
+        whole: the list, of all clusters.
         shard_rows: rows of a full shard.
     """
 
     first: Any
     stride: Any
     num_tiles: Any
-    num_foreign: Any
-    grid: TileGrid
-    rank: Any
-    owners: Any
+    whole: WorkList
     shard_rows: Any
 
     def place(self, order: Any, j: Any) -> Place:
         """Place of this cluster's ``j``-th tile."""
-        return order.place(self.first + j * self.stride, self.grid, self.rank, self.owners)
+        return order.place(self.first + j * self.stride, self.whole)
 
 
 def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, shard: Any) -> Work:
@@ -49,22 +43,62 @@ def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, s
         rank: this rank.
         shard: rows of a full shard.
     """
-    owners = num_owners(rows, shard)
-    grid = TileGrid(ceil_div(shard, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     first, stride = block // config.cluster[0], blocks // config.cluster[0]
+    whole = work_list(config, rows, cols, rank, shard)
+    total = Int32(order.num_tiles(whole))
+    # Not negative: a grid has at most one cluster per tile.
+    return Work(first, stride, (total - first + stride - 1) // stride, whole, shard)
 
-    def share(total: Any) -> Any:
-        return (Int32(total) - first + stride - 1) // stride  # >= 0: a grid has at most one cluster per tile
 
-    return Work(
-        first,
-        stride,
-        share(order.num_tiles(grid, rank, owners)),
-        share(order.num_foreign(grid, rank, owners)),
-        grid,
-        rank,
-        owners,
-        shard,
-    )
+def work_list(config: GemmConfig, rows: Any, cols: Any, rank: Any, shard: Any) -> WorkList:
+    """The work list of all clusters; arguments as `plan_work`'s."""
+    grid = TileGrid(ceil_div(shard, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
+    return WorkList(grid, rank, num_owners(rows, shard))
+
+
+def shard_tiles(config: GemmConfig, work: WorkList) -> Any:
+    """CTA tiles of one shard: slots that each source has in a buffer."""
+    return work.grid.rows * work.grid.cols * config.cluster_size
+
+
+class CtaTile(NamedTuple):
+    """One CTA's part of a cluster tile.
+
+    Attributes:
+        index: index in the shard, counted in CTA tiles: names its slot and flag.
+        row: first row in the shard.
+        column: first column.
+        owner: rank that owns the shard.
+    """
+
+    index: Any
+    row: Any
+    column: Any
+    owner: Any
+
+    @staticmethod
+    def at(config: GemmConfig, place: Place) -> CtaTile:
+        """The calling CTA's part of the cluster tile at ``place``."""
+        x, y, _ = cute.arch.block_idx()
+        return CtaTile.of(config, place, x % config.cluster[0], y)
+
+    @staticmethod
+    def of(config: GemmConfig, place: Place, x: Any, y: Any) -> CtaTile:
+        """The part of the CTA at ``(x, y)`` of its cluster."""
+        return CtaTile(
+            place.index * config.cluster_size + y * config.cluster[0] + x,
+            (place.m * config.cluster[0] + x) * config.cta_tile[0],
+            (place.n * config.cluster[1] + y) * config.cta_tile[1],
+            place.shard,
+        )
+
+    @staticmethod
+    def numbered(config: GemmConfig, order: Any, work: WorkList, index: Any) -> CtaTile:
+        """The CTA tile with this index in this rank's shard, whichever CTA computes it."""
+        inside = index % config.cluster_size
+        tile = index // config.cluster_size
+        m, n = order.tile(tile, work)
+        place = Place(work.rank, tile, m, n)
+        return CtaTile.of(config, place, inside % config.cluster[0], inside // config.cluster[0])

@@ -1,24 +1,44 @@
 """What the ranks of a group must know of each other before they communicate.
 
-`total_length` is part of an op. `check` and `report` are the debug mode: with `OVERLAP_GEMM_CHECK=1` in every
-rank's environment, all ranks compare the facts of each call before it and raise together, each naming the
-rank that differs, where otherwise the call would hang until the group's timeout or compute nonsense.
+`total_length` is part of an op; what the ranks call travels with the lengths. `same` compares what they call
+at the first call of each kind. With `OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all
+ranks compare the facts of every call before it, and raise together, each naming the rank that differs, where
+otherwise the call would hang until the group's timeout or compute nonsense; `report` lets them know of a rank
+whose arguments do not fit together.
 """
 
+import hashlib
 import os
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from ..sharding import Shards
 from .group import Group
 
+Facts: TypeAlias = tuple[tuple[str, Any], ...]
+
+TAG = (1 << 30) - 1
+"""Of the messages in which ranks tell each other what they call: above users' tags, below `decomposed`'s."""
+
 CHECK_VARIABLE = "OVERLAP_GEMM_CHECK"
 
 
+_checking: bool | None = None
+
+
+class DisagreementError(RuntimeError):
+    """The ranks of a group differ where they must not, or one of them failed; raised on every rank."""
+
+
 def checking() -> bool:
-    """Whether the debug mode is on."""
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+    """Whether the debug mode is on: what the environment said at the first call."""
+    global _checking
+    if _checking is None:
+        _checking = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+    return _checking
 
 
 def _compare(group: Group, facts: dict[str, Any]) -> None:
@@ -30,7 +50,7 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
         if "error" in theirs
     ]
     if failures:
-        raise RuntimeError("; ".join(failures))
+        raise DisagreementError("; ".join(failures))
     for fact in sorted({key for theirs in everyone for key in theirs}, key=lambda key: (key != "op", key)):
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
@@ -40,17 +60,32 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
                 f"rank {' '.join(map(str, ranks))} has {value}"
                 for value, ranks in sorted(holders.items(), key=lambda item: len(item[1]))
             )
-            raise RuntimeError(f"{facts['op']}: the ranks of the group disagree on {fact}: {views}")
+            raise DisagreementError(f"{facts['op']}: the ranks of the group disagree on {fact}: {views}")
 
 
-def check(group: Group, **facts: Any) -> None:
-    """In debug mode, raises on every rank unless all call with the same facts, of which `op` is one.
+def same(group: Group, device: torch.device, facts: Facts) -> None:
+    """Raises on every rank unless all make a call of the same facts; in debug mode at every call.
+
+    Otherwise at the first one of these facts, so that ranks which differ from the start learn it by name and
+    not from a transport that finds bytes it did not expect, or garbage. Not while a CUDA graph is captured.
+
+    Args:
+        group: Every rank of which must call.
+        device: Where the op's tensors live.
+        facts: (name, value), of which the first is the op.
 
     Raises:
-        RuntimeError: The ranks disagree; the message names the fact, and which rank has what.
+        DisagreementError: The ranks disagree; the message names the fact, and which rank has what.
     """
-    if checking() and group.process_group is not None:
-        _compare(group, facts)
+    if group.process_group is None or group.size == 1:
+        return
+    if checking():
+        _compare(group, dict(facts))
+    elif facts not in group.agreed:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        _exchange(group, device, 0, facts)
+        group.agreed.add(facts)
 
 
 def report(op: str, group: Group, error: Exception) -> None:
@@ -59,7 +94,7 @@ def report(op: str, group: Group, error: Exception) -> None:
         group.all_gather_object({"op": op, "error": f"{type(error).__name__}: {error}"})
 
 
-def total_length(op: str, what: str, length: int, device: torch.device, group: Group) -> int:
+def total_length(op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts) -> int:
     """The sum of the ranks' `length`, exchanged between them.
 
     The exchange goes through host memory where the group has a backend for it (gloo, or "cpu:gloo,cuda:nccl")
@@ -72,23 +107,62 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
         length: This rank's share of it.
         device: Where the op's tensors live.
         group: Every rank of which must call.
+        facts: As for `same`; they travel with the length.
 
     Raises:
         ValueError: On every rank, if the lengths are not shards as `torch.chunk` cuts them.
+        RuntimeError: On every rank, if they call with different facts.
     """
     if group.size == 1:
         return length
     if group.process_group is None:
         raise ValueError(f"{op}: virtual ranks cannot ask each other for {what}; pass the total")
-    check(group, op=op, step=f"exchange of {what}")
-    carrier = torch.device("cpu") if "cpu" in group.device_types else device
-    lengths = torch.empty(group.size, dtype=torch.int64, device=carrier)
-    own = torch.tensor([length], dtype=torch.int64, device=carrier)
-    group.all_gather(lengths, own)
-    found = lengths.tolist()
+    if checking():
+        _compare(group, dict(facts))
+    found = _exchange(group, device, length, facts)
     wanted = Shards.even(sum(found), group.size).sizes
     if found != wanted:
         raise ValueError(
             f"{op}: the ranks hold {found} {what}; {sum(found)} must be cut as torch.chunk does: {wanted}"
         )
     return sum(found)
+
+
+def _exchange(group: Group, device: torch.device, length: int, facts: Facts) -> list[int]:
+    """The ranks' lengths, if all have the same facts; these travel as a digest, whole only if it differs.
+
+    By messages of a tag of their own where gloo carries them, so that a rank which is already in the data's
+    collective is waited for, and not mistaken for one that answers.
+    """
+    on_host = "cpu" in group.device_types
+    carrier = torch.device("cpu") if on_host else device
+    own = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
+    everyone = own.repeat(group.size, 1)
+    if on_host and group.has_gloo:
+        peers = [peer for peer in range(group.size) if peer != group.rank]
+        ranks = {"group": group.process_group, "tag": TAG}
+        works = [(peer, dist.irecv(everyone[peer], group_src=peer, **ranks)) for peer in peers]
+        works += [(peer, dist.isend(own, group_dst=peer, **ranks)) for peer in peers]
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                here, there = group.global_rank(group.rank), group.global_rank(peer)
+                raise RuntimeError(
+                    f"{facts[0][1]} on rank {here}: rank {there} is gone, or does something else: it did not "
+                    f"say what it calls ({error})"
+                ) from error
+    else:
+        group.all_gather(everyone, own)
+    lengths, digests = everyone.t().tolist()
+    if len(set(digests)) > 1:
+        _compare(group, dict(facts))
+        raise AssertionError("equal facts with different digests")
+    return list(lengths)
+
+
+@lru_cache(maxsize=1024)
+def _digest(facts: Facts) -> int:
+    """The same in every process for the same facts."""
+    text = repr(facts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

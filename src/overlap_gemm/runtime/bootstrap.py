@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from .group import forget_groups
 from .workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
@@ -70,22 +71,28 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
     untouched.
 
     Args:
-        device: "cpu" or "cuda"; default CUDA where there is a device.
+        device: "cpu" or "cuda", whose number is the local rank; default CUDA where there is a device.
         timeout: Seconds after which an operation that waits for a peer fails; default torch.distributed's.
 
     Returns:
         This process's place.
 
     Raises:
-        ValueError: Already initialised on another kind of device.
+        ValueError: No such device, or already initialised on another kind of device.
         RuntimeError: The launcher's environment is incomplete, or there are fewer GPUs than ranks on this
             machine.
     """
     global _world, _owns_process_group
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(
+            f"init(device={device!r}): give 'cpu' or 'cuda'; a GPU's number is its process's local rank"
+        )
     if _world is not None:
         if device is not None and torch.device(device).type != _world.device.type:
             raise ValueError(f"init(device={device!r}): already initialised on {_world.device}")
         return _world
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("init(device='cuda'): this machine has no CUDA device, or torch has no CUDA")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -103,6 +110,7 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
             device_id=target if target.type == "cuda" else None,
         )
         _owns_process_group = True
+    forget_groups(alone=placement.launcher == "none")
     _world = World(placement.rank, placement.size, placement.local_rank, target, placement.launcher)
     return _world
 
@@ -120,6 +128,7 @@ def finalize() -> None:
         # hold a tensor of the last collective, and aborts the process if it drops it while Python shuts down.
         # Nothing tells when it has let go; it takes microseconds.
         time.sleep(GLOO_LETS_GO)
+    forget_groups(alone=False)
     _world, _owns_process_group = None, False
 
 

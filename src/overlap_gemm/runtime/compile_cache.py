@@ -85,6 +85,10 @@ class CompileCache:
     _loaded: dict[tuple[Hashable, str], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def has(self, config: Hashable, arch: str) -> bool:
+        """Whether `get` would find the function in memory."""
+        return (config, arch) in self._loaded
+
     def get(self, config: Hashable, arch: str, build: Callable[[], Any]) -> Any:
         """The compiled function of ``config`` for ``arch``.
 

@@ -6,19 +6,25 @@ The fused backend and the virtual ranks know a device only through this surface.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from ..device.failure import RECORD_WORDS
+from .order import CudaStreams, EmulatedStreams, LaunchOrder
 
 if TYPE_CHECKING:
     from ..emulator import Emulator
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
 """Compute capability -> architecture our kernels are compiled for."""
+
+SECOND_STREAM = 1 << 16
+"""Number of an emulated rank's second stream beside its stream 0."""
 
 
 class Executor(Protocol):
@@ -33,8 +39,20 @@ class Executor(Protocol):
         """Where tensors live."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether launches are still possible; an emulator ends."""
+
+    @property
     def num_sms(self) -> int:
         """SMs this rank's persistent grids may fill; all its CTAs must fit at once."""
+
+    @property
+    def is_whole_device(self) -> bool:
+        """Whether the SMs are a whole device's, so that a cooperative launch knows whether a grid fits."""
+
+    @property
+    def order(self) -> LaunchOrder:
+        """In which all fused launches of the device run."""
 
     @property
     def on_disk(self) -> bool:
@@ -57,36 +75,55 @@ class Executor(Protocol):
         stream goes on behind both when the block is left.
         """
 
-    def host_words(self, count: int) -> torch.Tensor:
-        """Zeroed int32 ``[count]`` in host memory that kernels write and the host reads at any time."""
+    @property
+    def record(self) -> torch.Tensor:
+        """Int32 ``[RECORD_WORDS]`` in host memory: where a kernel writes why it gave up (`device.failure`).
+
+        One for all kernels, so that whichever fused call comes next says what happened.
+        """
 
 
 @dataclass(frozen=True)
 class CudaExecutor:
-    """A CUDA device; launches go to torch's current stream, or to ``stream`` if one is given."""
+    """A CUDA device, or one of equal shares of it.
+
+    Launches go to torch's current stream, or to ``stream`` if one is given.
+    """
 
     arch: str
     device: torch.device
     num_sms: int
+    order: LaunchOrder
+    record: torch.Tensor
     stream: torch.cuda.Stream | None = None
+    shares: int = 1
     on_disk: bool = True
+    is_open: bool = True
+
+    @property
+    def is_whole_device(self) -> bool:
+        """See `Executor.is_whole_device`; virtual ranks share one."""
+        return self.stream is None
 
     def max_clusters(self, size: int) -> int:
-        """See `Executor.max_clusters`; a share of a device is not asked, but divided."""
-        if self.stream is not None or size == 1:
-            return self.num_sms // size
-        return _resident_clusters(self.device.index or 0, size)
+        """See `Executor.max_clusters`."""
+        return _resident_clusters(self.device.index or 0, size) // self.shares
+
+    def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
+        """See `Executor.active`."""
+        if self.stream is None:
+            return nullcontext(torch._C._cuda_getCurrentRawStream(self.device.index))
+        return self._own_stream(used)
 
     @contextmanager
-    def active(self, *used: torch.Tensor | None) -> Iterator[int]:
-        """See `Executor.active`."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are made there
-            for tensor in used:
-                if tensor is not None:
-                    tensor.record_stream(self.stream)
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            yield torch.cuda.current_stream(self.device).cuda_stream
+    def _own_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are made there
+        for tensor in used:
+            if tensor is not None:
+                tensor.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            yield self.stream.cuda_stream
 
     @contextmanager
     def fork(self) -> Iterator[int]:
@@ -98,17 +135,16 @@ class CudaExecutor:
         finally:
             current.wait_stream(second)
 
-    def host_words(self, count: int) -> torch.Tensor:
-        """See `Executor.host_words`: pinned, mapped into the device's address space."""
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
-
 
 @dataclass(frozen=True)
 class EmulatorExecutor:
     """One rank of an open emulator; with several ranks its launches wait for `Emulator.run`."""
 
     emulator: Emulator
-    rank: int = 0
+    rank: int
+    streams: EmulatedStreams
+    order: LaunchOrder
+    record: torch.Tensor
     device: torch.device = torch.device("cpu")
     on_disk: bool = False
 
@@ -118,9 +154,19 @@ class EmulatorExecutor:
         return self.emulator.device.arch
 
     @property
+    def is_open(self) -> bool:
+        """Whether the emulator is."""
+        return self.emulator is open_emulator()
+
+    @property
     def num_sms(self) -> int:
         """SMs the emulated device claims."""
-        return self.emulator.device.num_sms
+        return self.emulator.devices[self.rank].num_sms
+
+    @property
+    def is_whole_device(self) -> bool:
+        """See `Executor.is_whole_device`."""
+        return True
 
     def max_clusters(self, size: int) -> int:
         """See `Executor.max_clusters`."""
@@ -130,22 +176,29 @@ class EmulatorExecutor:
     def active(self, *used: torch.Tensor | None) -> Iterator[int]:
         """See `Executor.active`; the emulator itself keeps what a launch was given."""
         with self.emulator.rank(self.rank):
-            yield 0
+            yield self.streams.current().cuda_stream
 
     @contextmanager
     def fork(self) -> Iterator[int]:
-        """See `Executor.fork`; the emulator's streams wait for nothing, so more orders than a GPU's occur."""
-        yield 1
-
-    def host_words(self, count: int) -> torch.Tensor:
-        """See `Executor.host_words`."""
-        words = self.emulator.empty((count,), torch.int32)
-        return words.zero_()
+        """See `Executor.fork`."""
+        current = self.streams.current()
+        second = replace(current, cuda_stream=SECOND_STREAM + current.cuda_stream)
+        second.wait_stream(current)
+        yield second.cuda_stream
+        current.wait_stream(second)
 
 
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def emulator_executor(emulator: Emulator, rank: int = 0) -> EmulatorExecutor:
+    """The executor of one rank of an open emulator."""
+    streams = EmulatedStreams(emulator, rank)
+    word = emulator.empty((1,), torch.int32, rank, "in call").zero_()
+    record = emulator.empty((RECORD_WORDS,), torch.int32, name="failure record").zero_()
+    return EmulatorExecutor(emulator, rank, streams, LaunchOrder(streams, word), record)
 
 
 @cache
@@ -159,14 +212,34 @@ def cuda_executor(index: int) -> CudaExecutor:
         raise ValueError(reason)
     properties = torch.cuda.get_device_properties(index)
     arch = ARCH_OF_CAPABILITY[properties.major, properties.minor]
-    return CudaExecutor(arch, torch.device("cuda", index), properties.multi_processor_count)
+    device = torch.device("cuda", index)
+    order, record = cuda_order(device), cuda_record()
+    return CudaExecutor(arch, device, properties.multi_processor_count, order, record)
+
+
+def cuda_record() -> torch.Tensor:
+    """A new `Executor.record`: pinned, so mapped into the devices' address space."""
+    return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+
+
+def cuda_order(device: torch.device) -> LaunchOrder:
+    """A new order of launches, with its word in the device's memory."""
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)  # a kernel on another stream may be the first to read it
+    return LaunchOrder(CudaStreams(device), word)
 
 
 @cache  # the DSL compiles and loads a probe kernel to find out
 def _resident_clusters(index: int, size: int) -> int:
+    """Clusters of `size` CTAs, each alone on its SM, that the device holds at once.
+
+    Not simply its SMs: MIG cuts it, and its parts need not make up whole clusters.
+    """
     from cutlass.utils import HardwareInfo
 
-    return int(HardwareInfo(index).get_max_active_clusters(size))
+    with torch.cuda.device(index):
+        torch.zeros(1, device="cuda")  # a live context
+        return int(HardwareInfo(index).get_max_active_clusters(size))
 
 
 @cache

@@ -1,11 +1,16 @@
 """The group of ranks that carries out one op."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 # The name since torch 2.13, where the older one warns.
@@ -25,13 +30,24 @@ class Group:
         name: What torch.ops calls carry instead of the object; `LOCAL` for a world of one.
         rank: This process's rank within the group.
         size: Ranks of the group, P.
-        process_group: torch.distributed's object, None for `LOCAL` and for virtual ranks.
+        calls: What is kept for calls that are alike (`overlap_gemm.calls`).
+        agreed: What the ranks found that they agree on (`runtime.agree`).
     """
 
     name: str
     rank: int
     size: int
-    process_group: dist.ProcessGroup | None
+    _process_group: "weakref.ref[dist.ProcessGroup] | None" = field(default=None, repr=False)
+    calls: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    agreed: set[Hashable] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch.distributed's object; None for `LOCAL`, for virtual ranks, and when it has been destroyed.
+
+        Not kept alive: a process group whose threads outlive `destroy_process_group` aborts the process.
+        """
+        return None if self._process_group is None else self._process_group()
 
     @property
     def is_virtual(self) -> bool:
@@ -54,6 +70,26 @@ class Group:
         dist.all_gather_object(everyone, own, group=self.process_group)
         return everyone
 
+    def timeout(self, device_type: str) -> timedelta | None:
+        """How long the group's collectives on that type of device may take; None where nothing bounds them.
+
+        The first backend's, if none is for that type: a group of gloo on a machine with GPUs.
+        """
+        if self.process_group is None:
+            return None
+        known = [device.type for device in self.process_group._device_types]
+        backend = self.process_group._get_backend(
+            torch.device(device_type if device_type in known else known[0])
+        )
+        options = getattr(backend, "options", None)  # not every backend has some
+        return getattr(options, "_timeout", default_pg_timeout)
+
+    @property
+    def has_gloo(self) -> bool:
+        """Whether gloo carries its tensors in host memory."""
+        group = self.process_group
+        return group is not None and group._get_backend(torch.device("cpu")).name() == "gloo"
+
     @property
     def device_types(self) -> set[str]:
         """The device types whose tensors the group can carry."""
@@ -62,7 +98,15 @@ class Group:
         return {device.type for device in self.process_group._device_types}
 
 
+LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Where launchers say how many processes they started."""
+
 _virtual: dict[str, Group] = {}
+_known: dict[str, Group] = {}
+_found: dict[int, Group] = {}
+"""By name, and by the process group's identity, which proves nothing but where to look."""
+
+_is_alone = False
 
 
 def add_virtual(group: Group) -> None:
@@ -104,14 +148,85 @@ def group_name(group: GroupLike) -> str:
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}")
 
 
+def find(group: GroupLike) -> Group:
+    """`resolve(group_name(group))`, in a third of the time where it has been found before."""
+    if isinstance(group, str):
+        return resolve(group)
+    process_group = dist.GroupMember.WORLD if group is None else group
+    if process_group is None and LOCAL in _known:
+        return _known[LOCAL]
+    known = _found.get(id(process_group))
+    if known is not None and known._process_group is not None and known._process_group() is process_group:
+        try:  # destroyed, it is no member of the world any more, whoever still has it
+            if dist.distributed_c10d._resolve_process_group(known.name) is process_group:
+                return known
+        except RuntimeError:
+            pass
+    found = resolve(group_name(group))
+    if found.process_group is process_group:
+        _found[id(process_group)] = found
+    elif isinstance(group, dist.ProcessGroup):
+        raise RuntimeError(f"process group {found.name!r} has been destroyed; another one has its name now")
+    return found
+
+
 def resolve(name: str) -> Group:
-    """The group called `name`. A pure host look-up: no communication."""
-    if name == LOCAL:
-        return Group(LOCAL, 0, 1, None)
+    """The group called `name`. A pure host look-up: no communication.
+
+    The same object as long as the group lasts; a new one for a new process group of the same name.
+
+    Raises:
+        RuntimeError: There is no such group, or several processes were started and none has joined them.
+    """
     if name in _virtual:
         return _virtual[name]
-    process_group = dist.distributed_c10d._resolve_process_group(name)
-    return Group(name, process_group.rank(), process_group.size(), process_group)
+    known = _known.get(name)
+    if name == LOCAL:
+        if known is None or dist.is_initialized():
+            _check_alone()
+        return known or _known.setdefault(LOCAL, Group(LOCAL, 0, 1))
+    try:
+        process_group = dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"there is no process group {name!r} in this process: it was never made, or it has been "
+            f"destroyed (overlap_gemm.init() makes the world's)"
+        ) from error
+    if known is None or known.process_group is not process_group:
+        known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
+        _known[name] = known
+    return known
+
+
+def forget_groups(alone: bool) -> None:
+    """Begins anew with what is known of groups: the world has been joined, or left.
+
+    Args:
+        alone: Whether `init` found that this process is the whole world, whatever its environment says.
+    """
+    global _is_alone
+    _known.clear()
+    _found.clear()
+    _is_alone = alone
+
+
+def _check_alone() -> None:
+    """Raises unless a world of one is meant: silently it would give wrong sums."""
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"group {LOCAL!r} is a world of one, but torch.distributed has {dist.get_world_size()} "
+                f"ranks: call overlap_gemm.init() (or init_process_group) before layers are built, and pass "
+                f"group=None for the world"
+            )
+        return
+    for variable in LAUNCHERS:
+        count = os.environ.get(variable, "")
+        if not _is_alone and count.isdecimal() and int(count) > 1:
+            raise RuntimeError(
+                f"{variable}={count} processes were started, but this one has joined no others: call "
+                f"overlap_gemm.init() first (and nothing after finalize())"
+            )
 
 
 def _constant_to_compile(function: Callable[[str], int]) -> Callable[[str], int]:

@@ -15,6 +15,7 @@ every allocation worked (`agree`), so one rank's failure is an error on every ra
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,10 @@ from torch import Tensor
 from .group import Group
 
 T = TypeVar("T")
+
+PUTS_SINCE = (3, 7, 2)
+"""The oldest NVSHMEM whose puts CuTe DSL links. Its compiler refuses a section marker in those of 3.4.5,
+which torch 2.10 to 2.14 bring."""
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -167,6 +172,21 @@ class NvshmemSymmetric:
         torch.cuda.synchronize(self._device)
         nvshmem.free_tensor(self.local)
         del self.local, self.bases
+
+
+def why_no_puts() -> str | None:
+    """Why kernels cannot be linked with NVSHMEM's device code, None if they can."""
+    try:
+        version = importlib.metadata.version("nvidia-nvshmem-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return "NVSHMEM's device code is not installed: install overlap-gemm[nvshmem]"
+    if tuple(map(int, version.split(".")[:3])) < PUTS_SINCE:
+        least = ".".join(map(str, PUTS_SINCE))
+        return (
+            f"CuTe DSL's compiler cannot link the device code of NVSHMEM {version}: install "
+            f"nvidia-nvshmem-cu13>={least} (torch 2.15 brings it)"
+        )
+    return None
 
 
 def init_nvshmem(device: torch.device) -> None:

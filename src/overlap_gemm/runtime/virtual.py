@@ -9,8 +9,9 @@ or none:
 
 A call queues its rank's kernel and returns at once, as on a CUDA stream; outputs are there after
 `synchronize`. On a GPU each rank has a stream, and the SMs are divided among the ranks, because kernels that
-wait for each other must be resident together. What one GPU cannot show: ordering and visibility across NVLink
-(everything meets in one L2 cache).
+wait for each other must be resident together. More than 7 ranks want ``CUDA_DEVICE_MAX_CONNECTIONS`` above
+its default of 8, set before CUDA starts: streams that share a hardware queue wait for each other. What one
+GPU cannot show: ordering and visibility across NVLink (everything meets in one L2 cache).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .executor import CudaExecutor, EmulatorExecutor, Executor, cuda_executor
+from .executor import Executor, cuda_executor, cuda_order, cuda_record, emulator_executor
 from .group import Group, add_virtual, remove_virtual
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ class VirtualSymmetric:
     local: Tensor
     bases: Tensor
     multicast: int
+    is_open: bool = True
 
     def close(self) -> None:
         """Drops this rank's view; the memory goes with the last one."""
         del self.local, self.bases
+        self.is_open = False
 
 
 class VirtualWorld:
@@ -86,9 +89,7 @@ class VirtualWorld:
         self._emulator = emulator
         self._executors = _executors(size, emulator, device)
         number = next(_numbers)
-        self.ranks = tuple(
-            Group(f"virtual-{number}-{rank}-of-{size}", rank, size, None) for rank in range(size)
-        )
+        self.ranks = tuple(Group(f"virtual-{number}-{rank}-of-{size}", rank, size) for rank in range(size))
         self.names = tuple(group.name for group in self.ranks)
         self._blocks: dict[Hashable, list[VirtualSymmetric]] = {}
         for group in self.ranks:
@@ -105,7 +106,7 @@ class VirtualWorld:
         The first ``zeroed`` bytes of every rank's block are zero then, since from then on the first one's
         kernels may store into them.
         """
-        if key not in self._blocks:
+        if key not in self._blocks or not self._blocks[key][rank].is_open:
             self._blocks[key] = self._allocate(nbytes)
             for block in self._blocks[key]:
                 block.local[:zeroed].zero_()
@@ -174,10 +175,18 @@ def virtual_world(group: Group) -> VirtualWorld | None:
 
 def _executors(size: int, emulator: Emulator | None, device: torch.device | None) -> tuple[Executor, ...]:
     if emulator is not None:
-        return tuple(EmulatorExecutor(emulator, rank) for rank in range(size))
+        return tuple(emulator_executor(emulator, rank) for rank in range(size))
     assert device is not None
-    whole: CudaExecutor = cuda_executor(device.index or 0)
+    whole = cuda_executor(device.index or 0)
     if whole.num_sms < size:
         raise ValueError(f"{size} virtual ranks need as many SMs; {whole.device} has {whole.num_sms}")
-    share = whole.num_sms // size
-    return tuple(replace(whole, num_sms=share, stream=torch.cuda.Stream(whole.device)) for _ in range(size))
+    share = replace(whole, num_sms=whole.num_sms // size, shares=size)
+    return tuple(
+        replace(
+            share,
+            stream=torch.cuda.Stream(whole.device),
+            order=cuda_order(whole.device),
+            record=cuda_record(),
+        )
+        for _ in range(size)
+    )

@@ -1,37 +1,38 @@
 """Workspaces: the memory that fused kernels exchange tiles through, and the reports of expired waits.
 
-A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that needs
-it, and serves every later call of that class: calls never allocate. It begins with ``zeroed`` bytes that are
-zero at birth (control words and flags) and are never reset. Where things lie in it is the kernels' business
-(`kernels.geometry`); that its layout depends on the class alone, never on a call's shape, is this module's.
+A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that no
+workspace of the group is large enough for, and serves all later ones that it is large enough for. It begins
+with ``zeroed`` bytes that are zero at birth (control words and flags) and are never reset. Where things lie
+in it is the kernels' business (`kernels.geometry`); that its layout depends on the class alone, never on a
+call's shape, is this module's.
 
 Whose memory it is (`OVERLAP_GEMM_SYMMETRIC`) and whether loads and stores reach every peer's block are two
 facts. The second is found out when it is made, and agreed by all ranks; NVSHMEM's memory serves both cases.
 
-One stream at a time: a call on another stream than the last one waits for that one's work.
-
-`close_workspaces` is collective and explicit. The garbage collector frees nothing.
+`close_workspaces` is collective and explicit. The garbage collector frees nothing. A workspace that captured
+calls use stays until the process ends: a graph can be replayed at any time, and would store into its peers'
+freed memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..device.failure import RECORD_WORDS, Failure, read_record
-from .executor import Executor
+from ..device.failure import RECORD_WORDS, Failure, Role, read_record
 from .group import Group, GroupLike, group_name
+from .order import forbid_capture
+from .peers import Peers, forget, left_behind, sides
 from .symmetric import NvshmemSymmetric, SymmetricMemory, TorchSymmetric, agree
 from .virtual import virtual_world
 
 DEFAULT_LIMIT = 8 << 30
 """Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
-
-DEFAULT_TIMEOUT = 30.0
-"""Seconds a kernel waits for a peer, unless ``OVERLAP_GEMM_TIMEOUT`` says otherwise; 0 waits for ever."""
 
 
 class CommTimeoutError(RuntimeError):
@@ -51,20 +52,22 @@ class CommTimeoutError(RuntimeError):
         )
 
 
-def timeout_ns() -> int:
-    """How long a kernel waits for a peer, in nanoseconds; 0 for ever.
+class OverlappingCallsError(RuntimeError):
+    """Two fused calls ran on a device at once. The CUDA context of the process is unusable afterwards.
 
-    Raises:
-        ValueError: ``OVERLAP_GEMM_TIMEOUT`` is not a number of seconds.
+    Attributes:
+        failure: the record of the later one; what it saw is the number of the one that was running.
     """
-    text = os.environ.get("OVERLAP_GEMM_TIMEOUT", str(DEFAULT_TIMEOUT))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 2**32:
-        raise ValueError(f"OVERLAP_GEMM_TIMEOUT must be a number of seconds, 0 for no limit; got {text!r}")
-    return int(seconds * 1e9)
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(
+            f"{failure.op.name.lower()}: call {failure.expected} of rank {failure.rank} began while call "
+            f"{failure.seen} ran on the same device, and the two could have waited for each other for ever. "
+            f"Calls are ordered behind each other, and so are those captured in one graph; a replay is "
+            f"ordered by its stream alone. Replay graphs of fused calls on the stream of the other fused "
+            f"calls, or make one stream wait for the other (torch.cuda.Stream.wait_stream)."
+        )
 
 
 @dataclass(frozen=True)
@@ -83,69 +86,76 @@ class SizeClass:
     buffers: int
     staging_buffers: int
 
+    def holds(self, other: SizeClass) -> bool:
+        """Whether whatever fits into a workspace of the other class fits into one of this."""
+        return self.zeroed >= other.zeroed and self.buffer >= other.buffer
+
     def nbytes(self, reaches_all: bool) -> int:
         """Size of each rank's block."""
         return self.zeroed + (self.buffers + (0 if reaches_all else self.staging_buffers)) * self.buffer
 
 
-@dataclass
+@dataclass(eq=False)
 class Workspace:
-    """One group's block, and this rank's failure record for kernels that use it.
+    """One group's block, and where kernels that use it say why they gave up.
 
     Attributes:
         group: who shares it.
         size: its class.
         memory: the block on every rank.
         reaches_all: whether loads and stores of every rank reach the block of every other.
-        record: int32 ``[RECORD_WORDS]`` in host memory; see `device.failure`.
+        record: `Executor.record`.
+        captured: whether a CUDA graph may hold calls that use it.
+        is_open: whether it may be used, until `close_workspaces`.
     """
 
     group: Group
     size: SizeClass
     memory: SymmetricMemory
     reaches_all: bool
-    record: torch.Tensor
-    _stream: torch.cuda.Stream | None = field(default=None, repr=False)
+    record: Tensor
+    captured: bool = False
+    is_open: bool = True
+    _words: ctypes.Array[ctypes.c_uint32] = field(init=False, repr=False)
 
-    def order_after_last_use(self, device: torch.device) -> None:
-        """Makes torch's current stream wait for the last call, if that was on another stream.
-
-        Not during CUDA graph capture: torch begins one with a synchronised device, and a graph cannot depend
-        on work outside of it. A replay is ordered by the stream it is started on, which is not seen here.
-        """
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        current = torch.cuda.current_stream(device)
-        if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)
-        self._stream = current
+    def __post_init__(self) -> None:
+        self._words = (ctypes.c_uint32 * RECORD_WORDS).from_address(self.record.data_ptr())
 
     def raise_if_failed(self) -> None:
-        """Raises CommTimeoutError if a kernel has left a record; reads host memory only."""
-        if self.record[0].item():
-            failure = read_record([word & 0xFFFFFFFF for word in self.record.tolist()])
+        """Raises what a kernel has left a record of; reads host memory only.
+
+        Raises:
+            CommTimeoutError: it gave up waiting for a peer.
+            OverlappingCallsError: it began while another one ran.
+        """
+        if self._words[0]:
+            failure = read_record(list(self._words))
             assert failure is not None
-            raise CommTimeoutError(failure)
+            raise (OverlappingCallsError if failure.role == Role.IN_CALL else CommTimeoutError)(failure)
 
 
-_pool: dict[tuple[str, SizeClass], Workspace] = {}
+def obtain(peers: Peers, size: SizeClass) -> Workspace:
+    """The workspace of a class: the smallest of the group that is large enough when a call first needs one.
 
-
-def obtain(group: Group, size: SizeClass, executor: Executor) -> Workspace:
-    """The group's workspace of a class; allocated, collectively, at its first use.
+    If there is none, it is allocated. Which one it is follows from the classes needed so far, of which all
+    ranks have the same sequence, and stays, since ranks need not ask again at the same calls.
 
     Args:
-        group: the ranks; all of them make the same sequence of calls.
+        peers: the rank's side of the group.
         size: the class.
-        executor: where this rank's kernels run.
 
     Raises:
         SymmetricMemoryError: on every rank, if one of them could not allocate or would pass its limit.
+        CaptureError: it had to allocate during CUDA graph capture.
     """
-    key = (group.name, size)
-    if key not in _pool:
-        _pool[key] = _make(group, size, executor)
-    return _pool[key]
+    if (known := peers.workspaces.get(size)) is not None:
+        return known
+    fitting = [workspace for workspace in peers.workspaces.values() if workspace.size.holds(size)]
+    if not fitting:
+        forbid_capture(peers.executor.device, "a workspace cannot be allocated")
+        fitting = [_make(peers, size)]
+    peers.workspaces[size] = chosen = min(fitting, key=lambda workspace: workspace.memory.local.numel())
+    return chosen
 
 
 def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
@@ -170,9 +180,10 @@ def _check_limit(nbytes: int) -> bool:
     return True
 
 
-def _make(group: Group, size: SizeClass, executor: Executor) -> Workspace:
+def _make(peers: Peers, size: SizeClass) -> Workspace:
     """Finds out who reaches whom, and allocates accordingly."""
-    world, device = virtual_world(group), executor.device
+    group, device = peers.group, peers.executor.device
+    world = virtual_world(group)
     reaches_all = _provider().reaches_all(group, device) if world is None else not world.beyond_reach
     nbytes = size.nbytes(reaches_all)
     agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
@@ -184,7 +195,17 @@ def _make(group: Group, size: SizeClass, executor: Executor) -> Workspace:
         memory.local[: size.zeroed].zero_()
         torch.cuda.synchronize(device)
         dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
-    return Workspace(group, size, memory, reaches_all, executor.host_words(RECORD_WORDS))
+    return Workspace(group, size, memory, reaches_all, peers.executor.record)
+
+
+def workspaces(group: GroupLike = None) -> list[Workspace]:
+    """This rank's workspaces.
+
+    Args:
+        group: As for an op; None for all groups of this process, those that have ended among them.
+    """
+    found = [workspace for peers in _sides(group) for workspace in _distinct(peers)]
+    return found + (left_behind if group is None else [])
 
 
 def workspace_bytes(group: GroupLike = None) -> int:
@@ -193,29 +214,49 @@ def workspace_bytes(group: GroupLike = None) -> int:
     Args:
         group: As for an op; None for all groups of this process.
     """
-    return sum(workspace.memory.local.numel() for _, workspace in _of(group))
+    return sum(workspace.memory.local.numel() for workspace in workspaces(group))
 
 
 def raise_if_failed() -> None:
-    """Raises CommTimeoutError if a wait of any kernel of this process has expired."""
-    for workspace in _pool.values():
+    """Raises what a kernel of this process has left a record of; see `Workspace.raise_if_failed`."""
+    for workspace in workspaces():
         workspace.raise_if_failed()
 
 
 def close_workspaces(group: GroupLike = None) -> None:
     """Frees the fused kernels' workspaces; a later call makes new ones. `finalize` closes all that are left.
 
+    Those that a captured call of any rank uses stay and serve later calls: CUDA graphs may be replayed
+    afterwards. They are freed with the process.
+
     Collective: every rank of the group calls it, after the same sequence of ops. Waits for the device.
-        Nothing else frees a workspace, the garbage collector least of all.
+    Nothing else frees a workspace, the garbage collector least of all.
 
     Args:
         group: As for an op; None for all groups of this process.
     """
-    for key, workspace in _of(group):
-        workspace.memory.close()
-        del _pool[key]
+    for peers in _sides(group):
+        if peers.workspaces:
+            _close(peers)
+        if not peers.workspaces:
+            forget(peers)
 
 
-def _of(group: GroupLike) -> list[tuple[tuple[str, SizeClass], Workspace]]:
-    name = None if group is None else group_name(group)
-    return [(key, workspace) for key, workspace in _pool.items() if name in (None, key[0])]
+def _close(peers: Peers) -> None:
+    peers.plans.clear()
+    everyone = peers.group.all_gather_object([workspace.captured for workspace in _distinct(peers)])
+    for workspace, *captured in zip(_distinct(peers), *everyone, strict=True):
+        workspace.captured = any(captured)
+        if not workspace.captured:
+            workspace.memory.close()
+            workspace.is_open = False
+    peers.workspaces = {size: kept for size, kept in peers.workspaces.items() if kept.is_open}
+
+
+def _distinct(peers: Peers) -> list[Workspace]:
+    """In the order in which they were made; several classes may have the same one."""
+    return list(dict.fromkeys(peers.workspaces.values()))
+
+
+def _sides(group: GroupLike) -> list[Peers]:
+    return sides(None if group is None else group_name(group))

@@ -2,7 +2,7 @@
 
 An order maps a position ``t`` in the kernel's work list to a :class:`Place`: the shard (owner rank) and the
 tile in it. Positions are dealt to clusters round robin: cluster ``c`` of ``C`` takes ``t = c, c + C, c + 2C,
-...``.
+...``, a wave after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     n: Int
 
 
-def grouped_raster(index: Int, grid: TileGrid, group: int) -> tuple[Int, Int]:
+def grouped_raster(index: Int, grid: TileGrid, group: Int) -> tuple[Int, Int]:
     """Walks bands of ``group`` tile rows, column by column, so that a wave shares A and B in the L2 cache.
 
     Args:
@@ -52,9 +52,23 @@ def grouped_raster(index: Int, grid: TileGrid, group: int) -> tuple[Int, Int]:
     return band * group + inside % height, inside // height
 
 
+class WorkList(NamedTuple):
+    """What a position is counted in.
+
+    Attributes:
+        grid: cluster tiles of one shard.
+        rank: this rank.
+        owners: ranks that own rows.
+    """
+
+    grid: TileGrid
+    rank: Int
+    owners: Int
+
+
 @dataclass(frozen=True)
 class LinearOrder:
-    """Every tile is this rank's own: a plain GEMM.
+    """One shard, walked once: a plain GEMM.
 
     Attributes:
         group: tile rows per band of the raster.
@@ -62,47 +76,48 @@ class LinearOrder:
 
     group: int = 8
 
-    def num_tiles(self, grid: TileGrid, rank: Int, owners: Int) -> Int:
+    def num_tiles(self, work: WorkList) -> Int:
         """Positions in the work list."""
-        return grid.rows * grid.cols
+        return work.grid.rows * work.grid.cols
 
-    def num_foreign(self, grid: TileGrid, rank: Int, owners: Int) -> Int:
-        """Leading positions whose tiles another rank owns: none."""
-        return 0
-
-    def place(self, t: Int, grid: TileGrid, rank: Int, owners: Int) -> Place:
+    def place(self, t: Int, work: WorkList) -> Place:
         """The tile at position ``t``."""
-        m, n = grouped_raster(t, grid, self.group)
+        m, n = self.tile(t, work)
         return Place(0, t, m, n)
+
+    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
+        """``(m, n)`` of the tile with this index in its shard."""
+        return grouped_raster(index, work.grid, self.group)
 
 
 @dataclass(frozen=True)
-class RotatedShards:
-    """GEMM reduce-scatter: the shard of ``rank + 1`` first, the own shard last.
+class DealtShards:
+    """GEMM reduce-scatter: tiles are dealt to their owners in turn, rank ``r`` beginning with ``r + 1``.
 
-    At step ``j`` rank ``r`` works on shard ``(r + 1 + j) % owners``, so while all ranks own rows each owner
-    receives from one rank per step, and a rank waits for its peers only after it has sent everything. Ranks
-    behind the last owner (``rank >= owners``) own nothing and send all their tiles.
+    In each turn every rank computes one tile for every owner, itself last, so the links are asked for the
+    same from the first wave to the last, and no two ranks send to one owner at the same time. (With whole
+    shards one after the other the link idled during the own one, and limited the others. Turning the deal
+    from turn to turn, and own tiles a wave late, were tried and are slower:
+    docs/notes/2026-11-21-receive-role.md.) Ranks behind the last owner (``rank >= owners``) own nothing and
+    send all their tiles.
 
     Attributes:
-        group: tile rows per band of the raster within a shard.
+        group: tile rows per band of the raster, in all shards together: what a wave shares in the L2 cache.
     """
 
     group: int = 8
 
-    def num_tiles(self, grid: TileGrid, rank: Int, owners: Int) -> Int:
+    def num_tiles(self, work: WorkList) -> Int:
         """Positions in the work list: all tiles of all shards that have rows."""
-        return owners * grid.rows * grid.cols
+        return work.owners * work.grid.rows * work.grid.cols
 
-    def num_foreign(self, grid: TileGrid, rank: Int, owners: Int) -> Int:
-        """Leading positions whose tiles another rank owns."""
-        owns = (rank < owners) * 1
-        return (owners - owns) * grid.rows * grid.cols
+    def place(self, t: Int, work: WorkList) -> Place:
+        """The tile at position ``t``."""
+        index = t // work.owners
+        m, n = self.tile(index, work)
+        return Place((work.rank + 1 + t) % work.owners, index, m, n)
 
-    def place(self, t: Int, grid: TileGrid, rank: Int, owners: Int) -> Place:
-        """The tile at position ``t``; own tiles come last."""
-        per_shard = grid.rows * grid.cols
-        step = t // per_shard
-        index = t - step * per_shard
-        m, n = grouped_raster(index, grid, self.group)
-        return Place((rank + 1 + step) % owners, index, m, n)
+    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
+        """``(m, n)`` of the tile with this index in its shard."""
+        band = self.group // work.owners
+        return grouped_raster(index, work.grid, band + (band < 1) * 1)

@@ -1,10 +1,10 @@
 """GEMM reduce-scatter on virtual ranks: launches with changing data, judged against float64.
 
-What the fused kernel promises is narrower than a tolerance, and so is the judgement. Peers' partials are
-rounded to the slot type once, the own partial not at all, the sum is taken in float32 in rank order, and the
+What the fused kernel promises is narrower than a tolerance, and so is the judgement. Every rank's partial is
+rounded to the slot type once (in a group of one, none is), the sum is taken in float32 in rank order, and the
 result is rounded once. With u the unit roundoff of the two types, every element is within
 
-    u_slot * sum over peers of |partial|  +  u_out * |result|  +  float32's own error
+    u_slot * sum over ranks of |partial|  +  u_out * |result|  +  float32's own error
 
 of the exact result (Higham, Accuracy and Stability of Numerical Algorithms, sections 2 and 4), and nearly
 every element is bit for bit what that recipe gives when it is carried out by torch (`recipe`): the two differ
@@ -23,7 +23,6 @@ from torch import Tensor
 import overlap_gemm
 
 from ..runtime.virtual import VirtualWorld
-from ..sharding import Shards
 from .cases import LAYOUTS, Case, Operands, operands
 
 BIT_EQUAL_SHARE = 0.99
@@ -63,7 +62,6 @@ def judge(case: Case, given: Operands, outs: Sequence[Tensor], slot: torch.dtype
     """
     ranks = len(outs)
     layout = LAYOUTS["gemm_reduce_scatter"]
-    rows = Shards.even(case.m, ranks)
     partials = []
     magnitude = given.x.new_zeros(case.m, case.n, dtype=torch.float64)
     for rank in range(ranks):
@@ -77,40 +75,30 @@ def judge(case: Case, given: Operands, outs: Sequence[Tensor], slot: torch.dtype
         exact = exact + given.bias.double()
     out = torch.cat(list(outs)).double()
     assert out.shape == exact.shape, f"{list(out.shape)} rows and columns came back, not {list(exact.shape)}"
-    peers = sum((p.abs() for p in partials), torch.zeros_like(magnitude))
-    for rank in range(ranks):
-        own = slice(*rows.range(rank))
-        peers[own] -= partials[rank][own].abs()
+    rounded = sum((p.abs() for p in partials), torch.zeros_like(magnitude)) * (ranks > 1)
     bound = (
-        _roundoff(slot) * peers
+        _roundoff(slot) * rounded
         + _roundoff(case.dtype) * exact.abs() * (1 + 2.0**-6)
         + FLOAT32_ROUNDOFF * (case.k + 2 * ranks) * (magnitude + exact.abs())
     )
     error = (out - exact).abs()
     # A comparison with NaN is false: an element that was never written must not pass.
     share = torch.where(error <= bound, error / bound.clamp_min(1e-300), torch.inf)
-    recipe_out = recipe(case, partials, given.bias, rows, slot)
+    recipe_out = recipe(case, partials, given.bias, slot)
     if not out.numel():
         return Judgement(0.0, 0.0, 1.0)
     equal = torch.cat(list(outs)) == recipe_out
     return Judgement(error.max().item(), share.max().item(), equal.double().mean().item())
 
 
-def recipe(
-    case: Case, partials: Sequence[Tensor], bias: Tensor | None, rows: Shards, slot: torch.dtype
-) -> Tensor:
-    """The sum as the kernel forms it: partials rounded by peers, added in float32 in rank order."""
-    blocks = []
-    for owner in range(rows.parts):
-        own = slice(*rows.range(owner))
-        total = partials[owner].new_zeros(rows.size(owner), case.n, dtype=torch.float32)
-        for rank, partial in enumerate(partials):
-            addend = partial[own].float()
-            total += addend if rank == owner else addend.to(slot).float()
-        if bias is not None:
-            total += bias.float()
-        blocks.append(total.to(case.dtype))
-    return torch.cat(blocks)
+def recipe(case: Case, partials: Sequence[Tensor], bias: Tensor | None, slot: torch.dtype) -> Tensor:
+    """The sum as the kernel forms it: partials rounded once, added in float32 in rank order."""
+    total = torch.zeros_like(partials[0], dtype=torch.float32)
+    for partial in partials:
+        total += partial.float() if len(partials) == 1 else partial.to(slot).float()
+    if bias is not None:
+        total += bias.float()
+    return total.to(case.dtype)
 
 
 def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tuple[Operands, list[Tensor]]]:
@@ -127,25 +115,33 @@ def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tup
     Yields:
         The operands and the ranks' results of each launch, after all have ended.
     """
-    layout = LAYOUTS["gemm_reduce_scatter"]
-    ranks, device = len(world.ranks), world.executor(0).device
-    queued = []
-    with poisoned_allocations():
-        for launch in range(launches):
-            given = operands(case.with_seed(case.seed + launch)).to(device)
-            outs = []
-            for group in world.ranks:
-                x = layout.part(given.x, layout.x, group.rank, ranks)
-                weight = layout.part(given.weight, layout.weight, group.rank, ranks)
-                assert x is not None and weight is not None
-                outs.append(
-                    overlap_gemm.gemm_reduce_scatter(
-                        x, weight, group=group.name, bias=given.bias, backend="fused"
-                    )
-                )
-            queued.append((given, outs))
-        world.synchronize()
+    queued = [queue_launch(case.with_seed(case.seed + launch), world) for launch in range(launches)]
+    world.synchronize()
     yield from queued
+
+
+def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor]]:
+    """Calls the op on every virtual rank, which queues its kernel.
+
+    Args:
+        case: sizes, dtype, bias, seed.
+        world: the ranks.
+
+    Returns:
+        The operands, and the ranks' results, which are there after `VirtualWorld.synchronize`.
+    """
+    layout, size = LAYOUTS["gemm_reduce_scatter"], len(world.ranks)
+    given = operands(case).to(world.executor(0).device)
+    outs = []
+    with poisoned_allocations():
+        for rank, name in enumerate(world.names):
+            x = layout.part(given.x, layout.x, rank, size)
+            weight = layout.part(given.weight, layout.weight, rank, size)
+            assert x is not None and weight is not None
+            outs.append(
+                overlap_gemm.gemm_reduce_scatter(x, weight, group=name, bias=given.bias, backend="fused")
+            )
+    return given, outs
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -141,6 +142,27 @@ class Ranks:
                 if not answers[open_pipes[pipe]][0]:
                     deadline = min(deadline, time.monotonic() + self._grace)
         return [answers[rank] for rank in range(self.size)]
+
+
+@contextmanager
+def rank_pools(**options: Any) -> Iterator[Callable[[int], Ranks]]:
+    """`pool(P)`: a set of P ranks, started at its first use and anew after a failure; all end with the block.
+
+    Args:
+        **options: As for `Ranks`.
+    """
+    pools: dict[int, Ranks] = {}
+
+    def pool(size: int) -> Ranks:
+        if size not in pools or not pools[size].alive:
+            pools[size] = Ranks(size, **options)
+        return pools[size]
+
+    try:
+        yield pool
+    finally:
+        for ranks in pools.values():
+            ranks.close()
 
 
 def _serve(

@@ -37,6 +37,11 @@ class Timings:
 
     seconds: Mapping[str, tuple[float, ...]]
 
+    def with_bound(self, link: float) -> "Timings":
+        """With a variant "bound": round by round the larger of variant "product" and `link` seconds."""
+        bound = tuple(max(product, link) for product in self.seconds["product"])
+        return Timings({**self.seconds, "bound": bound})
+
     def median(self, variant: str) -> float:
         """Median time of one call in seconds."""
         return statistics.median(self.seconds[variant])
@@ -55,48 +60,32 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class FourTimes:
-    """The four times of an overlapped op, and ratios of which no single one tells the whole truth.
+class Replay:
+    """A CUDA graph of several calls, to be timed in place of them.
 
     Attributes:
-        gemm: T_gemm, the same product without communication, in seconds.
-        comm: T_comm, the same bytes moved without a product, in seconds.
-        sequential: T_seq, one after the other, in seconds.
-        overlapped: T_overlap, the op as the backend in question carries it out, in seconds.
-        speedup: T_seq / T_overlap, the median of the rounds' ratios.
+        graph: What was captured.
+        calls: Calls in it.
     """
 
-    gemm: float
-    comm: float
-    sequential: float
-    overlapped: float
-    speedup: float
+    graph: torch.cuda.CUDAGraph
+    calls: int
 
-    @classmethod
-    def of(cls, timings: Timings, overlapped: str) -> "FourTimes":
-        """The four times of the variant `overlapped`, beside variants "gemm", "comm" and "sequential"."""
-        return cls(
-            gemm=timings.median("gemm"),
-            comm=timings.median("comm"),
-            sequential=timings.median("sequential"),
-            overlapped=timings.median(overlapped),
-            speedup=timings.ratio("sequential", overlapped),
-        )
+    def __call__(self) -> None:
+        """Replays all of them."""
+        self.graph.replay()
 
-    @property
-    def hidden(self) -> float | None:
-        """The hidden part of the exposed communication, 1 - (T_overlap - T_gemm) / (T_seq - T_gemm).
 
-        Flux's E. Negative where overlapping costs more than it hides; it cannot reach 1 where T_comm exceeds
-        T_gemm. None where T_seq does not exceed T_gemm, so that there is nothing to hide.
-        """
-        exposed = self.sequential - self.gemm
-        return 1 - (self.overlapped - self.gemm) / exposed if exposed > 0 else None
-
-    @property
-    def roof(self) -> float:
-        """max(T_gemm, T_comm) / T_overlap: 1 is a perfect overlap."""
-        return max(self.gemm, self.comm) / self.overlapped
+def captured(call: Callable[[], object], calls: int = 8) -> Replay:
+    """A graph of `calls` calls: their time without the host's. Two calls before make what graphs cannot."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    return Replay(graph, calls)
 
 
 def measure(
@@ -106,19 +95,18 @@ def measure(
     device: torch.device | str = "cpu",
     rounds: int = 11,
     burst_seconds: float = 0.05,
-    after_round: Callable[[], object] | None = None,
 ) -> Timings:
     """Times several callables against each other by the protocol of this module.
 
     Args:
         variants: Name and callable; the same names in the same order on all ranks. A callable may be
-            collective over `group`. Each is called at least twice before it is timed.
+            collective over `group`, and a `Replay` of several calls. Each is called at least twice before it
+            is timed.
         group: The ranks that take part, each of which must call; None for the world, or for this process
             alone where torch.distributed is not initialised.
         device: Where the callables work: "cuda" times with events on the current stream.
         rounds: Samples per variant.
         burst_seconds: A burst holds as many calls as fill about this time, at least one.
-        after_round: Called after each round on every rank, outside of the timing (a progress bar).
 
     Raises:
         ValueError: No variant, or less than one round.
@@ -132,13 +120,12 @@ def measure(
         (first,) = clock.slowest([clock.burst(call, 1)])
         bursts[name] = min(MAX_BURST, max(1, math.ceil(burst_seconds / max(first, 1e-9))))
     names = list(variants)
+    calls = {name: call.calls if isinstance(call, Replay) else 1 for name, call in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds):
         start = round_ % len(names)
         for name in names[start:] + names[:start]:
-            samples[name].append(clock.burst(variants[name], bursts[name]))
-        if after_round is not None:
-            after_round()
+            samples[name].append(clock.burst(variants[name], bursts[name]) / calls[name])
     return Timings({name: tuple(clock.slowest(samples[name])) for name in names})
 
 

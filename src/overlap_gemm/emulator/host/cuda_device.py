@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..machine.errors import EmulatorError
+from .graphs import Capture, classes
 from .replace import replaced
 from .runtime_api import DeviceProperties
 
@@ -31,6 +31,7 @@ class CudaDevices:
         count: Number of devices.
         current: Index of the calling thread's device.
         synchronize: Waits until the calling rank's launches have run.
+        captures: CUDA graphs that are being captured, by rank.
     """
 
     def __init__(
@@ -39,12 +40,22 @@ class CudaDevices:
         count: int,
         current: Callable[[], int],
         synchronize: Callable[[], None],
+        captures: dict[int, Capture],
     ) -> None:
+        self.captures = captures
         self.properties = properties
         self.count = count
         self.current = current
         self.synchronize = synchronize
         self.handles = itertools.count(0x10)
+
+    def wait(self) -> None:
+        """One stream waits for another: the host does; in a capture, that of each replay."""
+        capture = self.captures.get(self.current())
+        if capture is not None:
+            capture.keep(self.synchronize)
+        else:
+            self.synchronize()
 
     def attribute(self, number: int) -> int:
         """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""
@@ -87,7 +98,7 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
             self._time = time.perf_counter()
 
         def wait(self, stream: Any = None) -> None:
-            devices.synchronize()
+            devices.wait()
 
         def synchronize(self) -> None:
             devices.synchronize()
@@ -102,8 +113,7 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
                 raise RuntimeError("Both events must be recorded before calculating elapsed time.")
             return max((end._time - self._time) * 1e3, 1e-6)
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise EmulatorError("CUDA graphs are not emulated: run the script without them")
+    cuda_graph, graph = classes(devices.captures, devices.current, devices.synchronize)
 
     def device_properties(_device: Any = None) -> SimpleNamespace:
         major, minor = devices.properties.capability
@@ -143,7 +153,7 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
         "reset_peak_memory_stats": nothing,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: devices.current() in devices.captures,
         "Stream": default,
         "ExternalStream": lambda handle, *_: default(handle=handle),
         "Event": Event,
@@ -151,8 +161,8 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
         "current_stream": lambda *_: streams.current,
         "default_stream": lambda *_: streams.default,
         "set_stream": lambda which: setattr(streams, "current", which),
-        "CUDAGraph": refuse,
-        "graph": refuse,
+        "CUDAGraph": cuda_graph,
+        "graph": graph,
     }.items():
         yield replaced(torch.cuda, name, value)
 
@@ -181,10 +191,10 @@ def _make_stream_class(devices: CudaDevices) -> type:
             devices.synchronize()
 
         def wait_stream(self, _stream: Any) -> None:
-            devices.synchronize()
+            devices.wait()
 
         def wait_event(self, _event: Any) -> None:
-            devices.synchronize()
+            devices.wait()
 
         def record_event(self, event: Any = None) -> Any:
             event = event or torch.cuda.Event()
@@ -309,7 +319,9 @@ def _with_status(success: Any, function: Callable[..., Any]) -> Callable[..., tu
     return call
 
 
-def hardware_info(properties: DeviceProperties) -> Iterator[contextlib.AbstractContextManager[None]]:
+def hardware_info(
+    device: Callable[[], DeviceProperties],
+) -> Iterator[contextlib.AbstractContextManager[None]]:
     """`cutlass.utils.HardwareInfo`, which host code of persistent kernels asks for the number of clusters."""
     from cutlass.utils import HardwareInfo
 
@@ -319,12 +331,12 @@ def hardware_info(properties: DeviceProperties) -> Iterator[contextlib.AbstractC
     def max_active_clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
         if not 0 < cluster_size <= 32:
             raise ValueError(f"Cluster size must be between 1 and 32, {cluster_size} is not supported")
-        return max(properties.num_sms // cluster_size, 1)
+        return max(device().num_sms // cluster_size, 1)
 
     yield replaced(HardwareInfo, "__init__", init)
     yield replaced(HardwareInfo, "get_max_active_clusters", max_active_clusters)
     yield replaced(HardwareInfo, "get_l2_cache_size_in_bytes", lambda self: L2_BYTES)
-    yield replaced(HardwareInfo, "get_device_multiprocessor_count", lambda self: properties.num_sms)
+    yield replaced(HardwareInfo, "get_device_multiprocessor_count", lambda self: device().num_sms)
 
 
 def _benchmarks(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:

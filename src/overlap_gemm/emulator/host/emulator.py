@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import weakref
@@ -14,9 +15,11 @@ import torch
 
 from ..machine.errors import EmulatorError, Report
 from ..machine.inject import Faults
-from ..machine.launch import SM_COUNT, Launch, Machine
+from ..machine.launch import Launch, Machine
+from ..machine.streams import StreamEvent
 from . import nvshmem
 from .cuda_device import hardware_info
+from .graphs import Capture
 from .memory import Symmetric, SymmetricHeap, extent, poison_
 from .network import Network
 from .registry import ARGUMENT, Registry
@@ -68,7 +71,8 @@ class Emulator:
         mode: When asynchronous operations complete: ``"immediate"``, at issue; ``"random"``, in random
             order and after random delays; ``"lazy"``, as late as the PTX ISA allows.
         seed: Of every random choice; a run is a function of it.
-        num_sms: Streaming multiprocessors the device claims; the default is that of the real one.
+        num_sms: Streaming multiprocessors of each rank's device, or of all; the default is that of the real
+            one. Kernels of a rank that do not fit on them together run in turn (`machine.residency`).
         heap_bytes: Address space of a rank's symmetric heap.
         network: NVSHMEM's view of the ranks: False, all reach each other by load and store; True, none does,
             and puts and signals travel over an emulated network (`overlap_gemm.emulator.host.network`).
@@ -78,6 +82,8 @@ class Emulator:
 
     Attributes:
         machine: The machine behind it.
+        devices: What each rank's device says of itself.
+        captures: CUDA graphs that are being captured, by rank (`host.graphs`).
     """
 
     def __init__(
@@ -87,16 +93,17 @@ class Emulator:
         mode: Mode = "immediate",
         seed: int = 0,
         *,
-        num_sms: int | None = None,
+        num_sms: int | Sequence[int] | None = None,
         heap_bytes: int = 1 << 30,
         network: bool = False,
         collect: bool = False,
         rewrite: Callable[[str], str] | None = None,
         **options: Any,
     ) -> None:
-        self.machine = Machine(arch, ranks, mode, seed, **options)
-        self.device = DeviceProperties(arch, num_sms or SM_COUNT[arch])
+        self.machine = Machine(arch, ranks, mode, seed, num_sms=num_sms, **options)
+        self.devices = tuple(DeviceProperties(arch, sms.num_sms) for sms in self.machine.residency)
         self.ranks = ranks
+        self.captures: dict[int, Capture] = {}
         self._collect = collect
         self._rewrite = rewrite
         self._reachable = not network
@@ -119,11 +126,11 @@ class Emulator:
 
     def __enter__(self) -> Emulator:
         self._opened = contextlib.ExitStack()
-        SEAM.open(self.device, self._launch, self._pack, self._called)
+        SEAM.open(lambda: self.device, self._launch, self._pack, self._called)
         self._opened.callback(SEAM.close)
         Emulator._current = self
         self._opened.callback(setattr, Emulator, "_current", None)
-        for change in hardware_info(self.device):
+        for change in hardware_info(lambda: self.device):
             self._opened.enter_context(change)
         return self
 
@@ -133,6 +140,11 @@ class Emulator:
         self._heap.close()
         if queued and kind is None:
             raise EmulatorError(f"{queued} queued launches were never run: call run() before the block ends")
+
+    @property
+    def device(self) -> DeviceProperties:
+        """The device of the calling thread's rank; rank 0's outside of `rank`."""
+        return self.devices[getattr(self._local, "rank", None) or 0]
 
     @property
     def report(self) -> Report:
@@ -181,6 +193,20 @@ class Emulator:
             raise FindingsError(self.report)
         return self.report
 
+    def record_event(self, rank: int, stream: int) -> StreamEvent:
+        """Marks a place in a stream: the event is done when what was launched there before has ended."""
+        with self._lock:
+            return self.machine.record(rank, stream)
+
+    def wait_event(self, rank: int, stream: int, event: StreamEvent) -> None:
+        """Launches on a stream from now on begin when an event, of any stream and rank, is done."""
+        with self._lock:
+            self.machine.wait(rank, stream, event)
+
+    def wait_stream(self, rank: int, stream: int, other: int) -> None:
+        """Launches on a stream from now on begin when those on another one of the rank so far have ended."""
+        self.wait_event(rank, stream, self.record_event(rank, other))
+
     def _current_rank(self) -> int:
         rank = getattr(self._local, "rank", None)
         if rank is None:
@@ -198,6 +224,13 @@ class Emulator:
     def _launch(self, call: KernelCall) -> None:
         rank = self._current_rank()
         tensors = tuple(self._local.__dict__.get("packed", ()))
+        capture = self.captures.get(rank)
+        if capture is not None:
+            capture.keep(functools.partial(self._submit, call, rank, tensors))
+        else:
+            self._submit(call, rank, tensors)
+
+    def _submit(self, call: KernelCall, rank: int, tensors: tuple[Any, ...]) -> None:
         with self._lock:
             keys = tuple(
                 self._registry.hold(*where, rank=rank, name=ARGUMENT)
@@ -257,6 +290,11 @@ class Emulator:
     def _release(self, key: int) -> None:
         with self._lock:
             self._registry.release([key])
+
+    def finish(self) -> None:
+        """Runs what is queued, if anything is."""
+        if self._pending:
+            self.run()
 
     def has_pending(self, rank: int) -> bool:
         """Whether launches of a rank are queued."""

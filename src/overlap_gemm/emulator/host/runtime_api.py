@@ -19,7 +19,9 @@ from typing import Any, NoReturn
 
 from ..machine.errors import EmulatorError
 from ..machine.launch import Dim3
+from ..machine.residency import Footprint
 from ..ptx.parse import entry_params
+from ..ptx.program import program
 from ..units.tma import encode_tiled
 from .capture import ptx_of
 
@@ -113,11 +115,11 @@ class RuntimeApi:
 
     Attributes:
         launch: Receives every kernel call.
-        device: Answers for device attributes.
+        device: The device of the calling rank, which answers for its attributes.
     """
 
     launch: Callable[[KernelCall], None] | None = None
-    device: DeviceProperties | None = None
+    device: Callable[[], DeviceProperties] | None = None
     _modules: dict[int, str] = field(default_factory=dict)
     _kernels: dict[int, tuple[str, str]] = field(default_factory=dict)
     _handles: itertools.count[int] = field(default_factory=lambda: itertools.count(0x1000, 0x10))
@@ -231,7 +233,7 @@ class RuntimeApi:
     def _open_device(self) -> DeviceProperties:
         if self.device is None:
             raise EmulatorError("no emulator is open: call the function inside `with Emulator(...)`")
-        return self.device
+        return self.device()
 
     def _device_get_attribute(self, out: int, attribute: int, _device: int) -> None:
         _store(out, _INT, self._open_device().attribute(attribute))
@@ -246,9 +248,10 @@ class RuntimeApi:
         if device != 0:
             raise EmulatorError(f"the emulator has one device, 0; cudaSetDevice({device})")
 
-    def _occupancy(self, out: int, _kernel: int, threads: int, dynamic_smem: int) -> None:
-        by_smem = 233_472 // (dynamic_smem + 1024)
-        _store(out, _INT, min(2048 // max(threads, 1), by_smem, 32))
+    def _occupancy(self, out: int, kernel: int, threads: int, dynamic_smem: int) -> None:
+        code = program(*self._kernels[kernel])
+        need = Footprint.of(code.entry, max(threads, 1), code.static_smem + dynamic_smem)
+        _store(out, _INT, need.per_sm())
 
     # --- launches
 

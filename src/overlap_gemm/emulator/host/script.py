@@ -42,17 +42,24 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
         stack.enter_context(replaced(sys, "argv", [script, *arguments]))
         stack.enter_context(replaced(sys, "path", [str(Path(script).resolve().parent), *sys.path]))
         if emulator.ranks == 1:
-            _run_one(emulator, script, stack)
+            stack.enter_context(one_device(emulator))
+            runpy.run_path(script, run_name="__main__")
         else:
             _run_ranks(emulator, script, stack, poison_symmetric)
 
 
-def _run_one(emulator: Emulator, script: str, stack: contextlib.ExitStack) -> None:
-    devices = cuda_device.CudaDevices(emulator.device, 1, lambda: 0, lambda: None)
-    for change in cuda_device.changes(devices):
-        stack.enter_context(change)
-    with CudaOnCpu(functools.partial(emulator.adopt, rank=0), devices.current, devices.synchronize):
-        runpy.run_path(script, run_name="__main__")
+@contextlib.contextmanager
+def one_device(emulator: Emulator) -> Iterator[None]:
+    """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
+    with contextlib.ExitStack() as stack:
+        devices = cuda_device.CudaDevices(emulator.device, 1, lambda: 0, emulator.finish, emulator.captures)
+        for change in cuda_device.changes(devices):
+            stack.enter_context(change)
+        adopt = functools.partial(emulator.adopt, rank=0)
+        stack.enter_context(
+            CudaOnCpu(adopt, devices.current, devices.synchronize, lambda: emulator.captures.get(0))
+        )
+        yield
 
 
 def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poison_symmetric: bool) -> None:
@@ -65,11 +72,18 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         turns.wait_for_device(lambda rank=turns.rank: not emulator.has_pending(rank))  # type: ignore[misc]
 
     modes = [
-        CudaOnCpu(functools.partial(emulator.adopt, rank=rank), functools.partial(int, rank), synchronize)
+        CudaOnCpu(
+            functools.partial(emulator.adopt, rank=rank),
+            functools.partial(int, rank),
+            synchronize,
+            functools.partial(emulator.captures.get, rank),
+        )
         for rank in range(emulator.ranks)
     ]
 
-    devices = cuda_device.CudaDevices(emulator.device, emulator.ranks, current, synchronize)
+    devices = cuda_device.CudaDevices(
+        emulator.device, emulator.ranks, current, synchronize, emulator.captures
+    )
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (
         *cuda_device.changes(devices),

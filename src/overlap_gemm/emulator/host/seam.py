@@ -10,6 +10,7 @@ shape checks, tensor-map encoding and the launch configuration are the DSL's own
 - the target architecture, likewise (``CUTE_DSL_ARCH``), and that any architecture may be run here;
 - `Compiler.compile` keeps the PTX (`capture`);
 - the number of devices is one;
+- a tensor that the DSL is given lies on the device: its pointers are to global memory, as a CUDA tensor's;
 - a call ends by telling the emulator, which is told of each tensor argument as it is packed.
 """
 
@@ -50,7 +51,7 @@ class Seam:
 
     def open(
         self,
-        device: DeviceProperties,
+        device: Callable[[], DeviceProperties],
         launch: Callable[[KernelCall], None],
         pack: Callable[[Any], None],
         called: Callable[[], None],
@@ -58,7 +59,8 @@ class Seam:
         """Connects the DSL.
 
         Args:
-            device: What the device says of itself; its arch becomes the default target of compiles.
+            device: What the calling rank's device says of itself; its arch becomes the default target of
+                compiles.
             launch: Receives each kernel call of the host code.
             pack: Receives each tensor argument (the DSL's runtime tensor or a torch tensor) of a call,
                 before it.
@@ -102,11 +104,11 @@ class Seam:
         return self._path
 
     def _changes(
-        self, device: DeviceProperties, pack: Callable[[Any], None], called: Callable[[], None]
+        self, device: Callable[[], DeviceProperties], pack: Callable[[Any], None], called: Callable[[], None]
     ) -> Iterator[contextlib.AbstractContextManager[None]]:
         library = str(self.library())
         yield environment("CUTE_DSL_LIBS", library)
-        yield environment("CUTE_DSL_ARCH", device.arch)
+        yield environment("CUTE_DSL_ARCH", device().arch)
         from cutlass.base_dsl.compiler import Compiler
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.base_dsl.jit_executor import JitExecutor
@@ -119,7 +121,7 @@ class Seam:
         function = CudaDialectJitCompiledFunction
         settings = CuTeDSL._get_dsl().envar
         yield replaced(settings, "shared_libs", library)
-        yield replaced(settings, "_arch", device.arch)
+        yield replaced(settings, "_arch", device().arch)
         for dsl in (BaseDSL, CutlassBaseDSL):
             yield replaced(dsl, "_runtime_can_run_compiled", lambda *_: True)
         yield replaced(function, "num_devices", 1)
@@ -134,6 +136,7 @@ class Seam:
             JitExecutor, "run_compiled_program", self._ending(JitExecutor.run_compiled_program, called)
         )
 
+        yield replaced(_Tensor, "__init__", _on_device(_Tensor.__init__))
         pack_pointers = _Tensor.__c_pointers__
 
         @wraps(pack_pointers)
@@ -201,6 +204,28 @@ def _refusing_unbound(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(function, *args, **kwargs)
 
     return check_and_call
+
+
+_DLTENSOR, _DEVICE_TYPE, _CUDA = b"dltensor", 8, 2  # capsule name, offset in DLTensor, kDLCUDA (dlpack.h)
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _on_device(init: Callable[..., None]) -> Callable[..., None]:
+    """The DSL's tensor of a CPU tensor says that it lies on device 0."""
+
+    @wraps(init)
+    def init_on_device(tensor: Any, *args: Any, **kwargs: Any) -> None:
+        init(tensor, *args, **kwargs)
+        if not kwargs.get("enable_tvm_ffi") and _is_valid(tensor._dlpack_data, _DLTENSOR):
+            address = _get_pointer(tensor._dlpack_data, _DLTENSOR)
+            (ctypes.c_int32 * 2).from_address((address or 0) + _DEVICE_TYPE)[:] = [_CUDA, 0]
+
+    return init_on_device
 
 
 def _linking_nvshmem(trace: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 Torch has no switch for this, so a `TorchFunctionMode` keeps the fiction: a storage is either ordinary or
 *marked* as device memory; marked tensors say ``cuda`` when asked for their device; copies between the two
 kinds are real copies, as on a GPU; results of operations on marked tensors are marked. Memory that is
-allocated uninitialised is poisoned.
+allocated uninitialised is poisoned. Marked storages begin at multiples of 256 bytes, as cudaMalloc's do.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from .graphs import Capture
 
 _CUDA = re.compile(r"cuda(:\d+)?$")
 _CPU = torch.device("cpu")
@@ -36,6 +39,7 @@ _METADATA = {
     "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "as_strided", "empty_like", "new_empty",
 }  # fmt: skip
 """Names of functions that do not touch a tensor's data, or not that of their arguments."""
+ALIGNMENT = 256
 _MARK = "_overlap_gemm_device_memory"
 
 
@@ -61,6 +65,7 @@ class CudaOnCpu(TorchFunctionMode):
         adopt: Told of every storage that becomes device memory.
         current_device: Index of this thread's device.
         synchronize: Waits for this thread's launches; called before an operation touches device memory.
+        capture: The CUDA graph that this thread captures, if any.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class CudaOnCpu(TorchFunctionMode):
         adopt: Callable[[torch.UntypedStorage], None],
         current_device: Callable[[], int],
         synchronize: Callable[[], None],
+        capture: Callable[[], Capture | None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._capture = capture
         self._synchronize = synchronize
         self._adopt = adopt
         self._current_device = current_device
@@ -77,8 +84,23 @@ class CudaOnCpu(TorchFunctionMode):
     def mark(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a tensor's storage device memory that kernels may touch; returns the tensor."""
         if not is_marked(tensor):
+            self._align(tensor)
             self._adopt(_storage(tensor))
         return set_mark(tensor)
+
+    def _align(self, tensor: torch.Tensor) -> None:
+        """Moves a new tensor's storage to where a device's allocator would put one."""
+        storage = _storage(tensor)
+        if not storage.data_ptr() % ALIGNMENT:
+            return
+        room = np.empty(storage.nbytes() + ALIGNMENT, np.uint8)
+        begin = -room.ctypes.data % ALIGNMENT
+        moved = torch.from_numpy(room[begin : begin + storage.nbytes()]).untyped_storage()
+        moved.copy_(storage)
+        with torch.no_grad():
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+                moved, tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -104,6 +126,14 @@ class CudaOnCpu(TorchFunctionMode):
         on_device = from_device if target is None else target
         if func in _MOVES:
             return self._move(func, args, kwargs, on_device)
+        capture = self._capture()
+        if capture is not None and on_device and getattr(func, "__name__", "") not in _METADATA:
+            return self._captured(capture, func, args, kwargs, inputs)
+        return self._carry_out(func, args, kwargs, inputs, on_device)
+
+    def _carry_out(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, inputs: list[torch.Tensor], on_device: bool
+    ) -> Any:
         owned = {_storage(t)._cdata for t in inputs}
         result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if on_device:
@@ -112,6 +142,31 @@ class CudaOnCpu(TorchFunctionMode):
                     if func in _UNINITIALISED and output.dtype is not torch.bool:
                         _storage(output).fill_(0xFF)
                     self.mark(output)
+        return result
+
+    def _captured(
+        self,
+        capture: Capture,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Keeps an operation for replays. It is carried out once for what it returns; its inputs stay."""
+        storages = {_storage(t)._cdata: _storage(t) for t in inputs if is_marked(t)}
+        before = [(storage, storage.clone()) for storage in storages.values()]
+        result = self._carry_out(func, args, kwargs, inputs, on_device=True)
+        for storage, contents in before:
+            storage.copy_(contents)
+        outputs = [t if _storage(t)._cdata not in storages else None for t in _tensors(result)]
+
+        def again() -> None:
+            with torch.no_grad():
+                for mine, new in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                    if mine is not None:
+                        mine.copy_(new)
+
+        capture.keep(again)
         return result
 
     def _device(self) -> torch.device:

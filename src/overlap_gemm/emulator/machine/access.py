@@ -8,13 +8,12 @@ case needs no comparison; alignment is one OR-reduction.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.order import scope_of
 from overlap_gemm.emulator.machine.visibility import HeldStore
@@ -31,7 +30,8 @@ _SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
 
 def fault(group: Group, ins: Instruction, mask: int, what: str) -> MemoryFault:
     """A fault that names the place."""
-    return MemoryFault(f"{group.where()}, line {ins.line}: {ins.text}: {what}")
+    place = group.warp.grid.program.place(ins.line)
+    return MemoryFault(f"{group.where()}, line {place}: {ins.text}: {what}")
 
 
 def _safe(address: np.ndarray, mask: int) -> np.ndarray:
@@ -102,16 +102,23 @@ class Access:
             offset: Any = address - cta.base
             if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
                 cta, offset = self._other_cta(group, mask, address)
+            shared = cta.grid.checks.shared
+            if shared is not None:
+                agent = group.warp.agent
+                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, False)
             view, i = cta.mem[self.width], offset >> self.shift
             return view[i] if self.count == 1 else tuple(view[i + n] for n in range(self.count))
         lanes = self._plan(_safe(address, mask), cta.base)
         rows = cta.rows(self.width, self.count)
         if not lanes.aligned or lanes.highest >> self.row_shift >= len(rows):
             return self._load_lanes(group, mask, address)
+        shared = cta.grid.checks.shared
+        if shared is not None:
+            shared.lanes(group.warp.agent, cta, self.line, self.strength >= 0, lanes, self.size, False)
         return self._columns(rows[lanes.rows])
 
-    def _plan(self, addresses: np.ndarray, base: int) -> _LanePlan:
-        return _lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
+    def _plan(self, addresses: np.ndarray, base: int) -> LanePlan:
+        return lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
 
     def _columns(self, rows: np.ndarray) -> Any:
         return rows if self.count == 1 else tuple(np.ascontiguousarray(rows.T))
@@ -121,6 +128,10 @@ class Access:
         out = np.zeros((self.count, 32), DTYPE[self.bits])
         for lane in lane_list(mask):
             cta, offset = self._other_cta(group, 1 << lane, int(address[lane]))
+            shared = cta.grid.checks.shared
+            if shared is not None:
+                agent = group.warp.agent
+                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, False)
             out[:, lane] = cta.rows(self.width, 1)[offset >> self.shift : (offset >> self.shift) + self.count]
         return out[0] if self.count == 1 else tuple(out)
 
@@ -145,6 +156,15 @@ class Access:
                 f"shared memory overflow: {self.size} bytes at offset {offset:#x}; "
                 f"{cta} ends at {cta.grid.smem_bytes:#x}",
             )  # fmt: skip
+        if cta is not group.warp.cta:
+            if not cta.live_warps and "exit" in cta.grid.checks.enabled:
+                what = f"accesses shared memory of {cta}, which has exited"
+                cta.grid.checks.report.add(
+                    "exit-remote", f"line {self.line} of {group.warp} {what}", self.line
+                )
+            agent = group.warp.agent
+            agent.touched = True
+            cta.visitors[agent.id] = agent, agent.vector[agent.id]
         return cta, offset
 
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:
@@ -295,8 +315,10 @@ class Access:
             offset = address - cta.base
             if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
                 cta, offset = self._other_cta(group, mask, address)
+            agent, shared = group.warp.agent, cta.grid.checks.shared
+            if shared is not None:
+                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, True)
             cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
-            agent = group.warp.agent
             agent.touched = True
             end = offset + self.size
             cta.mark_stored(slice(offset >> 4, (end + 15) >> 4), offset, end - 1, agent.epoch)
@@ -309,12 +331,14 @@ class Access:
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
                 return
+            agent, shared = group.warp.agent, cta.grid.checks.shared
+            if shared is not None:
+                shared.lanes(agent, cta, self.line, self.strength >= 0, lanes, self.size, True)
             rows = self._rows(mask, values)
             if self.size == 16:
                 cta.chunks[lanes.rows] = rows.view(np.complex128)[:, 0]
             else:
                 view[lanes.rows] = rows
-            agent = group.warp.agent
             agent.touched = True
             cta.mark_stored(lanes.chunks, lanes.lowest, lanes.highest, agent.epoch)
             if self.size == 32:
@@ -340,7 +364,11 @@ class Access:
                 return
             view, data = allocation.view(self.width, self.count), self._rows(mask, values)
         if machine.races is not None:
-            machine.races.write(group.warp.agent, self.line, self.strength, allocation, touched, self.size)
+            agent = group.warp.agent
+            machine.races.write(
+                agent, self.line, self.strength, allocation, touched, self.size,
+                lambda: np.array_equal(view[where], data),
+            )  # fmt: skip
 
         def put() -> None:
             view[where] = data
@@ -365,33 +393,6 @@ class Access:
             at = self._local_offset(group, lane, address) >> self.shift
             for n, v in enumerate(values):
                 rows[lane, at + n] = one(v, 1 << lane) & ((1 << self.bits) - 1)
-
-
-class _LanePlan(NamedTuple):
-    """Where the lanes of an access to shared memory go, from the CTA's start.
-
-    Attributes:
-        rows: In accesses.
-        chunks: In chunks of 16 bytes.
-        lowest: Lowest byte address.
-        highest: Highest byte address that a lane's access begins at.
-        aligned: Whether all are multiples of the access' size.
-    """
-
-    rows: NDArray[np.int64]
-    chunks: NDArray[np.int64]
-    lowest: int
-    highest: int
-    aligned: bool
-
-
-@lru_cache(maxsize=4096)
-def _lane_plan(addresses: bytes, base: int, row_shift: int) -> _LanePlan:
-    """The plan of 32-bit addresses. A loop has few different ones, and each takes several reductions."""
-    # What lies below the CTA's memory wraps around and becomes an index beyond its end.
-    offsets = (np.frombuffer(addresses, np.uint32) - np.uint32(base)).astype(np.int64)
-    aligned = not int(np.bitwise_or.reduce(offsets)) & ((1 << row_shift) - 1)
-    return _LanePlan(offsets >> row_shift, offsets >> 4, int(offsets.min()), int(offsets.max()), aligned)
 
 
 def _span(address: Any, size: int) -> tuple[int, int]:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from overlap_gemm.emulator.machine.errors import EmulatorError
-from overlap_gemm.emulator.machine.order import Snapshot
+from overlap_gemm.emulator.machine.order import Snapshot, merge
 
 if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.order import Agent, Vector
     from overlap_gemm.emulator.machine.warp import Group
 
 
@@ -20,16 +21,18 @@ class Waiters:
         arrivals: Releases of the current phase by agent, with their scope.
         known: Releases of the completed phases by agent.
         joint: All participants lie in the barrier's scope: their releases become one.
+        inits: Initialised mbarriers that those who came to it had fenced.
     """
 
     joint = False
-    __slots__ = ("arrivals", "known", "parked", "scope")
+    __slots__ = ("arrivals", "inits", "known", "parked", "scope")
 
     def __init__(self, scope: str) -> None:
         self.parked: list[Group] = []
         self.scope = scope
         self.arrivals: dict[int, tuple[Snapshot, int]] = {}
         self.known: dict[int, tuple[Snapshot, int]] = {}
+        self.inits: list[MBarrier] = []
 
     def publish(self) -> None:
         """A phase is complete: who waits for it sees its arrivals."""
@@ -64,9 +67,27 @@ class MBarrier(Waiters):
         phase: Parity of the current, incomplete phase.
         completed: Number of phases completed since `mbarrier.init`.
         fenced: Whether its initialisation has been made visible to other CTAs and to the async proxy.
+        party: Number among those who access its cluster's memories (`shared_races`), 0 for none.
+        initialised: The agent that did it, and its clock then.
+        users: Agents that were found to know of that.
+        passing: What units that arrived in the current phase pass on.
+        passed: The same of completed phases.
     """
 
-    __slots__ = ("address", "completed", "count", "fenced", "pending", "phase", "tx")
+    __slots__ = (
+        "address",
+        "completed",
+        "count",
+        "fenced",
+        "initialised",
+        "party",
+        "passed",
+        "passing",
+        "pending",
+        "phase",
+        "tx",
+        "users",
+    )
 
     def __init__(self, address: int, count: int) -> None:
         super().__init__("cta")
@@ -74,6 +95,11 @@ class MBarrier(Waiters):
             raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
         self.address, self.count, self.pending = address, count, count
         self.tx, self.phase, self.completed, self.fenced = 0, 0, 0, False
+        self.party = 0
+        self.initialised: tuple[Agent, int] | None = None
+        self.users: set[int] = set()
+        self.passing: Vector = {}
+        self.passed: Vector = {}
 
     def expect(self, nbytes: int) -> None:
         """`expect-tx`."""
@@ -85,13 +111,15 @@ class MBarrier(Waiters):
         self.tx -= nbytes
         self._advance()
 
-    def arrive(self, count: int = 1) -> None:
-        """`arrive-on`."""
+    def arrive(self, count: int = 1, passing: Vector | None = None) -> None:
+        """`arrive-on`; `passing` is what an asynchronous unit that arrives passes on."""
         if count > self.pending:
             raise EmulatorError(
                 f"mbarrier {self.address:#x}: {count} arrival(s) where {self.pending} of {self.count} are "
                 f"pending in phase {self.completed} (over-arrival)"
             )
+        if passing:
+            merge(self.passing, passing)
         self.pending -= count
         self._advance()
 
@@ -102,6 +130,9 @@ class MBarrier(Waiters):
     def _advance(self) -> None:
         if self.pending == 0 and self.tx == 0:
             self.publish()
+            if self.passing:
+                merge(self.passed, self.passing)
+                self.passing = {}
             self.phase ^= 1
             self.completed += 1
             self.pending = self.count

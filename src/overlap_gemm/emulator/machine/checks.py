@@ -17,6 +17,7 @@ from overlap_gemm.emulator.machine.order import (
     scope_of,
 )
 from overlap_gemm.emulator.machine.races import RaceDetector, distinct
+from overlap_gemm.emulator.machine.shared_races import Party, SharedRaces, nearby
 from overlap_gemm.emulator.ptx.lanes import lane_list
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.ptx.ir import Instruction
 
 SYS = SCOPES.index("sys")
-CHECKS = ("proxy", "exit", "mbarrier", "race")
+CHECKS = ("proxy", "exit", "mbarrier", "race", "shared")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
 STRICT_CHECKS = ("tmem", "wgmma")
 
@@ -38,7 +39,8 @@ class Checks:
     """Hooks that instruction handlers call; each keeps the order of events or feeds the report.
 
     Attributes:
-        races: The race detector, or None where it is off.
+        races: The race detector of global memory, or None where it is off.
+        shared: That of shared and tensor memory.
         sync: Releases visible in memory.
         held: Stores to other ranks that are held back until a release.
     """
@@ -49,6 +51,7 @@ class Checks:
         self.held: HeldStores | None = None
         self.agents: dict[int, Agent] = {}
         self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
+        self.shared = SharedRaces(report) if "shared" in enabled else None
         self._histories: dict[tuple[int, int], History] = {}
 
     # -- agents ----------------------------------------------------------------------------------------
@@ -57,11 +60,19 @@ class Checks:
         """The agent of a new warp."""
         number = 2 * len(self.agents) + 2
         agent = self.agents[number] = Agent(number, warp, warp.grid.history)
+        agent.party = warp.cta.cluster.enrol(Party(str(warp), number))
         return agent
 
     def history(self, rank: int, stream: int) -> History:
         """What a launch finds behind it."""
         return self._histories.get((rank, stream), History())
+
+    def learn(self, rank: int, stream: int, other: History) -> None:
+        """A stream has waited for an event: it has behind it what the other stream had there."""
+        mine = self.history(rank, stream)
+        vector = {**mine.vector}
+        merge(vector, other.vector)
+        self._histories[rank, stream] = History(mine.grids | other.grids, vector)
 
     def cta_ended(self, cta: Cta) -> None:
         """Collects what a CTA learnt of other launches."""
@@ -111,8 +122,9 @@ class Checks:
                 writer = owner.warp
                 self.report.add(
                     "proxy-fence",
-                    f"{what} (line {line}) issued by {group.warp} reads shared {at:#x} of {cta}, which "
-                    f"{writer} wrote through the generic proxy: no fence.proxy.async lies between",
+                    f"{what} (line {self.report.place(line)}) issued by {group.warp} reads shared {at:#x} "
+                    f"of {cta}, which {writer} wrote through the generic proxy: no fence.proxy.async lies "
+                    "between",
                     line,
                 )
                 return
@@ -125,20 +137,44 @@ class Checks:
 
     def mbarrier_init(self, group: Group, barrier: MBarrier) -> None:
         """`mbarrier.init`: a fence of this warp must follow."""
-        group.warp.state.setdefault("mbarrier_init", []).append(barrier)
+        warp, agent = group.warp, group.warp.agent
+        warp.state.setdefault("mbarrier_init", []).append(barrier)
+        hint = f"the reader has seen no completion of mbarrier {barrier.address:#x} that covers it"
+        barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, hint))
+        barrier.initialised = agent, agent.vector[agent.id]
+        barrier.users.add(agent.id)
+        agent.touched = True
 
     def mbarrier_fence(self, group: Group) -> None:
         """`fence.mbarrier_init`, or a fence at least as strong."""
         for barrier in group.warp.state.pop("mbarrier_init", ()):
             barrier.fenced = True
+            group.warp.state.setdefault("mbarrier_fenced", []).append(barrier)
 
     def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
         """Another CTA or the async proxy operates on a barrier."""
         if not barrier.fenced and "mbarrier" in self.enabled:
             self.report.add(
                 "mbarrier-init",
-                f"{what} (line {line}) uses {barrier}, but no fence.mbarrier_init followed its init",
+                f"{what} (line {self.report.place(line)}) uses {barrier}, but no fence.mbarrier_init "
+                "followed its init",
                 key=barrier.address,
+            )
+
+    def mbarrier_known(self, group: Group, barrier: MBarrier, line: int) -> None:
+        """A warp operates on a barrier: its initialisation must have happened before."""
+        agent = group.warp.agent
+        if agent.id in barrier.users or "mbarrier" not in self.enabled or barrier.initialised is None:
+            return
+        barrier.users.add(agent.id)
+        owner, clock = barrier.initialised
+        if agent.vector.get(owner.id, 0) < clock and agent.nearby.get(owner.party, 0) < clock:
+            self.report.add(
+                "mbarrier-race",
+                f"line {self.report.place(line)} of {group.warp} uses {barrier}, but nothing orders it after "
+                f"the mbarrier.init by {owner.warp}: no barrier lies between",
+                line,
+                key=(line, "known"),
             )
 
     # -- tensor memory ---------------------------------------------------------------------------
@@ -159,8 +195,9 @@ class Checks:
             kind, warp = found
             self.report.add(
                 "tmem-unwaited",
-                f"{what} (line {line}) uses columns {first}..{first + columns - 1} of {cta}, where a "
-                f"tcgen05.{kind} of warp {warp} has not been waited for with tcgen05.wait::{kind}",
+                f"{what} (line {self.report.place(line)}) uses columns {first}..{first + columns - 1} of "
+                f"{cta}, where a tcgen05.{kind} of warp {warp} has not been waited for with "
+                f"tcgen05.wait::{kind}",
                 line,
             )
 
@@ -171,8 +208,8 @@ class Checks:
         if "wgmma" in self.enabled:
             self.report.add(
                 "wgmma-fence",
-                f"the wgmma of line {line} of {warp} uses registers that other instructions may access, with "
-                "no wgmma.fence before it",
+                f"the wgmma of line {self.report.place(line)} of {warp} uses registers that other "
+                "instructions may access, with no wgmma.fence before it",
                 line,
             )
 
@@ -187,19 +224,36 @@ class Checks:
                 self.held.release(group.warp.agent)
 
     def arrive(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
-        """An arrival at a barrier: a release unless it says `.relaxed`."""
+        """An arrival at a barrier: a release, unless it says `.relaxed` and no fence goes before it."""
+        agent, scope = group.warp.agent, scope_of(ins, barrier.scope)
         if "relaxed" not in ins.parts:
-            agent = group.warp.agent
-            barrier.arrivals[agent.id] = (agent.release(), scope_of(ins, barrier.scope))
+            barrier.arrivals[agent.id] = agent.release(), scope
+        elif agent.fenced is not None:
+            barrier.arrivals[agent.id] = agent.fenced[0], min(scope, agent.fenced[1])
+        if barrier.joint:  # a fence of mbarrier initialisations needs no more than this
+            barrier.inits += group.warp.state.pop("mbarrier_fenced", ())
 
     def leave(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
         """A barrier let a warp go: an acquire unless it says `.relaxed`."""
+        agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
+        for known in barrier.inits:
+            known.users.add(agent.id)
         if "relaxed" in ins.parts:
             return
-        agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
         for snapshot, scope in barrier.known.values():
             if barrier.joint or includes(min(scope, mine), snapshot.agent.warp, agent.warp):
                 agent.acquire(snapshot)
+            elif self.shared is not None and snapshot.agent.warp.cta.cluster is agent.warp.cta.cluster:
+                agent.acquire_nearby(nearby(agent, snapshot))
+                merge(
+                    agent.proxied, {a: c for a, c in snapshot.proxied.items() if a >= 0}
+                )  # in shared memory
+
+    def completed(self, group: Group, barrier: MBarrier) -> None:
+        """A wait found a phase of an mbarrier complete: the warp knows what completed on it."""
+        agent = group.warp.agent
+        if self.shared is not None and agent.nearby.get(barrier.party, 0) < barrier.completed:
+            agent.acquire_nearby({**barrier.passed, barrier.party: barrier.completed})
 
     def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or acquire load."""
@@ -253,6 +307,14 @@ class Checks:
         for barrier in cta.mbarriers.values():
             if barrier.tx:
                 self.report.add("exit-tx", f"{cta} exits with {barrier}", key=barrier.address)
+        for agent, clock in cta.visitors.values():
+            if not any(w.agent.vector.get(agent.id, 0) >= clock for w in cta.warps):
+                self.report.add(
+                    "exit-remote",
+                    f"{cta} exits, and nothing orders that after {agent.warp} accesses its shared memory: "
+                    "no cluster barrier, nor another release and acquire, lies between",
+                    key=(cta.rank_in_cluster, agent.warp.index),
+                )
         if cta.tmem_owner.any():
             columns = int(np.count_nonzero(cta.tmem_owner))
             self.report.add(

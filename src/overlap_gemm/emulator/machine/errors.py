@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -52,12 +53,14 @@ class Report:
         instructions: Warp instructions executed.
         seconds: Wall-clock time spent in `run`.
         output: Lines the kernels printed.
+        place: Names a PTX line of the kernel that is running now, with its place in the source if known.
     """
 
     findings: list[Finding] = field(default_factory=list)
     instructions: int = 0
     seconds: float = 0.0
     output: list[str] = field(default_factory=list)
+    place: Callable[[int], str] = field(default=str, repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
 
     def add(self, kind: str, message: str, line: int = 0, key: object = None) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.residency import Footprint
 from overlap_gemm.emulator.machine.warp import SMEM_BASE, Cluster, Cta, _joined
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.launch import Launch, Machine
+    from overlap_gemm.emulator.machine.residency import Residency
     from overlap_gemm.emulator.machine.sched import Scheduler
     from overlap_gemm.emulator.ptx.program import Program
 
@@ -27,14 +30,20 @@ class Grid:
         params: Parameter space.
         const: Constant bank of this rank.
         smem_bytes: End of a CTA's shared memory, the system's first KiB included.
+        number: Counts the launches that have begun.
+        launch_order: Counts the launches in order of submission.
+        footprint: What a CTA takes of an SM.
     """
 
     machine: Machine
     launch: Launch
     program: Program
     scheduler: Scheduler
+    residency: Residency
     smem_bytes: int
     number: int
+    launch_order: int
+    footprint: Footprint
 
     def __init__(
         self,
@@ -44,17 +53,20 @@ class Grid:
         symbols: dict[str, int],
         const: bytes,
         number: int,
+        launch_order: int = 0,
     ) -> None:
         self.machine, self.launch, self.program, self.symbols = machine, launch, program, symbols
         self.scheduler, self.checks, self.engine = machine.scheduler, machine.checks, machine.engine
-        self.const, self.number = const, number
+        self.const, self.number, self.launch_order = const, number, launch_order
         self.params = self._layout(launch.params)
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.smem_bytes = SMEM_BASE + program.static_smem + launch.dynamic_smem
+        self.residency = machine.residency[launch.rank]
+        cx, cy, cz = launch.cluster
+        self.cluster_size = cx * cy * cz
         self._validate()
-        self._waiting = self._origins()
+        self._waiting = deque(self._origins())
         self._running: list[Cluster] = []
-        self._slots = list(range(machine.resident))
         self.total = launch.grid[0] * launch.grid[1] * launch.grid[2]
         self.ended = 0
         self.history = self.checks.history(launch.rank, launch.stream)
@@ -85,15 +97,18 @@ class Grid:
             raise ValueError(f"the kernel requires a block of {need}, got {launch.block}")
         if self.smem_bytes - SMEM_BASE > MAX_SMEM:
             raise ValueError(f"{self.smem_bytes - SMEM_BASE} bytes of shared memory; a CTA has {MAX_SMEM}")
-        size = cluster[0] * cluster[1] * cluster[2]
-        total = launch.grid[0] * launch.grid[1] * launch.grid[2]
-        if size > 16 or size > self.machine.resident:
+        self.footprint = Footprint.of(self.program.entry, self.threads, self.smem_bytes - SMEM_BASE)
+        fit = self.residency.capacity(self.footprint)
+        if self.cluster_size > min(16, fit):
             raise ValueError(
-                f"clusters of {size} CTAs do not fit ({self.machine.resident} CTAs can be resident)"
+                f"clusters of {self.cluster_size} CTAs do not fit: a cluster has at most 16, and {fit} CTAs "
+                f"can be resident on {self.residency.num_sms} SMs"
             )
-        if launch.cooperative and total > self.machine.resident:
+        total = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        if launch.cooperative and total > fit // self.cluster_size * self.cluster_size:
             raise ValueError(
-                f"cooperative launch of {total} CTAs, but {self.machine.resident} can be resident at once"
+                f"cooperative launch of {total} CTAs in clusters of {self.cluster_size}, but {fit} CTAs can "
+                f"be resident at once on {self.residency.num_sms} SMs"
             )
 
     def _origins(self) -> Iterator[tuple[int, int, int]]:
@@ -103,28 +118,27 @@ class Grid:
                 for x in range(0, gx, cx):
                     yield x, y, z
 
-    def start(self) -> None:
-        """Makes as many clusters resident as fit."""
-        cx, cy, cz = self.launch.cluster
-        while len(self._slots) >= cx * cy * cz:
-            first = next(self._waiting, None)
-            if first is None:
-                return
-            cluster = Cluster(self, first)
-            self._running.append(cluster)
-            for cta in cluster.ctas:
-                cta.state["slot"] = self._slots.pop(0)
-                for warp in cta.warps:
-                    self.scheduler.live[id(warp)] = warp
-                    self.scheduler.ready(warp)
+    @property
+    def exhausted(self) -> bool:
+        """Whether every cluster has become resident, or been cancelled."""
+        return not self._waiting
+
+    def start_cluster(self, sms: list[int]) -> None:
+        """Makes the next cluster resident, one CTA on each of some SMs."""
+        cluster = Cluster(self, self._waiting.popleft())
+        self._running.append(cluster)
+        for cta, sm in zip(cluster.ctas, sms, strict=True):
+            cta.sm = sm
+            for warp in cta.warps:
+                self.scheduler.live[id(warp)] = warp
+                self.scheduler.ready(warp)
 
     def cancel(self) -> tuple[int, int, int] | None:
         """Takes the next cluster that has not started, for `clusterlaunchcontrol.try_cancel`."""
-        first = next(self._waiting, None)
-        if first is not None:
-            cx, cy, cz = self.launch.cluster
-            self.ended += cx * cy * cz
-        return first
+        if not self._waiting:
+            return None
+        self.ended += self.cluster_size
+        return self._waiting.popleft()
 
     def cta_exited(self, cta: Cta) -> None:
         """Counts a CTA out; its cluster's memory goes when all of them have ended."""
@@ -137,8 +151,7 @@ class Grid:
         cluster.barrier.check()
         if all(c.live_warps == 0 for c in cluster.ctas):
             self._running.remove(cluster)
-            self._slots.extend(c.state["slot"] for c in cluster.ctas)
-            self.start()
+            self.residency.leave(self, [c.sm for c in cluster.ctas])
         if self.ended == self.total:
             self.checks.grid_ended(self)
             self.finished(self)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,9 @@ from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS, Checks
 from overlap_gemm.emulator.machine.errors import Report
 from overlap_gemm.emulator.machine.grid import Grid, bank
 from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
+from overlap_gemm.emulator.machine.residency import Residency
 from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+from overlap_gemm.emulator.machine.streams import StreamEvent, Streams
 from overlap_gemm.emulator.machine.visibility import HeldStores
 from overlap_gemm.emulator.ptx.program import Program, program
 
@@ -89,8 +90,10 @@ class Machine:
         seed: Of every random choice; a run is a function of its inputs and this.
         schedule: How warps take turns.
         checks: Names out of `CHECKS`, the default, and `STRICT_CHECKS`.
-        resident: CTAs of a rank that are resident at once; the number of SMs by default.
+        num_sms: SMs of each rank, or of all; the default is the architecture's number. What is resident at
+            once on them: `machine.residency`.
         progress: Called now and then during `run` with the number of warp instructions so far.
+        limit: Warp instructions after which an endless run is broken off; None for no limit.
         trace: Records what each warp and each async operation did when.
 
     Attributes:
@@ -98,9 +101,8 @@ class Machine:
         report: Findings, instruction count, time, printed lines.
         faults: Faults on purpose, see `machine.inject`.
         intercepts: Handlers of device functions by name (see `intercept`).
+        residency: Each rank's SMs.
     """
-
-    sm_count: int
 
     def __init__(
         self,
@@ -110,31 +112,40 @@ class Machine:
         seed: int = 0,
         schedule: Schedule | None = None,
         checks: tuple[str, ...] = CHECKS,
-        resident: int | None = None,
+        num_sms: int | Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
         trace: Trace | None = None,
+        limit: int | None = None,
     ) -> None:
         if arch not in SM_COUNT:
-            raise ValueError(f"{arch=} must be one of {', '.join(SM_COUNT)}")
+            meant = "".join(f" ({known}?)" for known in SM_COUNT if known.rstrip("a") == arch.rstrip("af"))
+            raise ValueError(f"{arch=}{meant} must be one of {', '.join(SM_COUNT)}")
         unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS)
         if unknown or ranks < 1:
             raise ValueError(f"{ranks=} must be positive and checks among {CHECKS}, not {sorted(unknown)}")
-        self.arch, self.ranks, self.sm_count = arch, ranks, SM_COUNT[arch]
-        self.resident = resident or self.sm_count
+        sms = SM_COUNT[arch] if num_sms is None else num_sms
+        each = [sms] * ranks if isinstance(sms, int) else list(sms)
+        if len(each) != ranks or min(each) < 1:
+            raise ValueError(f"{num_sms=} must be positive, and one number or one for each of {ranks} ranks")
+        self.arch, self.ranks = arch, ranks
         self.memory = GlobalMemory()
         self.report = Report()
         self.watch: dict[int, list[Any]] = {}
         self.checks = Checks(self.report, frozenset(checks), self.memory)
         self.races = self.checks.races
         self.engine = AsyncEngine(mode, seed)
-        self.scheduler = Scheduler(self.engine, schedule or Schedule(), seed)
+        schedule = schedule or Schedule()
+        self.scheduler = Scheduler(self.engine, schedule, seed)
+        if limit is not None:
+            self.scheduler.limit = limit
+        self.residency = [Residency(n, schedule.grids, seed + rank) for rank, n in enumerate(each)]
         self.engine.moved = self.scheduler.moved
         self.scheduler.trace = self.engine.trace = trace
         self.faults = self.scheduler.faults
         self.held = self.scheduler.held = HeldStores(mode, seed)
         self.checks.held = self.held
         self.intercepts: dict[str, Callable[..., Any]] = {}
-        self._queues: dict[tuple[int, int], deque[Launch]] = {}
+        self._streams = Streams(self.checks, self._begin)
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
         self._launched = 0
         self._progress = progress
@@ -156,8 +167,16 @@ class Machine:
         """
         if not 0 <= launch.rank < self.ranks:
             raise ValueError(f"rank {launch.rank} of a machine of {self.ranks}")
-        self._grid(launch, 0)
-        self._queues.setdefault((launch.rank, launch.stream), deque()).append(launch)
+        self._grid(launch, 0, 0)
+        self._streams.launch(launch)
+
+    def record(self, rank: int, stream: int) -> StreamEvent:
+        """An event that is done when all that a stream has been given so far has ended."""
+        return self._streams.record((rank, stream))
+
+    def wait(self, rank: int, stream: int, event: StreamEvent) -> None:
+        """Launches submitted to a stream from now on begin when an event, of any stream, is done."""
+        self._streams.wait((rank, stream), event)
 
     @_collecting_only_its_own()
     def run(self) -> None:
@@ -171,11 +190,13 @@ class Machine:
             self.scheduler.tick = lambda: self._progress(self.scheduler.executed) if self._progress else None
         try:
             with np.errstate(all="ignore"):
-                for key in list(self._queues):
-                    self._start(key)
+                self._streams.start()
+                self._fill()
                 self.scheduler.run()
         finally:
-            self._queues.clear()
+            self._streams.clear()
+            for sms in self.residency:
+                sms.clear()
             self.scheduler.reset()
             self.engine.reset()
             self.watch.clear()
@@ -189,22 +210,23 @@ class Machine:
         self.report.output.append(text)
         print(text, end="" if text.endswith("\n") else "\n")
 
-    def _start(self, key: tuple[int, int]) -> None:
-        queue = self._queues.get(key)
-        if queue:
-            self._launched += 1
-            grid = self._grid(queue[0], self._launched)
-            grid.finished = self._finished
-            grid.start()
+    def _begin(self, launch: Launch, order: int) -> None:
+        self._launched += 1
+        grid = self._grid(launch, self._launched, order)
+        grid.finished = self._finished
+        grid.residency.enter(grid)
 
     def _finished(self, grid: Grid) -> None:
-        key = (grid.launch.rank, grid.launch.stream)
         # A kernel has ended only when its bulk stores have: the next in the stream sees them.
         self.engine.drain(grid)
-        self._queues[key].popleft()
-        self._start(key)
+        self._streams.ended(grid.launch)
+        self._fill()
 
-    def _grid(self, launch: Launch, number: int) -> Grid:
+    def _fill(self) -> None:
+        for sms in self.residency:
+            sms.fill()
+
+    def _grid(self, launch: Launch, number: int, order: int) -> Grid:
         code = program(launch.ptx, launch.entry)
         symbols, _ = self._module(code, launch.rank)
         offsets = code.symbol_addresses()
@@ -215,7 +237,7 @@ class Machine:
                 at = offsets[v.name] - CONST
                 pieces[at] = bytes(launch.const_image.get(v.name, v.init))[: v.nbytes]
                 nbytes = max(nbytes, at + v.nbytes)
-        return Grid(self, launch, code, symbols, bank(nbytes, pieces), number)
+        return Grid(self, launch, code, symbols, bank(nbytes, pieces), number, order)
 
     def _module(self, code: Program, rank: int) -> tuple[dict[str, int], list[Any]]:
         """Module-scope `.global` variables live as long as the machine, once per rank."""

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.shared_races import Unit
     from overlap_gemm.emulator.machine.warp import Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
 
@@ -47,18 +48,22 @@ def merge(into: Vector, other: Vector) -> None:
 class Snapshot:
     """What an agent, or all participants of a barrier, knew when they released."""
 
-    __slots__ = ("agent", "grids", "proxied", "vector")
+    __slots__ = ("agent", "grids", "nearby", "proxied", "vector")
 
-    def __init__(self, agent: Agent, vector: Vector, proxied: Vector, grids: frozenset[int]) -> None:
+    def __init__(
+        self, agent: Agent, vector: Vector, proxied: Vector, grids: frozenset[int], nearby: Vector
+    ) -> None:
         self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
+        self.nearby = nearby
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
         """Everything that any of several knew."""
         first, *rest = parts
-        out = Snapshot(first.agent, dict(first.vector), dict(first.proxied), first.grids)
+        out = Snapshot(first.agent, dict(first.vector), dict(first.proxied), first.grids, dict(first.nearby))
         for part in rest:
             merge(out.vector, part.vector)
+            merge(out.nearby, part.nearby)
             merge(out.proxied, part.proxied)
             if part.grids is not out.grids:
                 out.grids |= part.grids
@@ -67,7 +72,7 @@ class Snapshot:
     def including(self, agent: Agent) -> Snapshot:
         """This and the agent's next access, which is the one that publishes it."""
         vector = {**self.vector, agent.id: agent.vector[agent.id]}
-        return Snapshot(agent, vector, self.proxied, self.grids)
+        return Snapshot(agent, vector, self.proxied, self.grids, self.nearby)
 
 
 class Agent:
@@ -82,6 +87,9 @@ class Agent:
         fenced: Snapshot and scope of its last fence.
         loads: Releases that its relaxed loads observed since the last fence, with the scope of both.
         issued: Bulk stores issued.
+        party: Its number among those who access its cluster's memories (`shared_races`).
+        nearby: What it knows of these beside `vector`: clocks by party.
+        units: The asynchronous units that it has used, by name.
     """
 
     __slots__ = (
@@ -92,8 +100,11 @@ class Agent:
         "id",
         "issued",
         "loads",
+        "nearby",
+        "party",
         "proxied",
         "touched",
+        "units",
         "vector",
         "warp",
     )
@@ -106,6 +117,9 @@ class Agent:
         self.fenced: tuple[Snapshot, int] | None = None
         self.loads: list[tuple[Snapshot, int]] = []
         self.issued = 0
+        self.party = 0
+        self.nearby: Vector = {}
+        self.units: dict[str, Unit] = {}
         self._latest: Snapshot | None = None
         self._seen: dict[int, Snapshot] = {}
 
@@ -117,7 +131,9 @@ class Agent:
     def release(self) -> Snapshot:
         """Publishes what it knows; later accesses get a later clock."""
         if self._latest is None or self.touched:
-            self._latest = Snapshot(self, dict(self.vector), dict(self.proxied), self.grids)
+            self._latest = Snapshot(
+                self, dict(self.vector), dict(self.proxied), self.grids, dict(self.nearby)
+            )
             self.vector[self.id] += 1
             self.touched = False
         return self._latest
@@ -131,8 +147,21 @@ class Agent:
         self._latest = None
         merge(self.vector, snapshot.vector)
         merge(self.proxied, snapshot.proxied)
+        if snapshot.agent.warp.cta.cluster is self.warp.cta.cluster:
+            merge(self.nearby, snapshot.nearby)
         if snapshot.grids is not self.grids:
             self.grids |= snapshot.grids
+
+    def learn_nearby(self, party: int, clock: int) -> None:
+        """Knows of one more asynchronous unit's accesses."""
+        if self.nearby.get(party, 0) < clock:
+            self.nearby[party] = clock
+            self._latest = None
+
+    def acquire_nearby(self, known: Vector) -> None:
+        """Takes over what a unit of its cluster passes on."""
+        merge(self.nearby, known)
+        self._latest = None
 
     def step(self) -> None:
         """What follows is later than what was published by the last access."""

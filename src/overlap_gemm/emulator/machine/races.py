@@ -1,7 +1,7 @@
 """Data races on global memory, found by happens-before (as FastTrack does) rather than by what a run shows.
 
 Every granule of an allocation remembers the last write and the last read: agent, clock, PTX line, strength.
-An access that is not ordered after a conflicting one of another CTA or rank is reported with both parties,
+An access that is not ordered after a conflicting one of another warp is reported with both parties,
 unless both are strong (relaxed, acquire, release, atomic) at scopes that include each other. A granule has
 16 bytes, or as few as the smallest access to the allocation. Reads are recorded in
 symmetric memory and memory of other ranks, elsewhere from the first write of a run on; of several reads of a
@@ -11,6 +11,7 @@ is ordered before everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,10 +93,17 @@ class RaceDetector:
         agent.touched = True
 
     def write(
-        self, agent: Agent, line: int, strength: int, allocation: Allocation, address: Any, size: int
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        address: Any,
+        size: int,
+        repeats: Callable[[], bool] | None = None,
     ) -> None:
-        """A generic write of `size` bytes per lane."""
-        self._write(agent, agent.epoch, line, strength, allocation, address, size)
+        """A generic write of `size` bytes per lane; `repeats` tells whether it changes nothing."""
+        self._write(agent, agent.epoch, line, strength, allocation, address, size, repeats)
         agent.touched = True
 
     def bulk_write(self, agent: Agent, line: int, strength: int, addresses: np.ndarray, chunk: int) -> None:
@@ -147,13 +155,14 @@ class RaceDetector:
         allocation: Allocation,
         address: Any,
         size: int,
+        repeats: Callable[[], bool] | None = None,
     ) -> None:
         shadow = self._shadows.get(allocation.base)
         if shadow is None:
             shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
         cells = self._cells(shadow, allocation, address, size)
         for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
-            self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb)
+            self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb, repeats)
         shadow.writes[0][cells] = epoch
         shadow.writes[1][cells] = _mark(line, strength)
 
@@ -186,12 +195,20 @@ class RaceDetector:
         cells: Any,
         verb: str,
         other_verb: str,
+        repeats: Callable[[], bool] | None = None,
     ) -> None:
         epochs = history[0][cells]
         for epoch in distinct(epochs):
             owner = self.agents.get((epoch >> 32) & ~1)
-            if owner is None or owner.warp.cta is agent.warp.cta or agent.knows(epoch, owner):
+            if owner is None or owner.warp is agent.warp or agent.knows(epoch, owner):
                 continue
+            if (
+                repeats is not None
+                and other_verb == "written"
+                and owner.warp.cta is agent.warp.cta
+                and repeats()
+            ):
+                continue  # warps of a CTA that all store one result
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(history[1][cells][at])
             theirs = (mark & 15) - 1
@@ -207,8 +224,8 @@ class RaceDetector:
             what = f"{verb} of {allocation.base + index * shadow.granule:#x} ({allocation}) by {agent.warp}"
             self.report.add(
                 "race",
-                f"{what}, line {line}, is not ordered after it was {other_verb} by {owner.warp}, "
-                f"line {mark >> 4}: {why}",
+                f"{what}, line {self.report.place(line)}, is not ordered after it was {other_verb} by "
+                f"{owner.warp}, line {self.report.place(mark >> 4)}: {why}",
                 line,
                 key=(line, mark >> 4, verb),
             )
@@ -229,8 +246,8 @@ class RaceDetector:
             mark = int(shadow.writes[1][cells][at])
             self.report.add(
                 "proxy-fence",
-                f"the async read of line {line} by {agent.warp} reads {allocation}, which "
-                f"{owner.warp} wrote in line {mark >> 4} through the generic proxy: "
+                f"the async read of line {self.report.place(line)} by {agent.warp} reads {allocation}, which "
+                f"{owner.warp} wrote in line {self.report.place(mark >> 4)} through the generic proxy: "
                 "no fence.proxy.async lies between the two",
                 line,
                 key=(line, mark >> 4),

@@ -29,11 +29,14 @@ class Schedule:
         order: `round_robin`, or `random` (next warp and the length of its turn drawn from the seed).
         lanes: Whether divergent lane groups take turns in random order instead of lowest instruction first.
         starved: Warps that run only when nobody else can: `starved(rank, ctaid, warp)`.
+        grids: Whose clusters become resident first where kernels of several streams wait for room: those of
+            the one that was submitted first (`submission`), or of any (`random`).
     """
 
     order: str = "round_robin"
     lanes: bool = False
     starved: Callable[[int, tuple[int, int, int], int], bool] | None = None
+    grids: str = "submission"
 
 
 class Scheduler:
@@ -43,6 +46,7 @@ class Scheduler:
         progress: Grows with every event that can let a parked warp go on.
         executed: Warp instructions run.
         clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
+        limit: Warp instructions after which a run is broken off.
     """
 
     def __init__(self, engine: AsyncEngine, schedule: Schedule, seed: int) -> None:
@@ -55,6 +59,7 @@ class Scheduler:
         self.progress = 0
         self.executed = 0
         self.clock = 1_000_000
+        self.limit = 1 << 62
         self.live: dict[int, Warp] = {}
         self.pollers: dict[int, Group] = {}
         self.sleepers: list[tuple[int, int, Group]] = []
@@ -106,6 +111,7 @@ class Scheduler:
 
         Raises:
             Deadlock: Nothing can go on.
+            EmulatorError: There is no end within `limit`, or a kernel failed.
         """
         queue, random_order = self.queue, self.schedule.order == "random"
         turns = 0
@@ -129,12 +135,16 @@ class Scheduler:
                 self.trace.ran(warp, self.executed, self.executed - before)
             self.engine.step()
             self.held.step()
+            if self.executed > self.limit:
+                what = f"no end after {self.executed:,} warp instructions, more than the limit"
+                raise EmulatorError(self.describe(what))
             turns += 1
             if not turns & 255 and self.tick is not None:
                 self.tick()
 
     def _turn(self, warp: Warp, quantum: int) -> None:
         program = warp.grid.program
+        warp.grid.checks.report.place = program.place
         while quantum > 0:
             group = self._pick(warp)
             if group is None:
@@ -226,7 +236,7 @@ class Scheduler:
             self._release(list(self.pollers.values()))
             self._last_soft_wake = self.progress
             return True
-        raise Deadlock(self.describe())
+        raise Deadlock(self.describe("deadlock: no warp can go on and no async operation is pending"))
 
     def _let_time_pass(self) -> bool:
         if self.sleepers:
@@ -264,9 +274,9 @@ class Scheduler:
         self.progress += 1
         self._warped = 0
 
-    def describe(self) -> str:
-        """Where every warp stands."""
-        lines = ["deadlock: no warp can go on and no async operation is pending"]
+    def describe(self, what: str) -> str:
+        """Where every warp stands, below a headline."""
+        lines = [what]
         for warp in self.live.values():
             for group in warp.groups:
                 where = warp.grid.program.text_at(group.pc)

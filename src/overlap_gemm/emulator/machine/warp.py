@@ -16,11 +16,13 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
 from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.shared_races import Cells, Party, SharedCells, Unit
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 from overlap_gemm.emulator.ptx.lanes import FULL, LANE_IDS, merge
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.grid import Grid
+    from overlap_gemm.emulator.machine.order import Agent
 
 CTA_WINDOW = 1 << 24
 SMEM_BASE = 1024  # the first KiB of the window is the system's
@@ -200,6 +202,7 @@ class Cta:
     cluster: Cluster
     grid: Grid
     rank_in_cluster: int
+    sm: int
     warps: list[Warp]
 
     def __init__(self, cluster: Cluster, rank_in_cluster: int, ctaid: tuple[int, int, int]) -> None:
@@ -222,10 +225,14 @@ class Cta:
         self.tmem_order = TmemOrder()
         self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
+        self.cells = SharedCells(len(self.smem))
+        self._tensor_cells: Cells | None = None
+        self.visitors: dict[int, tuple[Agent, int]] = {}  # of other CTAs, with the clock of their last access
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}
         self.pending: dict[int, Any] = {}
+        self.sm = 0
         self.live_warps = -(-self.grid.threads // 32)
         self.warps = [Warp(self, i) for i in range(self.live_warps)]
         self.state: dict[str, Any] = {}
@@ -236,6 +243,13 @@ class Cta:
         if self._tmem is None:
             self._tmem = np.full((128, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
         return self._tmem
+
+    @property
+    def tensor_cells(self) -> Cells:
+        """Accesses to tensor memory by quarter of its lanes, half of a quarter, and column."""
+        if self._tensor_cells is None:
+            self._tensor_cells = Cells(4, 2, TMEM_COLUMNS)
+        return self._tensor_cells
 
     def rows(self, width: int, count: int) -> np.ndarray:
         """Shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""
@@ -315,10 +329,26 @@ class Cluster:
             lambda: sum(32 * c.live_warps for c in self.ctas),
             "cluster",
         )
+        self.parties: list[Party] = []
+        self.warp_parties: list[tuple[int, int]] = []  # number and agent
         self.ctas: list[Cta] = []
         offsets = [(x, y, z) for z in range(cz) for y in range(cy) for x in range(cx)]
         for rank, (x, y, z) in enumerate(offsets):
             self.ctas.append(Cta(self, rank, (first[0] + x, first[1] + y, first[2] + z)))
+
+    def enrol(self, party: Party) -> int:
+        """The number of one more party that accesses the cluster's memories."""
+        self.parties.append(party)
+        if party.agent is not None:
+            self.warp_parties.append((len(self.parties) - 1, party.agent))
+        return len(self.parties) - 1
+
+    def unit(self, users: dict[str, Unit], name: str, what: str, hint: str) -> Unit:
+        """The asynchronous unit `name` among those of a warp or warpgroup."""
+        found = users.get(name)
+        if found is None:
+            found = users[name] = Unit(self.enrol(Party(what, None, hint)))
+        return found
 
     def owner(self, address: int) -> Cta:
         """The CTA whose window holds a shared address."""
@@ -361,8 +391,8 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
     "%laneid": lambda w: _LANE,
     "%warpid": lambda w: w.index,
     "%nwarpid": lambda w: len(w.cta.warps),
-    "%smid": lambda w: w.cta.state["slot"],
-    "%nsmid": lambda w: w.grid.machine.sm_count,
+    "%smid": lambda w: w.cta.sm,
+    "%nsmid": lambda w: w.grid.residency.num_sms,
     "%gridid": lambda w: w.grid.number,
     "%cluster_ctarank": lambda w: w.cta.rank_in_cluster,
     "%cluster_nctarank": lambda w: w.cta.cluster.size,

@@ -3,7 +3,7 @@
 Each module registers factories; a factory reads an instruction once and returns the `Op` that executes it.
 """
 
-from overlap_gemm.emulator.ops import (
+from overlap_gemm.emulator.ops import (  # noqa: F401  their import registers their instructions
     bulk,
     control,
     convergence,
@@ -18,18 +18,4 @@ from overlap_gemm.emulator.ops import (
 from overlap_gemm.emulator.ops.control import make_call
 from overlap_gemm.emulator.ops.registry import make, unsupported
 
-INSTRUCTION_SETS = (
-    bulk,
-    control,
-    convergence,
-    cp_async,
-    memory,
-    remote,
-    sync,
-    tensor,
-    tensor_copy,
-    warpgroup,
-)
-"""The modules whose import registers their instructions."""
-
-__all__ = ["INSTRUCTION_SETS", "make", "make_call", "unsupported"]
+__all__ = ["make", "make_call", "unsupported"]

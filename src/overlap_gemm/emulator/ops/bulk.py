@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.access import notify
 from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.barrier import MBarrier
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.order import SCOPES
 from overlap_gemm.emulator.machine.races import WEAK
-from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group
+from overlap_gemm.emulator.machine.shared_races import Unit
+from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group, Warp
 from overlap_gemm.emulator.ops.memory import combine
 from overlap_gemm.emulator.ops.registry import instruction
 from overlap_gemm.emulator.ops.sync import fail
@@ -143,6 +145,11 @@ def copy_out(
     grid.checks.smem_read(group, cta, granules_of(where, chunk), what, ins.line)
     agent = group.warp.agent
     agent.issued += 1
+    if grid.checks.shared is not None:
+        reader = bulk_reads(group.warp).number
+        grid.checks.shared.async_read(
+            agent, cta, granules_of(where, chunk), ins.line, reader, agent.issued, 1
+        )
     if machine.races is not None:
         for target in machine.memory.multicast_targets(low):
             strength = WEAK if merge is None else SCOPES.index("sys")
@@ -168,6 +175,21 @@ def copy_out(
     grid.engine.submit(first)
     second = grid.engine.submit(Event(write, grid, None, what, "write", after=(first,)))
     bulk_groups(group, lane).open.append((first, second, agent.issued))
+
+
+def bulk_reads(warp: Warp) -> Unit:
+    """The bulk stores of a warp, as readers of shared memory."""
+    hint = "no wait_group of that warp, passed on, retires the read"
+    return warp.cta.cluster.unit(warp.agent.units, "bulk", f"a bulk store of {warp}", hint)
+
+
+def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrier, line: int) -> None:
+    """A warp tells an async unit to write shared memory, and to complete on an mbarrier."""
+    checks = group.warp.grid.checks
+    checks.mbarrier_known(group, barrier, line)
+    if checks.shared is not None:
+        chunks = granules_of(where, chunk)
+        checks.shared.async_write(group.warp.agent, cta, chunks, line, barrier.party, barrier.completed + 1)
 
 
 def wake(group: Group, what: str) -> None:
@@ -294,7 +316,9 @@ def _copy_in(
 
     for cta, signalled in places:
         what = f"the bulk copy of line {ins.line} into {cta} at {dst & _OFFSET:#x}"
-        grid.checks.mbarrier_use(signalled.mbarrier(barrier & _OFFSET | signalled.base), what, ins.line)
+        mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+        grid.checks.mbarrier_use(mbarrier, what, ins.line)
+        copies_in(group, cta, where, chunk, mbarrier, ins.line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
 
 
@@ -322,18 +346,23 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         for (kind, lane), groups in group.warp.bulk.items():
             if kind != "bulk" or not mask >> lane & 1:
                 continue
-            committed = groups.committed
+            committed, agent = groups.committed, group.warp.agent
             for n in range(len(committed) - allowed):
                 if not all(op[part].done for op in committed[n]):
                     group.warp.state.setdefault("bulk_wait", []).append(group)
                     what = "source reads" if part == 0 else "writes"
                     group.park(f"the {what} of its bulk group {n} of {len(committed)}")
                     return BLOCK_RESULT
+            if part == 0 and group.warp.grid.checks.shared is not None:
+                read = [op[2] for n in range(len(committed) - allowed) for op in committed[n]]
+                agent.learn_nearby(bulk_reads(group.warp).number, max(read, default=0))
             while len(committed) > allowed and all(op[1].done for op in committed[0]):
                 done = committed.popleft()
                 if part == 1:
-                    agent = group.warp.agent
-                    agent.learn(agent.id + 1, max((op[2] for op in done), default=0))
+                    latest = max((op[2] for op in done), default=0)
+                    if group.warp.grid.checks.shared is not None:
+                        agent.learn_nearby(bulk_reads(group.warp).number, latest)
+                    agent.learn(agent.id + 1, latest)
         return None
 
     return Op(run, (ins.operands[0],), (), head=True)

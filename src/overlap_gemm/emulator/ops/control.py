@@ -22,7 +22,8 @@ from overlap_gemm.emulator.ptx.lanes import FULL, lane_list, one
 def _trap(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
         lanes = lane_list(mask)
-        raise KernelTrap(f"{group.where()}, line {ins.line}: trap in lane(s) {lanes[0]}..{lanes[-1]}")
+        place = group.warp.grid.program.place(ins.line)
+        raise KernelTrap(f"{group.where()}, line {place}: trap in lane(s) {lanes[0]}..{lanes[-1]}")
 
     return Op(run)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.errors import MemoryFault
-from overlap_gemm.emulator.machine.warp import BulkGroups, Group
+from overlap_gemm.emulator.machine.shared_races import Unit, nearby
+from overlap_gemm.emulator.machine.warp import BulkGroups, Group, Warp
 from overlap_gemm.emulator.ops.bulk import wake, write_smem
 from overlap_gemm.emulator.ops.registry import instruction
 from overlap_gemm.emulator.ops.sync import fail
@@ -54,6 +56,10 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
             write_smem(cta, d // size, size, data.reshape(-1).view(CHUNK_DTYPE[size]))
             wake(group, "cp_wait")
 
+        if grid.checks.shared is not None:
+            unit = _unit(group.warp)
+            unit.advance()
+            grid.checks.shared.copied_lanes(group.warp.agent, cta, d, size, ins.line, unit)
         event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}"))
         group.warp.bulk.setdefault(("cp", 0), BulkGroups()).open.append(event)
 
@@ -66,8 +72,14 @@ def _cp_commit(program: Any, f: Function, ins: Instruction) -> Op:
         groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
         groups.committed.append(groups.open)
         groups.open = []
+        group.warp.state.setdefault("cp_issued", []).append(_unit(group.warp).issued)
 
     return Op(run)
+
+
+def _unit(warp: Warp) -> Unit:
+    hint = "no cp.async.wait_group of that warp, passed on, covers it"
+    return warp.cta.cluster.unit(warp.agent.units, "cp.async", f"a cp.async of {warp}", hint)
 
 
 @instruction("cp.async.wait_group", "cp.async.wait_all")
@@ -86,8 +98,12 @@ def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
             group.warp.state.setdefault("cp_wait", []).append(group)
             group.park("its cp.async copies")
             return BLOCK_RESULT
+        issued = group.warp.state.get("cp_issued", [])
         for _ in range(len(due) - everything):
             groups.committed.popleft()
+            group.warp.agent.learn_nearby(_unit(group.warp).number, issued.pop(0))
+        if everything:
+            group.warp.agent.learn_nearby(_unit(group.warp).number, _unit(group.warp).issued)
         return None
 
     return Op(run, (ins.operands[0] if ins.operands else None,), (), head=True)
@@ -103,11 +119,13 @@ def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
         before = tuple(e for events in [*groups.committed, groups.open] for e in events if not e.done)
         for lane in lane_list(mask):
             barrier = cta.mbarrier(one(address, 1 << lane) & _WINDOW)
+            grid.checks.mbarrier_known(group, barrier, ins.line)
             if not keeps:
                 barrier.pending += 1
-            event = Event(
-                barrier.arrive, grid, cta, f"the cp.async.mbarrier.arrive of line {ins.line}", after=before
-            )
+            unit = _unit(group.warp)
+            known = {**nearby(group.warp.agent), unit.number: unit.issued}
+            what = f"the cp.async.mbarrier.arrive of line {ins.line}"
+            event = Event(partial(barrier.arrive, passing=known), grid, cta, what, after=before)
             grid.engine.submit(event)
 
     return Op(run, (ins.operands[0],))

@@ -14,6 +14,7 @@ import numpy as np
 from overlap_gemm.emulator.machine.access import STRONG, Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.ops.bulk import copies_in
 from overlap_gemm.emulator.ops.memory import combine, shape_of
 from overlap_gemm.emulator.ops.registry import destinations, instruction
 from overlap_gemm.emulator.ops.sync import fail
@@ -161,7 +162,8 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
                 raise fail(group, ins, f"shared address {at:#x} is misaligned or out of bounds")
             if signalled is not cta:
                 raise fail(group, ins, "the mbarrier lies in another CTA than the destination")
-            signalled.mbarrier(signal)
+            chunks = slice(offset >> 4, (offset + size - 1 >> 4) + 1)
+            copies_in(group, cta, chunks, 16, cta.mbarrier(signal), ins.line)
             data = [one(v, pick) & MASK[8 * width] for v in parts]
 
             land = partial(_land, cta, width, offset, data, function, signal)
@@ -194,10 +196,15 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
         if at % 16 or at + 16 > grid.smem_bytes:
             raise fail(group, ins, f"shared offset {at:#x} is not 16 aligned bytes of shared memory")
 
+        targets = cta.cluster.ctas if everywhere else [cta]
+        for target in targets:
+            chunk = slice(at >> 4, (at >> 4) + 1)
+            copies_in(group, target, chunk, 16, target.mbarrier(signal | target.base), ins.line)
+
         def answer() -> None:
             first = grid.cancel()
             words = (0, 0) if first is None else (first[0] | first[1] << 32, first[2] | _CANCELED)
-            for target in cta.cluster.ctas if everywhere else [cta]:
+            for target in targets:
                 target.mem[8][at >> 3], target.mem[8][(at >> 3) + 1] = words
                 target.mbarrier(signal | target.base).complete(16)
 

@@ -19,7 +19,8 @@ _WINDOW = 0xFFFFFFFF
 
 def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
     """An error that names the place."""
-    return EmulatorError(f"{group.where()}, line {ins.line} ({ins.opcode}): {what}")
+    place = group.warp.grid.program.place(ins.line)
+    return EmulatorError(f"{group.where()}, line {place} ({ins.opcode}): {what}")
 
 
 # -- named barriers ------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
         group.effects += 1
         for a, n in _per_lane(mask, address, amount):
             barrier = cta.mbarrier(a & _WINDOW)
+            cta.grid.checks.mbarrier_known(group, barrier, ins.line)
             if a >> 24 & 0xFF != cta.rank_in_cluster:
                 cta.grid.checks.mbarrier_use(barrier, f"mbarrier.arrive of {group.warp}", ins.line)
                 if not cta.cluster.owner(a & _WINDOW).live_warps:
@@ -215,6 +217,7 @@ def _tx(program: Any, f: Function, ins: Instruction) -> Op:
         group.effects += 1
         for a, n in _per_lane(mask, address, nbytes):
             barrier = group.warp.cta.mbarrier(a & _WINDOW)
+            group.warp.grid.checks.mbarrier_known(group, barrier, ins.line)
             (barrier.expect if expects else barrier.complete)(n)
 
     return Op(run, ins.operands[:2])
@@ -237,12 +240,15 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
                 return _each_lane(group, mask, address, phase)
             address = one(address, mask)
         barrier = group.warp.cta.mbarrier(address & _WINDOW)
+        checks = group.warp.grid.checks
+        checks.mbarrier_known(group, barrier, ins.line)
         want = phase if phase.__class__ is int else one(phase, mask)
         done = barrier.phase != (want & 1) if by_parity else barrier.completed > want >> 1
         if done:
             if group.token is not None:
                 group.token = None
-            group.warp.grid.checks.leave(group, barrier, ins)
+            checks.leave(group, barrier, ins)
+            checks.completed(group, barrier)
             return True
         timed_out = group.token == "timeout"
         if timed_out or not (hinted or looked.get(group) == group.effects):
@@ -258,7 +264,12 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         out = np.zeros(32, np.bool_)
         for lane in lane_list(mask):
             barrier = group.warp.cta.mbarrier(one(address, 1 << lane) & _WINDOW)
+            checks = group.warp.grid.checks
+            checks.mbarrier_known(group, barrier, ins.line)
             out[lane] = barrier.test(one(phase, 1 << lane) & 1)
+            if out[lane]:
+                checks.leave(group, barrier, ins)
+                checks.completed(group, barrier)
         return out
 
     return Op(run, (address, phase), outputs, head=True)  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from overlap_gemm.emulator.machine.asyncq import Event
-from overlap_gemm.emulator.machine.warp import TMEM_COLUMNS, Cta, Group
+from overlap_gemm.emulator.machine.shared_races import Unit, nearby
+from overlap_gemm.emulator.machine.warp import TMEM_COLUMNS, Cta, Group, Warp
 from overlap_gemm.emulator.ops.convergence import gathered
 from overlap_gemm.emulator.ops.registry import destinations, instruction
 from overlap_gemm.emulator.ops.sync import fail
@@ -28,6 +29,34 @@ def pair_of(cta: Cta) -> list[Cta]:
 
 def _group_of(cta: Cta, ins: Instruction) -> list[Cta]:
     return pair_of(cta) if "cta_group::2" in ins.parts else [cta]
+
+
+def _cells(first: int, columns: int, halves: tuple[int, ...] = (0, 1), quarter: int | None = None) -> Any:
+    """Cells of tensor memory for the race detector: quarter of the lanes, half of these, columns."""
+    quarters = slice(None) if quarter is None else slice(quarter, quarter + 1)
+    return quarters, slice(halves[0], halves[-1] + 1), slice(first, first + columns)
+
+
+def _touch(group: Group, cta: Cta, cells: Any, line: int, store: bool, unit: Unit | None = None) -> None:
+    shared = cta.grid.checks.shared
+    if shared is not None:
+        shared.tensor(group.warp.agent, cta, cells, line, store, unit)
+
+
+def _access(group: Group, ins: Instruction, kind: str, at: int, lanes: int, columns: int) -> None:
+    """A warp accesses its quarter of tensor memory."""
+    warp, lane, first = group.warp, at >> 16, at & 0xFFFF
+    _check_cells(group, ins, at, columns)
+    warp.grid.engine.settle()
+    halves = (0, 1) if lanes == 32 else (lane % 32 // 16,)
+    _touch(group, warp.cta, _cells(first, columns, halves, warp.index % 4), ins.line, kind == "st")
+    warp.cta.tmem_order.begin(kind, warp.index, lane, lanes, first, columns)
+
+
+def _pipe(warp: Warp) -> Unit:
+    """The tensor-core operations that a warp issues."""
+    hint = "no tcgen05.commit behind it, waited for at its mbarrier, tells that it is done"
+    return warp.cta.cluster.unit(warp.agent.units, "tcgen05", f"a tensor-core operation of {warp}", hint)
 
 
 # -- allocation ----------------------------------------------------------------------------------
@@ -53,6 +82,9 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         owner[first : first + n] = first + 1
         offset = one(address, mask) & _OFFSET
+        if cta.grid.checks.shared is not None:
+            cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)
+        cta.tensor_cells.entries[:, :, first : first + n] = 0
         cta.smem[offset : offset + 4] = np.frombuffer(first.to_bytes(4, "little"), np.uint8)
         return None
 
@@ -71,6 +103,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         cta.grid.checks.tmem_use(
             cta, ("ld", "st"), first, n, (0, 1), f"tcgen05.dealloc of {group.warp}", ins.line
         )
+        _touch(group, cta, _cells(first, n), ins.line, True)
         cta.tmem_owner[first : first + n] = 0
         waiting, cta.tmem_waiters = cta.tmem_waiters, []
         for other in waiting:
@@ -122,9 +155,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         at = one(address, mask)
-        _check_cells(group, ins, at, columns)
-        group.warp.grid.engine.settle()
-        group.warp.cta.tmem_order.begin("ld", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
+        _access(group, ins, "ld", at, lanes, columns)
         try:
             values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
         except ValueError as why:
@@ -146,9 +177,7 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         at = one(address, mask)
-        _check_cells(group, ins, at, columns)
-        group.warp.grid.engine.settle()
-        group.warp.cta.tmem_order.begin("st", group.warp.index, at >> 16, lanes, at & 0xFFFF, columns)
+        _access(group, ins, "st", at, lanes, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:
             tmem.store(group.warp.cta.tmem, at, rows, shape, repeat, packed, split)
@@ -209,6 +238,21 @@ class _Products(Event):
             raise fail(group, ins, str(why)) from None
 
 
+def _note_product(group: Group, product: tcgen05.Mma, ctas: list[Cta], line: int) -> None:
+    """Tells the race detector what a product reads and writes: once for all K steps behind one commit."""
+    agent, unit, shared = group.warp.agent, _pipe(group.warp), group.warp.grid.checks.shared
+    assert shared is not None
+    for c in ctas:
+        for atoms in tcgen05.smem_atoms(product, len(ctas)):
+            if unit.first_time((c.rank_in_cluster, atoms.start, atoms.stop)):
+                shared.async_read(agent, c, atoms, line, unit.number, unit.issued)
+        d, a = product.d_cells(len(ctas)), product.a_cells()
+        if unit.first_time((c.rank_in_cluster, "d", d)):
+            shared.tensor(agent, c, _cells(*d), line, True, unit)
+        if a[1] and unit.first_time((c.rank_in_cluster, "a", a)):
+            shared.tensor(agent, c, _cells(*a), line, False, unit)
+
+
 @instruction("tcgen05.mma")
 def _mma(program: Any, f: Function, ins: Instruction) -> Op:
     kind = next(p.split("::")[1] for p in ins.parts if p.startswith("kind::"))
@@ -258,6 +302,8 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
             for c in ctas:
                 if c.written_in(spans):
                     checks.smem_read(group, c, product.smem_reads(len(ctas)) >> 4, "tcgen05.mma", ins.line)
+        if checks.shared is not None:
+            _note_product(group, product, ctas, ins.line)
         held = engine.held
         if isinstance(held, _Products) and held.take(group, ctas, product):
             return
@@ -318,6 +364,16 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
         else:
             targets = [cta.cluster.owner(at)]
 
+        for target in targets:
+            mbarrier = target.mbarriers.get(at & _OFFSET)
+            if mbarrier is not None:
+                target.grid.checks.mbarrier_known(group, mbarrier, ins.line)
+        known: dict[int, int] = {}
+        if cta.grid.checks.shared is not None:
+            unit = _pipe(group.warp)
+            known = {**nearby(group.warp.agent), unit.number: unit.issued}
+            unit.advance()
+
         def arrive() -> None:
             for target in targets:
                 barrier = target.mbarrier(at & _OFFSET | target.base)
@@ -325,7 +381,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
                     if target is targets[0] and "exit" in target.grid.checks.enabled:
                         continue  # it was reported when that CTA exited
                     raise fail(group, ins, f"arrives at {barrier} of {target}, which has exited")
-                barrier.arrive()
+                barrier.arrive(passing=known)
 
         what = f"the tcgen05.commit of line {ins.line}"
         cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what, "tensor"))

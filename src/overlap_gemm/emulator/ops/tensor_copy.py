@@ -11,7 +11,15 @@ from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.memory import PARAM, WINDOW_SHIFT
 from overlap_gemm.emulator.machine.warp import Cta, Group
-from overlap_gemm.emulator.ops.bulk import DONE, bulk_groups, copy_out, reducer, threads, write_smem
+from overlap_gemm.emulator.ops.bulk import (
+    DONE,
+    bulk_groups,
+    copies_in,
+    copy_out,
+    reducer,
+    threads,
+    write_smem,
+)
 from overlap_gemm.emulator.ops.registry import instruction
 from overlap_gemm.emulator.ops.sync import fail
 from overlap_gemm.emulator.ptx.emit import Op, Unsupported
@@ -103,7 +111,9 @@ def _load_box(
 
     for cta, signalled in places:
         what = f"the TMA load of line {line} into {cta} at {dst & _OFFSET:#x}"
-        grid.checks.mbarrier_use(signalled.mbarrier(barrier & _OFFSET | signalled.base), what, line)
+        mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+        grid.checks.mbarrier_use(mbarrier, what, line)
+        copies_in(group, cta, plan.smem, plan.chunk, mbarrier, line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
 
 

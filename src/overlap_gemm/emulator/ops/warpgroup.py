@@ -15,6 +15,7 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.access import Access
 from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.shared_races import Unit
 from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
 from overlap_gemm.emulator.ops.convergence import gathered
 from overlap_gemm.emulator.ops.registry import destinations, instruction
@@ -66,6 +67,8 @@ class Product:
     b: smem_desc.SmemDescriptor
     reads_d: bool
     warps: int = 0
+    number: int = 0
+    reads: tuple[slice, ...] = ()
     a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
     done: bool = False
 
@@ -74,12 +77,14 @@ class WarpState:
     """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups.
 
     `fenced` tells whether a wgmma.fence followed the last time that registers came back to the warp,
-    `returned` what came back in each register.
+    `returned` what came back in each register, `told` what the race detector knows of the open group's reads.
     """
 
     def __init__(self) -> None:
         self.sequence = 0
         self.fenced = False
+        self.commits = 0
+        self.told: set[tuple[int, int]] = set()
         self.returned: dict[int, Any] = {}
         self.flying: dict[tuple[int, ...], Accumulator] = {}
         self.open: list[Product] = []
@@ -91,6 +96,14 @@ def _state(warp: Warp) -> WarpState:
     if state is None:
         state = warp.state["wgmma"] = WarpState()
     return state
+
+
+def _unit(warp: Warp) -> Unit:
+    """The wgmmas of a warp's warpgroup, as readers of shared memory."""
+    units = warp.cta.state.setdefault("wgmma_units", {})
+    group = warp.index // 4
+    hint = "no wgmma.wait_group, passed on, retires the read"
+    return warp.cta.cluster.unit(units, str(group), f"a wgmma of warpgroup {group} of {warp.cta}", hint)
 
 
 @instruction("wgmma.fence")
@@ -143,11 +156,20 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
             products[key] = product
+            if cta.grid.checks.shared is not None:
+                product.number = state.commits + 1
+                product.reads = tuple(tile.atoms(*form) for tile, form in shape.smem_tiles(left, product.b))
             if "proxy" in cta.grid.checks.enabled:
                 for tile, form in shape.smem_tiles(left, product.b):
                     if cta.written_in([tile.span(*form)]):
                         reads = tile.chunk_addresses(*form) >> 4
                         cta.grid.checks.smem_read(group, cta, reads, "wgmma", ins.line)
+        if cta.grid.checks.shared is not None:
+            for atoms in product.reads:
+                if (atoms.start, atoms.stop) not in state.told:  # once for all K steps of a group
+                    state.told.add((atoms.start, atoms.stop))
+                    by = _unit(warp).number, product.number, warp.index // 4 & 1
+                    cta.grid.checks.shared.async_read(warp.agent, cta, atoms, ins.line, *by)
         accumulator = product.accumulator
         touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
         if (touched or in_registers) and not state.fenced:
@@ -202,6 +224,8 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
         state = _state(group.warp)
         state.groups.append(state.open)
         state.open = []
+        state.commits += 1
+        state.told.clear()
 
     return Op(run)
 
@@ -219,6 +243,8 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         if len(state.groups) > allowed:
             state.fenced = False
+        if due and warp.grid.checks.shared is not None:
+            warp.agent.learn_nearby(_unit(warp).number, max(p.number for p in due))
         while len(state.groups) > allowed:
             state.groups.popleft()
         w = warp.index % 4

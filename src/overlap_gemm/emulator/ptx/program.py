@@ -36,6 +36,7 @@ from overlap_gemm.emulator.ptx.ir import (
 from overlap_gemm.emulator.ptx.lanes import FULL
 from overlap_gemm.emulator.ptx.lanes import bits as lane_bits
 from overlap_gemm.emulator.ptx.parse import parse
+from overlap_gemm.emulator.ptx.source import place
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group
@@ -326,8 +327,8 @@ class Program:
         for lane, value in values.items():
             groups[places[value]] = groups.get(places[value], 0) | 1 << lane
         (first, _), *others = groups.items()
-        for place, mask in others:
-            group.split(mask, place)
+        for target, mask in others:
+            group.split(mask, target)
         if not others:
             return first
         group.pc = first
@@ -369,12 +370,18 @@ class Program:
     def text_at(self, item: int) -> str:
         """The instruction an item begins with."""
         lines = self._lines[item]
-        return f"line {lines[0].line}: {_short(lines[0].text)}" if lines else "the end of the function"
+        if not lines:
+            return "the end of the function"
+        return f"line {self.place(lines[0].line)}: {_short(lines[0].text)}"
+
+    def place(self, line: int) -> str:
+        """A PTX line, with that of the Python source where it is known."""
+        return place(self.module.text, line)
 
     def locate(self, error: Exception, group: Group, item: int) -> EmulatorError:
         """Wraps an unexpected exception with its place."""
         lines = self._lines[item]
-        span = f"lines {lines[0].line} to {lines[-1].line}" if lines else "?"
+        span = f"lines {self.place(lines[0].line)} to {lines[-1].line}" if lines else "?"
         return EmulatorError(
             f"{group.where()}, {span} ({_short(lines[0].text)}): {type(error).__name__}: {error}"
         )

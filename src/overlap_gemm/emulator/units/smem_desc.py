@@ -80,6 +80,12 @@ class SmemDescriptor:
         base = (self.start - phase) >> 4
         return base + first, base + end
 
+    def atoms(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> slice:
+        """Chunk numbers of the whole swizzled rows that hold the tile: the same for all K steps in them."""
+        first, end = self.span(rows, k, element_bytes, mn_major)
+        row = self.swizzle.row_bytes >> 4
+        return slice(first // row * row, -(-end // row) * row)
+
     def gather(
         self, smem: NDArray[np.uint8], rows: int, k: int, element_bytes: int, mn_major: bool
     ) -> NDArray[np.unsignedinteger]:

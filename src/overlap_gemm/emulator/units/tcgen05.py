@@ -270,6 +270,12 @@ def decode_mma(
 
 
 @lru_cache(maxsize=1024)
+def smem_atoms(mma: Mma, ctas: int) -> list[slice]:
+    """Ranges of chunk numbers of the whole swizzle atoms that hold A and B."""
+    return [tile.atoms(*form) for tile, form in mma.smem_tiles(ctas)]
+
+
+@lru_cache(maxsize=1024)
 def smem_spans(mma: Mma, ctas: int) -> list[tuple[int, int]]:
     """Ranges of chunk numbers, first and end, that hold all of `Mma.smem_reads`."""
     return [tile.span(*form) for tile, form in mma.smem_tiles(ctas)]

@@ -1,21 +1,25 @@
 """`ParallelStyle` classes for `torch.distributed.tensor.parallel.parallelize_module`.
 
-    parallelize_module(model, mesh, llama_plan())      # a LlamaForCausalLM of Hugging Face's transformers
-
 Parameters become DTensors as with torch's own styles, so optimizers, gradient clipping and distributed
 checkpoints work on them unchanged.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
-from .nn import column_parallel_gemm
+from ..backends.base import BackendName
+from ..backends.select import check_name
+from ..functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+from ..nn import column_parallel_gemm
+
+Rows: TypeAlias = Length | Callable[[], int]
+"""The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
 
 
 class OverlapColwiseParallel(ParallelStyle):
@@ -31,7 +35,7 @@ class OverlapColwiseParallel(ParallelStyle):
         input_layouts: How the input (a local tensor or a DTensor) lies; default `Replicate()`.
         output_layouts: How the output shall lie; default `Shard(-1)`.
         use_local_output: Return a local tensor, not a DTensor.
-        rows: As for `overlap_gemm.all_gather_gemm`.
+        rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
     """
 
@@ -41,10 +45,11 @@ class OverlapColwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-        rows: Length = None,
-        backend: str = "auto",
+        rows: Rows = None,
+        backend: BackendName = "auto",
     ):
         super().__init__()
+        check_name(backend)
         self.input_layout = input_layouts or Replicate()
         self.output_layout = output_layouts or Shard(-1)
         self.use_local_output, self.rows, self.backend = use_local_output, rows, backend
@@ -58,7 +63,7 @@ class OverlapColwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
-        module.forward = _ColwiseForward(module, device_mesh, self)
+        module.forward = ColwiseForward(module, device_mesh, self)
         return module
 
 
@@ -83,9 +88,10 @@ class OverlapRowwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ):
         super().__init__()
+        check_name(backend)
         self.input_layout = input_layouts or Shard(-1)
         self.output_layout = output_layouts or Replicate()
         self.use_local_output, self.backend = use_local_output, backend
@@ -97,7 +103,7 @@ class OverlapRowwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
-        module.forward = _RowwiseForward(module, device_mesh, self)
+        module.forward = RowwiseForward(module, device_mesh, self)
         return module
 
 
@@ -115,7 +121,7 @@ class OverlapSharedGather(ParallelStyle):
         input_layouts: How the module's input lies, `Shard(d)`; default `Shard(1)`, the sequence of `[b, s,
             h]`.
         argument: Name of the input, for callers that pass it by keyword.
-        rows: As for `overlap_gemm.all_gather_gemm`.
+        rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
     """
 
@@ -124,10 +130,11 @@ class OverlapSharedGather(ParallelStyle):
         *children: str,
         input_layouts: Placement | None = None,
         argument: str = "hidden_states",
-        rows: Length = None,
-        backend: str = "auto",
+        rows: Rows = None,
+        backend: BackendName = "auto",
     ):
         super().__init__()
+        check_name(backend)
         layout = input_layouts or Shard(1)
         if not isinstance(layout, Shard):
             raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
@@ -149,7 +156,7 @@ class OverlapSharedGather(ParallelStyle):
 
     def _multiply(self, x: Tensor, linears: list[nn.Module], mesh: DeviceMesh) -> Tensor:
         for name, linear in zip(self.children, linears, strict=True):
-            if not isinstance(linear.forward, _ColwiseForward):
+            if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = _local(x, mesh, self.layout, self.rows)
         biases = [linear.bias.to_local() for linear in linears if linear.bias is not None]
@@ -160,6 +167,7 @@ class OverlapSharedGather(ParallelStyle):
             group=mesh,
             dim=self.layout.dim,
             rows=rows,
+            columns=sum(linear.weight.shape[0] for linear in linears),
             backend=self.backend,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
@@ -168,48 +176,7 @@ class OverlapSharedGather(ParallelStyle):
         return stand_in
 
 
-def llama_plan(*, rows: Length = None, backend: str = "auto") -> dict[str, ParallelStyle]:
-    """Tensor and sequence parallelism for Hugging Face's `LlamaForCausalLM`.
-
-    It fits any model whose parts have the same names. Embeddings are computed whole; from the first layer on
-    the hidden states are `[b, s / P, h]`, also within the norms and between the blocks. The logits come as a
-    DTensor sharded by vocabulary: take `.full_tensor()`, or the loss under torch's `loss_parallel()`. P must
-    divide the heads, and s (torch's `SequenceParallel` wants that).
-
-    Args:
-        rows: s, if it is always the same; otherwise the ranks exchange it in each call.
-        backend: As for `overlap_gemm.all_gather_gemm`.
-
-    Returns:
-        What `parallelize_module(model, mesh, ...)` takes.
-    """
-    norm = SequenceParallel(use_local_output=True)
-    column = OverlapColwiseParallel(backend=backend)
-    row = OverlapRowwiseParallel(output_layouts=Shard(1), backend=backend)
-    layer = {
-        "input_layernorm": norm,
-        "self_attn": OverlapSharedGather("q_proj", "k_proj", "v_proj", rows=rows, backend=backend),
-        "self_attn.[qkv]_proj": column,
-        "self_attn.o_proj": row,
-        "post_attention_layernorm": norm,
-        "mlp": OverlapSharedGather("gate_proj", "up_proj", rows=rows, backend=backend),
-        "mlp.gate_proj": column,
-        "mlp.up_proj": column,
-        "mlp.down_proj": row,
-    }
-    return {
-        "model.layers.0": PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-        ),
-        **{f"model.layers.*.{name}": style for name, style in layer.items()},
-        "model.norm": norm,
-        "lm_head": OverlapColwiseParallel(
-            input_layouts=Shard(1), use_local_output=False, rows=rows, backend=backend
-        ),
-    }
-
-
-class _ColwiseForward:
+class ColwiseForward:
     """The forward of a linear styled `OverlapColwiseParallel`."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel):
@@ -218,6 +185,7 @@ class _ColwiseForward:
         """(stand-in, result) that an `OverlapSharedGather` left for the coming call."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
         if self.product is not None and self.product[0] is x:
             (_, out), self.product = self.product, None
@@ -228,7 +196,7 @@ class _ColwiseForward:
         if isinstance(style.input_layout, Shard):
             out = all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
-                backend=style.backend,
+                columns=module.weight.shape[0], backend=style.backend,
             )  # fmt: skip
         elif isinstance(style.output_layout, Replicate):
             columns = module.weight.shape[0]
@@ -244,23 +212,27 @@ class _ColwiseForward:
         return _output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
 
 
-class _RowwiseForward:
+class RowwiseForward:
     """The forward of a linear styled `OverlapRowwiseParallel`."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapRowwiseParallel):
         self.module, self.mesh, self.style = module, mesh, style
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
         x, _ = _local(x, self.mesh, style.input_layout, None)
         weight = module.weight.to_local()
         bias = None if module.bias is None else module.bias.to_local()
         if isinstance(style.output_layout, Shard):
             out = gemm_reduce_scatter(
-                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, backend=style.backend
-            )
+                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim,
+                k=module.weight.shape[1], backend=style.backend,
+            )  # fmt: skip
         else:
-            out = gemm_all_reduce(x, weight, bias=bias, group=self.mesh, backend=style.backend)
+            out = gemm_all_reduce(
+                x, weight, bias=bias, group=self.mesh, k=module.weight.shape[1], backend=style.backend
+            )
         whole = torch.Size((*x.shape[:-1], out.shape[-1]))
         return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
@@ -277,13 +249,13 @@ def _distribute(
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Length) -> tuple[Tensor, Length]:
+def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tuple[Tensor, Length]:
     """This rank's part of x, and what is known of the whole length: all, if x is a DTensor."""
     if not isinstance(x, DTensor):
-        return x, rows
+        return x, rows() if callable(rows) else rows
     if x.placements != (layout,):
         x = x.redistribute(mesh, (layout,))
-    return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else rows
+    return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else None
 
 
 def _output(

@@ -1,0 +1,36 @@
+"""`torch.autocast` for the ops: the dtype rules of `nn.Linear`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def autocast(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The operands of a product as `torch.autocast` wants them; as they are outside of it.
+
+    Like a product of torch's own: floating-point operands on the region's device type take its dtype, but
+    float64 stays. Gradients come back in each operand's own dtype.
+
+    Args:
+        x: The input.
+        weights: The weights.
+        biases: The biases.
+    """
+    device = x.device.type if isinstance(x, Tensor) else "cpu"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x, list(weights), list(biases)
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = (
+            isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.device.type == device
+            and tensor.dtype != torch.float64
+        )
+        return tensor.to(dtype) if eligible else tensor
+
+    return cast(x), [cast(weight) for weight in weights], [cast(bias) for bias in biases]

@@ -1,0 +1,83 @@
+"""The fused backend's compiled kernels: how tiles travel, which kernels that takes, where they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ..kernels.config import GemmConfig
+from ..runtime.compile_cache import OPTIONS, CompileCache
+from ..runtime.executor import Executor
+from ..runtime.order import forbid_capture
+from ..runtime.symmetric import init_nvshmem_library, why_no_puts
+
+
+def transport_for(arch: str, reaches_all: bool) -> str:
+    """How tiles reach their owners: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
+
+    On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
+
+    Raises:
+        RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
+    """
+    if reaches_all:
+        return "peer_bulk"
+    if reason := why_no_puts():
+        raise RuntimeError(f"some ranks do not reach each other's memory by loads and stores, and {reason}")
+    return "staged" if arch == "sm_90a" else "nvshmem"
+
+
+def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
+    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``."""
+
+    def build() -> Any:
+        from ..kernels.build import DirectCall, compile_kernel, make_kernel
+        from ..transports import Nvshmem, PeerBulk, Staged
+
+        if transport == "nvshmem":
+            return DirectCall(compile_kernel(make_kernel(config, Nvshmem(), cooperative)))
+        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged}
+        return compile_kernel(make_kernel(config, ways[transport](), cooperative), OPTIONS)
+
+    # A grid that cannot be resident at once is refused then, where it would wait for itself for ever.
+    cooperative = transport != "local" and executor.is_whole_device
+    return _from_cache(executor, (config, transport, cooperative), build, puts=transport == "nvshmem")
+
+
+def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
+    """The relay kernel beside the GEMM of a configuration (`kernels.relay`)."""
+    config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it
+
+    def build() -> Any:
+        from ..kernels.build import DirectCall, compile_relay
+        from ..transports import Nvshmem
+
+        return DirectCall(compile_relay(config, Nvshmem()))
+
+    return _from_cache(executor, (config, "relay"), build, puts=True)
+
+
+def _from_cache(executor: Executor, key: Hashable, build: Callable[[], Any], puts: bool) -> Any:
+    """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
+
+    Such a one is not kept on disk, and called the DSL's own way: NVSHMEM initialises the library that a
+    kernel is loaded from, and neither what comes from disk nor a TVM-FFI function tells it.
+    """
+
+    def build_and_initialise() -> Any:
+        compiled = build()
+        if puts and executor.device.type == "cuda":
+            init_nvshmem_library(compiled)
+        return compiled
+
+    kept = _cache(executor.on_disk and not puts)
+    if not kept.has(key, executor.arch):
+        forbid_capture(executor.device, "a kernel cannot be compiled or loaded")
+    return kept.get(key, executor.arch, build_and_initialise)
+
+
+@cache
+def _cache(on_disk: bool) -> CompileCache:
+    return CompileCache() if on_disk else CompileCache(folder=None)

@@ -1,0 +1,138 @@
+"""Whether the ranks of a group could run fused kernels together: found out once, at the first need.
+
+All ranks exchange what they are, try to map each other's memory, and come to the same answer: what `auto`
+takes must not depend on a fact that one rank alone knows. Collective, like every first call of an op.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..runtime.executor import ARCH_OF_CAPABILITY, why_no_cuda
+from ..runtime.group import Group
+from ..runtime.order import forbid_capture
+from ..runtime.symmetric import TorchSymmetric
+from ..tuning.machine import machine_for
+
+PROBE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a group's ranks found out about each other's GPUs, the same on all of them.
+
+    Attributes:
+        arch: What kernels are compiled for; empty where no kernel of ours runs on all ranks.
+        num_sms: SMs that every rank has.
+        why_not: Why `auto` leaves fused kernels alone; None where it may take them.
+    """
+
+    arch: str
+    num_sms: int
+    why_not: str | None
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank tells the others of its GPU.
+
+    Attributes:
+        why_not: Why no kernel of ours runs on it, None if one does.
+        arch: What kernels are compiled for.
+        num_sms: Its SMs.
+        constants: `Machine.digest` of what its times are predicted with; empty if there is nothing.
+        host: The machine it is in.
+        uuid: Its identity.
+    """
+
+    why_not: str | None
+    arch: str
+    num_sms: int
+    constants: str
+    host: str
+    uuid: str
+
+
+_known: dict[tuple[str, torch.device], tuple[Group, Reach]] = {}
+
+
+def reach_of(group: Group, device: torch.device) -> Reach:
+    """What the ranks of `group` found out, with `device` this rank's; collective at its first call.
+
+    Raises:
+        CaptureError: It is the first call, and a CUDA graph is being captured.
+    """
+    known = _known.get((group.name, device))
+    if known is None or known[0] is not group:
+        known = _known[group.name, device] = (group, _find_out(group, device))
+    return known[1]
+
+
+def _find_out(group: Group, device: torch.device) -> Reach:
+    if group.size == 1:
+        return Reach("", 0, "one rank has nothing to transfer")
+    forbid_capture(device, f"the ranks of group {group.name!r} cannot find out whether they reach each other")
+    everyone: list[Device] = group.all_gather_object(this_device(device))
+    reach = compare(group, everyone)
+    if reach.why_not is not None:
+        return reach
+    apart = group.all_gather_object(_out_of_reach(device, everyone))
+    if not any(apart):
+        # What the driver promises is tried, with a block of a few bytes.
+        try:
+            TorchSymmetric(group, PROBE_BYTES, device).close()
+            apart = group.all_gather_object(None)
+        except Exception as error:  # whatever it is, the peers must come to the same answer
+            apart = group.all_gather_object(f"{type(error).__name__}: {error}")
+    failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(apart) if why]
+    why_not = f"not all ranks reach each other's memory ({'; '.join(failed)})" if failed else None
+    return Reach(reach.arch, reach.num_sms, why_not)
+
+
+def this_device(device: torch.device) -> Device:
+    """This rank's GPU, for the others."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    arch = ARCH_OF_CAPABILITY.get((properties.major, properties.minor), "")
+    machine = machine_for(arch) if arch else None
+    return Device(
+        why_no_cuda(index),
+        arch,
+        properties.multi_processor_count,
+        "" if machine is None else machine.digest,
+        socket.gethostname(),
+        str(properties.uuid),
+    )
+
+
+def compare(group: Group, everyone: Sequence[Device]) -> Reach:
+    """What the ranks' devices come to, before anybody tries to map memory."""
+
+    def views(fact: str) -> str:
+        return ", ".join(
+            f"rank {group.global_rank(r)} has {getattr(own, fact)}" for r, own in enumerate(everyone)
+        )
+
+    num_sms = min(own.num_sms for own in everyone)
+    if unfit := next(((r, own.why_not) for r, own in enumerate(everyone) if own.why_not), None):
+        return Reach("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
+    for fact, what in (("arch", "architectures"), ("constants", "constants of their machines")):
+        if len({getattr(own, fact) for own in everyone}) > 1:
+            return Reach("", 0, f"the ranks have different {what}: {views(fact)}")
+    arch = everyone[0].arch
+    if len({own.host for own in everyone}) > 1:
+        return Reach(arch, num_sms, f"the ranks are on different hosts: {views('host')}")
+    return Reach(arch, num_sms, None)
+
+
+def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:
+    """Which of the peers' devices this rank cannot load from and store to, by the driver."""
+    ours = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    own = torch.cuda.current_device() if device.index is None else device.index
+    visible = [ours[peer.uuid] for peer in everyone if peer.uuid in ours]
+    apart = [peer for peer in visible if peer != own and not torch.cuda.can_device_access_peer(own, peer)]
+    return f"device {own} cannot access device {' '.join(map(str, apart))}" if apart else None

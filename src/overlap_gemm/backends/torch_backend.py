@@ -1,0 +1,103 @@
+"""The product and torch's own collective, nothing of ours in between: what a model without this library does.
+
+The yardstick, and what `auto` falls back to on GPUs. Sums over ranks are the collective's: NCCL and gloo
+round every partial sum to the operands' dtype, in an order of their own choosing.
+
+Shards of different lengths cost what padding them to the longest costs, on the wire: the collectives take
+equal blocks only. A product that is to be scattered is written into a padded tensor at once, and only a short
+shard that is to be gathered is copied.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..sharding import Shards
+from .base import VIRTUAL, Problem, bind_method
+from .collectives import all_gather_rows, collective, gemm, gemms
+
+# The name since torch 2.13, where the older one warns.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Torch:
+    """`torch.mm` beside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed."""
+
+    name = "torch"
+    deterministic = False
+    bind = bind_method
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Carries out everything that torch.distributed has a group for."""
+        return VIRTUAL if problem.virtual else None
+
+    def why_slower(self, problem: Problem) -> str | None:
+        """What a GPU's time is compared with. On CPUs `auto` keeps to sums in rank order."""
+        return None if problem.device_type == "cuda" else "on CPUs a sum in rank order costs no more"
+
+    def all_gather_gemm(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Backend.all_gather_gemm`."""
+        gathered = all_gather_rows(x, shards, group)
+        return gathered, gemms(gathered, weights, biases)
+
+    def gemm_reduce_scatter(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_reduce_scatter`."""
+        if group.size == 1:
+            return gemm(x, weight, bias)
+        whole = group.size * shards.chunk
+        if whole == shards.total:
+            return reduce_scatter_padded(gemm(x, weight), bias, shards, group)
+        padded = x.new_empty(whole, weight.shape[0])
+        gemm(x, weight, out=padded[: shards.total])
+        return reduce_scatter_padded(padded, bias, shards, group)
+
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_all_reduce`."""
+        if group.size == 1:
+            return gemm(x, weight, bias)
+        out = gemm(x, weight)
+        with collective("all-reduce", group):
+            dist.all_reduce(out, group=group.process_group)
+        return out if bias is None else out.add_(bias)
+
+    def gemm_all_gather(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_all_gather`: computed transposed, so that blocks are whole rows."""
+        if group.size == 1:
+            return gemm(x, weight, bias)
+        local = gemm(weight, x)
+        if bias is not None:
+            local += bias[:, None]
+        return all_gather_rows(local, shards, group).t().contiguous()
+
+
+def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
+    """This rank's rows of the sum of every rank's `padded`, by torch's reduce-scatter, plus bias.
+
+    Args:
+        padded: `[P * shards.chunk, N]`, contiguous; written to. Rows from `shards.total` on hold nothing.
+        bias: `[N]` or None.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+
+    Returns:
+        `[shards.size(rank), N]`.
+    """
+    if padded.shape[0] > shards.total:
+        padded[shards.total :].zero_()
+    out = padded.new_empty(shards.chunk, padded.shape[1])
+    if out.numel():
+        with collective("reduce-scatter", group):
+            _reduce_scatter_single(out, padded, group=group.process_group)
+    if (rows := shards.size(group.rank)) < shards.chunk:
+        out = out[:rows]
+    return out if bias is None else out.add_(bias)

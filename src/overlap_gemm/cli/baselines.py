@@ -1,0 +1,176 @@
+"""What the library is measured against: nothing of ours, each on its own.
+
+`product` is torch's matmul of a rank's operands; `collective` torch.distributed's own, alone; `torch` both,
+one after the other; `torch-symm` torch's fused ops on symmetric memory. `link_rates` copies bytes and does
+nothing else. Multicast objects are never made: on a shared machine they can take the GPUs out of service.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..tuning.timing import measure
+from .workload import Call, Workload
+
+# The name since torch 2.13, where the older one warns.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+LINK_BYTES = 96 << 20
+"""Bytes out of each rank in the measurement of the link: 8192 x 8192 of 16 bits on four ranks."""
+
+
+def baselines(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
+    """The calls that use nothing of this library, by name; those that take every shape of it first."""
+    whole = x
+    if workload.op == "all_gather_gemm":
+        whole = x.new_empty(workload.m, workload.k).normal_()
+    calls: dict[str, Call] = {"product": lambda: torch.mm(whole, weight.t())}
+    if group.size > 1:
+        calls["collective"] = _collective(workload, torch.mm(whole, weight.t()), x, group)
+        calls["torch"] = lambda: _both(workload, x, weight, group)
+        if x.device.type == "cuda":
+            calls |= _symmetric(workload, x, weight, group)
+    return calls
+
+
+def _collective(workload: Workload, product: Tensor, x: Tensor, group: Group) -> Call:
+    if workload.op == "gemm_all_gather":
+        columns = product.t().contiguous()
+        return lambda: _gathered(columns, workload.n, group)
+    if workload.op == "all_gather_gemm":
+        return lambda: _gathered(x, workload.m, group)
+    if workload.op == "gemm_all_reduce":
+        return lambda: dist.all_reduce(product, group=group.process_group)
+    return lambda: _scattered(product, group)
+
+
+def _both(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    if workload.op == "all_gather_gemm":
+        return torch.mm(_gathered(x, workload.m, group), weight.t())
+    if workload.op == "gemm_all_gather":
+        return _gathered(torch.mm(weight, x.t()), workload.n, group).t().contiguous()
+    product = torch.mm(x, weight.t())
+    if workload.op == "gemm_all_reduce":
+        dist.all_reduce(product, group=group.process_group)
+        return product
+    return _scattered(product, group)
+
+
+def _gathered(own: Tensor, rows: int, group: Group) -> Tensor:
+    _require_even(rows, group)
+    whole = own.new_empty(rows, own.shape[1])
+    group.all_gather(whole, own)
+    return whole
+
+
+def _scattered(product: Tensor, group: Group) -> Tensor:
+    _require_even(product.shape[0], group)
+    own = product.new_empty(product.shape[0] // group.size, product.shape[1])
+    reduce_scatter(own, product, group=group.process_group)
+    return own
+
+
+def _require_even(extent: int, group: Group) -> None:
+    if extent % group.size:
+        raise ValueError(f"{extent} is not divisible by P={group.size}, as this collective wants it")
+
+
+def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
+    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways behind the product."""
+    ops, name = torch.ops.symm_mem, _enabled(group)
+    if workload.op == "gemm_reduce_scatter":
+
+        def fused() -> Tensor:
+            _require_even(workload.m, group)  # else torch's op fails with an IndexError
+            return ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group_name=name)
+
+        return {"torch-symm": fused}
+    if workload.op == "all_gather_gemm":
+        return {
+            "torch-symm": lambda: ops.fused_all_gather_matmul(
+                x, [weight.t()], 0, group_name=name, return_A=False
+            )
+        }
+    if workload.op == "gemm_all_gather":
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem
+
+    buffer: Tensor | None = None
+
+    def product() -> Tensor:
+        nonlocal buffer
+        if buffer is None:  # at the first call, so that its failure is that variant's
+            buffer = symm_mem.empty(workload.m, workload.n, dtype=x.dtype, device=x.device)
+            symm_mem.rendezvous(buffer, group.process_group)
+        return torch.mm(x, weight.t(), out=buffer)
+
+    return {
+        "one-shot": lambda: ops.one_shot_all_reduce(product(), "sum", name),
+        "two-shot": lambda: ops.two_shot_all_reduce_(product(), "sum", name),
+    }
+
+
+def _enabled(group: Group) -> str:
+    """The name by which symmetric memory knows `group`."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    os.environ[NO_MULTICAST] = "1"
+    assert group.process_group is not None
+    name = group.process_group.group_name
+    if hasattr(symm_mem, "enable_symm_mem_for_group"):  # newer versions of torch need no such call
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            symm_mem.enable_symm_mem_for_group(name)
+    return name
+
+
+def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str, float]:
+    """Bytes/s out of each rank while all send to all: by SM stores and by copy engines. Collective.
+
+    Empty where ranks have no symmetric memory to send into (one rank, a CPU).
+    """
+    if group.size == 1 or device.type != "cuda":
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem
+
+    _enabled(group)
+    chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements, so that all of them lie at whole 4 KiB
+    inbox = symm_mem.empty(group.size * chunk, dtype=torch.float32, device=device)
+    handle = symm_mem.rendezvous(inbox, group.process_group)
+    own = torch.ones(chunk, device=device)
+    peers = [(group.rank + step) % group.size for step in range(1, group.size)]
+    there = [handle.get_buffer(peer, (chunk,), torch.float32, group.rank * chunk) for peer in peers]
+    streams = [torch.cuda.Stream(device) for _ in peers]
+
+    calls = {
+        "stores": lambda: _on_streams(streams, there, lambda out: torch.mul(own, 1.0, out=out)),
+        "copy engines": lambda: _on_streams(streams, there, lambda out: out.copy_(own)),
+    }
+    timings = measure(
+        calls,
+        group=group.process_group,
+        device=device,
+        rounds=rounds,
+        burst_seconds=0.01,
+    )
+    sent = 4 * chunk * len(peers)
+    return {name: sent / timings.median(name) for name in calls}
+
+
+def _on_streams(streams: Sequence[Any], outs: Sequence[Tensor], write: Callable[[Tensor], object]) -> None:
+    """Writes each of `outs` on its own stream, between what comes before and after on the current one."""
+    current = torch.cuda.current_stream()
+    for stream, out in zip(streams, outs, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            write(out)
+    for stream in streams:
+        current.wait_stream(stream)

@@ -1,0 +1,119 @@
+"""`overlap-gemm plan`: what the model expects of a call: which way, how long, and what bounds it."""
+
+from typing import Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from ..backends.base import OPS
+from ..kernels.config import MMA_KINDS
+from ..tuning.machine import Machine, load, machine_for
+from ..tuning.model import FusedTime
+from ..tuning.plan import Facts, Prediction, predict_on
+from .console import rank_zero_console
+from .machine import this_arch
+
+DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def plan(
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(OPS)}.")],
+    m: Annotated[int, typer.Argument(min=1, help="Rows M over all ranks.")],
+    n: Annotated[int, typer.Argument(min=1, help="Output features N over all ranks.")],
+    k: Annotated[int, typer.Argument(min=1, help="Input features K over all ranks.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks P.")] = 8,
+    arch: Annotated[
+        str | None, typer.Option(help="sm_90a, sm_100a or sm_103a. [default: this GPU's, else sm_90a]")
+    ] = None,
+    sms: Annotated[
+        int | None, typer.Option(min=1, help="SMs to use. [default: all of the machine's]")
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16"], typer.Option(help="Of operands and result.")
+    ] = "bfloat16",
+    machine: Annotated[
+        str | None, typer.Option(help="Constants: a file of `tune`, or h200, b200. [default: the arch's]")
+    ] = None,
+) -> None:
+    """Predict the time of every way to carry out an op, and say which is taken and what bounds it.
+
+    Runs anywhere: it measures nothing. The constants come from `overlap-gemm tune` or from the package.
+    """
+    if op not in OPS:
+        raise typer.BadParameter(f"{op!r} is not one of {', '.join(OPS)}", param_hint="OP")
+    constants, arch = _machine(arch, machine)
+    console = rank_zero_console(0)
+    facts = Facts(op, m, n, k, DTYPES[dtype], ranks)
+    sms = sms or constants.sms
+    eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
+    console.print(
+        f"[bold]{op}[/] M,N,K={m},{n},{k} {dtype} on {ranks} x {constants.name} ({arch}, {sms} SMs), "
+        f"constants {constants.source} {constants.date}"
+    )
+    console.print(_table(eager, captured))
+    console.print(
+        f"bound: the {'product' if captured.product >= captured.link else 'link'}, product "
+        f"{captured.product * 1e6:.1f} us, link {captured.link * 1e6:.1f} us for "
+        f"{facts.bytes_out / 2**20:.3g} MiB out of each rank"
+    )
+    for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
+        console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
+    if captured.config is not None and captured.fused is not None:
+        console.print(f"fused kernel: {captured.config.name}\n  {_parts(captured.fused)}")
+
+
+def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:
+    """The constants and the target that the options mean."""
+    if arch is not None and arch not in MMA_KINDS:
+        raise typer.BadParameter(f"{arch!r} is not one of {', '.join(MMA_KINDS)}", param_hint="--arch")
+    if name is not None:
+        try:
+            found = load(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--machine") from error
+        if arch is not None and arch not in found.archs:
+            raise typer.BadParameter(
+                f"{name} is for {', '.join(found.archs)}, not {arch}", param_hint="--machine"
+            )
+        return found, arch or found.archs[0]
+    arch = arch or this_arch() or "sm_90a"
+    machine = machine_for(arch)
+    assert machine is not None, "every architecture of kernels has constants"
+    return machine, arch
+
+
+def _table(eager: Prediction, captured: Prediction) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("way")
+    for heading in ("captured us", "eager us", "of the bound"):
+        table.add_column(heading, justify="right")
+    for name in sorted(captured.ways, key=captured.ways.__getitem__):
+        seconds = captured.ways[name]
+        table.add_row(
+            name,
+            f"{seconds * 1e6:.1f}",
+            f"{eager.ways[name] * 1e6:.1f}",
+            f"{seconds / captured.bound:.2f}x" if captured.bound else "-",
+        )
+    return table
+
+
+def _why(found: Prediction) -> str:
+    order = sorted(found.ways, key=found.ways.__getitem__)
+    best, next_best = order[0], order[1]
+    return f"{found.ways[best] / found.ways[next_best]:.2f} of the time of {next_best}"
+
+
+def _parts(fused: FusedTime) -> str:
+    """Where the model sees a fused call's time go."""
+    way = {
+        "the tensor cores": fused.waves + fused.tail,
+        "the link": fused.fill + fused.link,
+        "memory": fused.memory,
+    }
+    us = {name: f"{seconds * 1e6:.1f}" for name, seconds in vars(fused).items()}
+    return (
+        f"limited by {max(way, key=way.__getitem__)}: waves {us['waves']}, link {us['link']}, memory "
+        f"{us['memory']} us; first tile {us['fill']}, last wave's bytes {us['tail']} and sum "
+        f"{us['receive']}, launch {us['launch']} us"
+    )

@@ -1,0 +1,231 @@
+"""`overlap-gemm tune`: measures the model's constants on this machine's GPUs and keeps them in a file."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+from torch import Tensor
+
+import overlap_gemm
+
+from ..backends.collectives import reduce_scatter_rows
+from ..backends.fused import Fused
+from ..kernels.config import GemmConfig
+from ..runtime.group import LOCAL, Group, group_name, resolve
+from ..sharding import Shards
+from ..tuning.calibrate import calibrate
+from ..tuning.machine import MACHINE_VARIABLE, Machine, load, machine_for, save, user_file
+from ..tuning.settings import configured
+from ..tuning.timing import captured, measure
+from .baselines import link_rates, reduce_scatter
+from .console import rank_zero_console
+from .machine import describe, this_arch
+from .workload import Call
+
+ALONE = Group(LOCAL, 0, 1)
+"""A group of this rank, for products without communication; the ops refuse it where there are more ranks."""
+
+SMALL = (512, 1024, 1024)
+"""M, N, K of the calls whose host time is measured: the GPU is done before the host."""
+
+HOST_CALLS = 50
+COLUMNS = 64
+"""Of the tensors that collectives move."""
+
+
+def tune(
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. [default: in the user's configuration folder]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per measurement.")] = 5,
+) -> None:
+    """Measure what the model computes with, on one GPU or under a launcher on several; a minute or two.
+
+    `bash launch/torchrun.sh overlap-gemm tune` takes all GPUs. One GPU measures kernels and memory; the link
+    and the collectives need several. What is not measured stays as it was. `auto`, `plan` and `bench` use the
+    file from then on (every rank must find the same one); OVERLAP_GEMM_MACHINE names another.
+    """
+    arch = this_arch()
+    if arch is None:
+        typer.echo("tune measures Hopper or Blackwell GPUs, and torch sees none here", err=True)
+        raise typer.Exit(1)
+    file = out or user_file(arch)
+    file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after all measurements
+    base = machine_for(arch)
+    assert base is not None, "every architecture of kernels has constants"
+    world = overlap_gemm.init(device="cuda")
+    console = rank_zero_console(world.rank)
+    group = resolve(group_name(None))
+    started = time.perf_counter()
+
+    def log(line: str) -> None:
+        console.print(f"{time.perf_counter() - started:6.1f} s  {line}")
+
+    found = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
+    facts = describe(world)
+    found = replace(
+        found,
+        name=facts["processor"],
+        archs=(arch, *(other for other in base.archs if other != arch)),
+        source="measured",
+        version=facts["overlap_gemm"],
+        date=facts["date"],
+    )
+    if world.rank == 0:
+        save(found, file)
+        load(str(file))
+    overlap_gemm.finalize()
+    console.print(changes(base, found))
+    console.print(f"wrote {file}")
+    if out is not None or os.environ.get(MACHINE_VARIABLE):
+        console.print(f"to use it: {MACHINE_VARIABLE}={file}")
+
+
+def changes(base: Machine, found: Machine) -> Table:
+    """The constants before and after; of collectives the largest size on the most ranks."""
+    table = Table("constant", "before", "now", box=None, pad_edge=False)
+    before, now = _flat(base), _flat(found)
+    for name, value in now.items():
+        if value != before.get(name):
+            table.add_row(name, _short(before.get(name)), _short(value))
+    return table
+
+
+def _flat(machine: Machine) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for field in fields(machine):
+        value = getattr(machine, field.name)
+        if field.name == "collectives":
+            for name, curves in value.items():
+                ranks = max(curves)
+                size, seconds = curves[ranks][-1]
+                flat[f"{name} GB/s, {ranks} ranks, {size / 2**20:.0f} MiB"] = size / seconds / 1e9
+        elif isinstance(value, dict):
+            flat |= {f"{field.name} {name}": found for name, found in value.items()}
+        else:
+            flat[field.name] = value
+    return flat
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class GpuProbe:
+    """A `calibrate.Probe` of the GPUs of a group. Every method is collective.
+
+    Attributes:
+        group: The ranks.
+        device: This rank's.
+        rounds: Samples per measurement.
+    """
+
+    group: Group
+    device: torch.device
+    rounds: int
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.group.size
+
+    @property
+    def sms(self) -> int:
+        """SMs of the device."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def empty(self) -> float:
+        """See `Probe.empty`."""
+        return self.product(128, 128, 64)
+
+    def product(self, m: int, n: int, k: int) -> float:
+        """See `Probe.product`."""
+        x, weight = self._operands(m, n, k)
+        return self._seconds(lambda: torch.mm(x, weight.t()))
+
+    def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
+        """See `Probe.gemm`."""
+        x, weight = self._operands(m, n, k)
+        shards = Shards.even(m, 1)
+        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster):
+            return self._seconds(lambda: Fused().gemm_reduce_scatter(x, weight, None, shards, ALONE))
+
+    def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
+        """See `Probe.fused`."""
+        x, weight = self._operands(m, n, k // self.world)
+        group = self.group.process_group
+        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster):
+            return self._seconds(
+                lambda: overlap_gemm.gemm_reduce_scatter(x, weight, group=group, backend="fused")
+            )
+
+    def link(self) -> tuple[float, float]:
+        """See `Probe.link`."""
+        rates = link_rates(self.group, self.device, self.rounds)
+        return rates["stores"], rates["copy engines"]
+
+    def collective(self, name: str, bytes_out: int) -> float:
+        """See `Probe.collective`."""
+        whole = bytes_out * self.world / (self.world - 1) / (2 if name == "all_reduce" else 1)
+        rows = max(1, round(whole / 2 / COLUMNS / self.world))
+        own, every = self._random(rows, COLUMNS), self._random(rows * self.world, COLUMNS)
+        shards = Shards.even(rows * self.world, self.world)
+        calls: dict[str, Call] = {
+            "reduce_scatter": lambda: reduce_scatter(own, every, group=self.group.process_group),
+            "all_gather": lambda: self.group.all_gather(every, own),
+            "all_reduce": lambda: dist.all_reduce(every, group=self.group.process_group),
+            "sum": lambda: reduce_scatter_rows(every, None, shards, self.group),
+        }
+        return self._seconds(calls[name])
+
+    def host(self, way: str) -> float:
+        """See `Probe.host`."""
+        m, n, k = SMALL
+        x, weight = self._operands(m, n, k // self.world)
+        group = self.group.process_group
+        options: dict[str, Any] = {"group": group, "backend": way}
+        call: Call = lambda: overlap_gemm.gemm_reduce_scatter(x, weight, **options)  # noqa: E731
+        if way == "product":
+            call = lambda: torch.mm(x, weight.t())  # noqa: E731
+        samples = []
+        for _ in range(1 + self.rounds):  # the first one warms up
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - began) / HOST_CALLS)
+        return self._slowest(min(samples[1:]))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Time of a call in graphs, the slowest rank's median."""
+        timings = measure(
+            {"call": captured(call)},
+            group=self.group.process_group,
+            device=self.device,
+            rounds=self.rounds,
+            burst_seconds=0.004,
+        )
+        return timings.median("call")
+
+    def _slowest(self, seconds: float) -> float:
+        if self.world == 1:
+            return seconds
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group.process_group)
+        return slowest.item()
+
+    def _operands(self, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+        return self._random(m, k), self._random(n, k) / k**0.5
+
+    def _random(self, rows: int, columns: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self.group.rank)
+        return torch.randn(rows, columns, generator=generator, device=self.device, dtype=torch.bfloat16)

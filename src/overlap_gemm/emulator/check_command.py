@@ -1,0 +1,128 @@
+"""``python -m overlap_gemm.emulator check``: a script in every mode, under several schedules; one verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .commands import as_user_error, with_line_information
+from .host.emulator import Emulator, FindingsError
+from .host.script import run_script
+from .machine.errors import EmulatorError
+from .settings import Setting, settings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass
+class Outcome:
+    """What one run showed.
+
+    Attributes:
+        setting: how it was run.
+        verdict: `clean`, `findings`, `broke off` (fault, deadlock, trap) or `failed` (the script itself).
+        messages: the findings, or what it broke off with.
+        command: repeats the run.
+        seconds: wall time.
+    """
+
+    setting: str
+    verdict: str
+    messages: list[str] = field(default_factory=list)
+    command: str = ""
+    seconds: float = 0.0
+
+
+def attempt(run: Callable[[], None]) -> tuple[str, list[str]]:
+    """Verdict and messages of one run."""
+    try:
+        run()
+    except FindingsError as error:
+        return "findings", [str(finding) for finding in error.report.findings]
+    except EmulatorError as error:
+        return "broke off", [f"{type(error).__name__}: {error}"]
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            return "failed", [f"the script ended with exit code {end.code}"]
+    except Exception as error:
+        return "failed", [f"{type(error).__name__}: {error}"]
+    return "clean", []
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def main(
+    script: Annotated[
+        str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    arch: Annotated[str, typer.Option(help="Architecture: sm_90a, sm_100a or sm_103a.")] = "sm_100a",
+    ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
+    num_sms: Annotated[int | None, typer.Option(help="Multiprocessors of a device.")] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds per mode of shuffled turns.")] = 2,
+    warps: Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")] = 0,
+    limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
+    strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
+    report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
+) -> None:
+    """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.
+
+    Ends with exit code 1 unless every run was clean. Each finding comes with the command that repeats it.
+    """
+    outcomes = []
+    with with_line_information():
+        for setting in settings(seeds, ranks, warps):
+            begin = time.perf_counter()
+
+            def run(setting: Setting = setting) -> None:
+                options = {**setting.options(strict), "num_sms": num_sms, "limit": limit}
+                with as_user_error():
+                    emulator = Emulator(arch, ranks, **options)
+                with emulator, contextlib.redirect_stdout(io.StringIO()):
+                    run_script(emulator, script, arguments or [])
+
+            outcome = Outcome(str(setting), *attempt(run))
+            outcome.seconds = round(time.perf_counter() - begin, 2)
+            words = ["python", "-m", "overlap_gemm.emulator", "--arch", arch, "--ranks", str(ranks)]
+            words += ["--mode", setting.mode, "--seed", str(setting.seed), "--schedule", setting.schedule]
+            words += ["--num-sms", str(num_sms)] if num_sms else []
+            words += ["--strict"] if strict else []
+            outcome.command = shlex.join([*words, script, *(arguments or [])])
+            outcomes.append(outcome)
+    if report is not None:
+        report.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    show(outcomes)
+    if any(outcome.verdict != "clean" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def show(outcomes: list[Outcome]) -> None:
+    """Prints the runs, each different message once with the command that repeats it, and the verdict."""
+    table = Table("setting", "verdict", "seconds")
+    for outcome in outcomes:
+        style = None if outcome.verdict == "clean" else "bold red"
+        table.add_row(outcome.setting, outcome.verdict, f"{outcome.seconds:.1f}", style=style)
+    console = Console(width=120)
+    console.print(table)
+    seen = set()
+    for outcome in outcomes:
+        new = [message for message in outcome.messages if message not in seen]
+        seen.update(new)
+        for message in new:
+            console.print(message, markup=False, highlight=False, soft_wrap=True)
+        if new:
+            console.print(f"  repeat: {outcome.command}", markup=False, highlight=False, soft_wrap=True)
+    bad = sum(outcome.verdict != "clean" for outcome in outcomes)
+    console.print(
+        f"{bad} of {len(outcomes)} runs are not clean" if bad else f"{len(outcomes)} runs, all clean"
+    )

@@ -1,0 +1,416 @@
+"""Data races on shared and tensor memory, found by happens-before, like those on global memory (`races`).
+
+Who accesses a cluster's memories is a *party*: a warp, an mbarrier (for the copies that complete on it), the
+bulk stores of a warp (which read their source late), the wgmmas of a warpgroup, the tensor-core pipe of a
+warp. Every cell remembers its last write and, by two slots, its last reads: party, the party's clock, PTX
+line. A warp's clock is that of its agent; the clock of an mbarrier counts its phases, that of a unit the
+operations that it was given. A warp knows a copy when it has seen the mbarrier's phase complete, a
+bulk store's read after `wait_group`, a wgmma after its `wait_group`, a product after a wait on the mbarrier
+that a `tcgen05.commit` behind it arrived at; it passes that on wherever it releases to a warp of its cluster.
+
+Cells of shared memory have 16 bytes; lanes that access less refine them, single words are kept apart.
+Synchronisation inside a cluster counts whatever its scope, because kernels release stages of a neighbour's
+shared memory at CTA scope. Lanes of a warp are not told apart.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.machine.lane_plan import LanePlan
+    from overlap_gemm.emulator.machine.order import Agent, Snapshot, Vector
+    from overlap_gemm.emulator.machine.warp import Cta
+
+Where = slice | NDArray[np.int64]
+
+# An entry: party, clock (23 bits), PTX line (20 bits), whether the access was strong.
+_PARTY, _CLOCK, _CLOCK_MASK, _LINE_MASK = 44, 21, (1 << 23) - 1, (1 << 20) - 1
+_WRITE, _READS = 0, 2
+_COUNT = np.arange(32)
+_CELL = np.dtype("V24")
+_PACK = struct.Struct("<3q")
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who accesses a cluster's memories.
+
+    Attributes:
+        what: For messages.
+        agent: Id of the agent of a warp; None for an asynchronous unit.
+        hint: How a warp learns of the unit's accesses, for messages.
+    """
+
+    what: str
+    agent: int | None = None
+    hint: str = "no barrier, nor release and acquire, orders them"
+
+
+class Unit:
+    """An asynchronous unit of a warp or warpgroup.
+
+    Attributes:
+        number: Its number as a party.
+        issued: Its clock: of what it was given last.
+        told: Accesses at that clock that need not be told again.
+    """
+
+    __slots__ = ("issued", "number", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.issued = number, 1
+        self.told: set[object] = set()
+
+    def advance(self) -> None:
+        """What follows is later than what was given so far."""
+        self.issued += 1
+        self.told.clear()
+
+    def first_time(self, what: object) -> bool:
+        """Whether an access has not been told of at this clock."""
+        if what in self.told:
+            return False
+        self.told.add(what)
+        return True
+
+
+class Cells:
+    """Last write and two last reads of each cell.
+
+    Attributes:
+        raw: One opaque element a cell, which NumPy gathers, compares and fills fastest.
+        entries: The same, as `int64 [..., 3]`.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self.raw = np.zeros(shape, _CELL)
+        self.entries = self.raw.view(np.int64).reshape(*shape, 1 + _READS)
+
+
+class SharedCells(Cells):
+    """Those of a CTA's shared memory.
+
+    Attributes:
+        shift: Binary logarithm of a cell's bytes.
+        words: Last write and reads of single words, by byte offset.
+        low: Lowest offset of such a word.
+        high: End of the highest.
+        regions: Stages: chunks that a copy wrote together and others read together, by the first: the end,
+            and the last write and reads. What `raw` says of them is out of date.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(-(-nbytes // 16))
+        self.shift = 4
+        self.words: dict[int, list[int]] = {}
+        self.low, self.high = nbytes, 0
+        self.regions: dict[int, list[int]] = {}
+
+    def exactly(self, chunks: Where) -> list[list[int]] | None:
+        """The regions that make up some chunks; None where there are no such."""
+        if not isinstance(chunks, slice):
+            return None
+        at, out = chunks.start, []
+        while at < chunks.stop:
+            region = self.regions.get(at)
+            if region is None or region[0] > chunks.stop:
+                return None
+            out.append(region)
+            at = region[0]
+        return out
+
+    def dissolve(self, first: int, end: int) -> None:
+        """Puts the regions that some chunks lie in, between two offsets, down as cells."""
+        for start, (stop, *found) in list(self.regions.items()):
+            if 16 * start < end and first < 16 * stop:
+                self.raw[self.of_chunks(slice(start, stop))] = _cell(*found)
+                del self.regions[start]
+
+    def of_lanes(self, offsets: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+        """The cells of lanes that access `size` bytes each at some offsets, refined if need be."""
+        if self.regions:
+            self.dissolve(int(offsets.min()), int(offsets.max()) + size)
+        if size < 1 << self.shift:
+            self.refine(size.bit_length() - 1)
+        cells = offsets >> self.shift
+        if size == 1 << self.shift:
+            return cells
+        return (cells[:, None] + _COUNT[: size >> self.shift]).reshape(-1)
+
+    def refine(self, shift: int) -> None:
+        """Goes over to smaller cells."""
+        factor = 1 << self.shift - shift
+        old, self.shift = self.raw, shift
+        super().__init__(len(old) * factor)
+        used = np.flatnonzero(old.view(np.int64).reshape(-1, 1 + _READS).any(1))
+        self.raw.reshape(-1, factor)[used] = old[used, None]
+
+    def of_chunks(self, chunks: Where) -> Where:
+        """The cells of some chunks of 16 bytes."""
+        if self.shift == 4:
+            return chunks
+        factor = 1 << 4 - self.shift
+        if isinstance(chunks, slice):
+            return slice(chunks.start * factor, chunks.stop * factor)
+        return (chunks[:, None] * factor + _COUNT[:factor]).reshape(-1)
+
+
+class SharedRaces:
+    """Told of every access to shared and tensor memory.
+
+    Methods named `lanes`, `word` are told of ordinary accesses of a warp, `async_*` of those of a unit.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    # -- ordinary accesses -----------------------------------------------------------------------
+
+    def lanes(
+        self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool
+    ) -> None:
+        """Lanes of a warp access `size` bytes each."""
+        cells = cta.cells
+        where = cells.of_lanes(plan.offsets, size)
+        self._access(agent, cta, where, line, strong, store)
+        if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
+            first = plan.offsets
+            hit = [a for a in cells.words if ((first <= a) & (a < first + size)).any()]
+            self._words(agent, cta, hit, line, strong, store)
+
+    def _access(self, agent: Agent, cta: Cta, where: Where, line: int, strong: bool, store: bool) -> None:
+        cells = cta.cells
+        mine = _entry(agent.party, agent.vector[agent.id], line, strong)
+        if store:
+            self._check(agent, cta, cells.raw[where], "write", line, strong, where)
+            cells.raw[where] = _cell(mine, 0, 0)
+        else:
+            self._check(agent, cta, cells.raw[where], "read", line, strong, where)
+            cells.entries[where, 1 + (agent.warp.index & 1)] = mine
+        agent.touched = True
+
+    def word(
+        self, agent: Agent, cta: Cta, line: int, strong: bool, offset: int, size: int, store: bool
+    ) -> None:
+        """One lane, or all at one place, access `size` bytes."""
+        cells = cta.cells
+        if cells.regions:
+            cells.dissolve(offset, offset + size)
+        if size >= 16:
+            first, end = offset >> cells.shift, (offset + size) >> cells.shift
+            self._access(agent, cta, slice(first, end), line, strong, store)
+            if offset < cells.high and cells.low < offset + size:
+                hit = [a for a in cells.words if offset <= a < offset + size]
+                self._words(agent, cta, hit, line, strong, store)
+            return
+        at = slice(offset >> cells.shift, (offset + size - 1 >> cells.shift) + 1)
+        self._check(agent, cta, cells.raw[at], "write" if store else "read", line, strong, at)
+        touched = range(offset, offset + size, min(size, 4))
+        for place in touched:
+            cells.words.setdefault(place, [0] * (1 + _READS))
+        cells.low, cells.high = min(cells.low, offset), max(cells.high, offset + size)
+        mine = _entry(agent.party, agent.vector[agent.id], line, strong)
+        self._words(agent, cta, touched, line, strong, store)
+        for place in touched:
+            if store:
+                cells.words[place] = [mine] + [0] * _READS
+            else:
+                cells.words[place][1 + (agent.warp.index & 1)] = mine
+        agent.touched = True
+
+    def _words(
+        self,
+        agent: Agent,
+        cta: Cta,
+        places: Any,
+        line: int,
+        strong: bool,
+        store: bool,
+        only_async: bool = False,
+    ) -> None:
+        for place in places:
+            found = cta.cells.words[place]
+            for slot, entry in enumerate(found if store else found[:1]):
+                if entry:
+                    verb = "write" if store else "read"
+                    self._judge(agent, cta, entry, verb, slot == _WRITE, line, strong, place, only_async)
+
+    # -- asynchronous accesses -------------------------------------------------------------------
+
+    def async_read(
+        self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int, slot: int = 0
+    ) -> None:
+        """A unit is told by a warp to read chunks of 16 bytes; ordinary writes are the proxy check's."""
+        cells, mine = cta.cells, _entry(party, clock, line, False)
+        regions = cells.exactly(chunks)
+        if regions is not None:
+            for region in regions:
+                if region[1] and not self.knows(agent, region[1]):
+                    at = 16 * chunks.start  # type: ignore[union-attr]
+                    self._judge(agent, cta, region[1], "read", True, line, False, at, only_async=True)
+                region[2 + slot] = mine
+            return
+        where = self._as_cells(cells, chunks)
+        self._check(agent, cta, cells.raw[where], "read", line, False, where, only_async=True)
+        cells.entries[where, 1 + slot] = mine
+
+    def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
+        """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
+        cells, mine = cta.cells, _entry(party, clock, line, False)
+        regions = cells.exactly(chunks)
+        if regions is not None:
+            for region in regions:
+                for slot, entry in enumerate(region[1:]):
+                    if entry and entry != mine and not self.knows(agent, entry):
+                        at = 16 * chunks.start  # type: ignore[union-attr]
+                        self._judge(agent, cta, entry, "write", slot == _WRITE, line, False, at)
+                region[1:] = [mine, 0, 0]
+        else:
+            where = self._as_cells(cells, chunks)
+            self._check(agent, cta, cells.raw[where], "write", line, False, where, mine=mine)
+            if isinstance(chunks, slice):
+                cells.regions[chunks.start] = [chunks.stop, mine, 0, 0]
+            else:
+                cells.raw[where] = _cell(mine, 0, 0)
+        if cells.words:
+            self._drop_words(agent, cta, chunks, line)
+
+    def copied_lanes(
+        self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], size: int, line: int, unit: Unit
+    ) -> None:
+        """Lanes of a warp tell `cp.async` to write `size` bytes each."""
+        cells = cta.cells
+        where = cells.of_lanes(offsets, size)
+        self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
+        cells.raw[where] = _cell(_entry(unit.number, unit.issued, line, False), 0, 0)
+        hit = [a for a in cells.words if ((offsets <= a) & (a < offsets + size)).any()]
+        self._words(agent, cta, hit, line, False, store=True)
+        for place in hit:
+            del cells.words[place]
+
+    @staticmethod
+    def _as_cells(cells: SharedCells, chunks: Where) -> Where:
+        if cells.regions and isinstance(chunks, slice):
+            cells.dissolve(16 * chunks.start, 16 * chunks.stop)
+        elif cells.regions and not isinstance(chunks, slice):
+            cells.dissolve(16 * int(chunks.min()), 16 * int(chunks.max()) + 16)
+        return cells.of_chunks(chunks)
+
+    def _drop_words(self, agent: Agent, cta: Cta, chunks: Where, line: int) -> None:
+        cells = cta.cells
+        if isinstance(chunks, slice):
+            if not (16 * chunks.start < cells.high and cells.low < 16 * chunks.stop):
+                return
+            hit = [a for a in cells.words if 16 * chunks.start <= a < 16 * chunks.stop]
+        else:
+            touched = set(chunks.tolist())
+            hit = [a for a in cells.words if a >> 4 in touched]
+        self._words(agent, cta, hit, line, False, store=True)
+        for place in hit:
+            del cells.words[place]
+
+    # -- tensor memory ---------------------------------------------------------------------------
+
+    def tensor(
+        self, agent: Agent, cta: Cta, cells: tuple[Any, ...], line: int, store: bool, unit: Unit | None = None
+    ) -> None:
+        """A warp (`unit` None) or a pipe accesses cells `[quarter of the lanes, half of these, column]`."""
+        if unit is None:
+            mine = _entry(agent.party, agent.vector[agent.id], line, False)
+            agent.touched = True
+        else:
+            mine = _entry(unit.number, unit.issued, line, False)
+        all_cells = cta.tensor_cells
+        self._check(
+            agent, cta, all_cells.raw[cells], "write" if store else "read", line, False, None, pipe=unit
+        )
+        if store:
+            all_cells.raw[cells] = _cell(mine, 0, 0)
+        else:
+            all_cells.entries[(*cells, 1)] = mine
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _check(
+        self, agent: Agent, cta: Cta, cells: np.ndarray, verb: str, line: int, strong: bool,
+        where: Where | None, only_async: bool = False, pipe: Unit | None = None, mine: int = 0,
+    ) -> None:  # fmt: skip
+        """Judges what some cells say: the last writes, and for a write the last reads."""
+        data = cells.tobytes()
+        first = data[: _PACK.size]
+        uniform = data == first * (len(data) // _PACK.size)
+        found = _PACK.unpack(first) if uniform else (0, 0, 0)
+        for slot in range(1 + _READS if verb == "write" else 1):
+            if uniform:
+                distinct = [found[slot]]
+            else:
+                distinct = np.unique(np.frombuffer(data, np.int64)[slot :: 1 + _READS]).tolist()
+            for entry in distinct:
+                if not entry or entry == mine or self.knows(agent, entry):
+                    continue
+                if pipe is not None and entry >> _PARTY == pipe.number:
+                    continue  # it carries out its operations in order
+                at = np.frombuffer(data, np.int64)[slot :: 1 + _READS].tolist().index(entry)
+                if where is not None:
+                    index = where.start + at if isinstance(where, slice) else int(where[at])
+                    at = index << cta.cells.shift
+                self._judge(
+                    agent, cta, entry, verb, slot == _WRITE, line, strong, at, only_async, where is None
+                )
+
+    @staticmethod
+    def knows(agent: Agent, entry: int) -> bool:
+        """Whether an access happened before this agent's next one."""
+        number, clock = entry >> _PARTY, entry >> _CLOCK & _CLOCK_MASK
+        if number == agent.party or agent.nearby.get(number, 0) >= clock:
+            return True
+        owner = agent.warp.cta.cluster.parties[number].agent
+        return owner is not None and agent.vector.get(owner, 0) >= clock
+
+    def _judge(
+        self, agent: Agent, cta: Cta, entry: int, verb: str, was_write: bool, line: int, strong: bool,
+        at: int, only_async: bool = False, tensor: bool = False,
+    ) -> None:  # fmt: skip
+        if strong and entry & 1 or self.knows(agent, entry):
+            return
+        party = agent.warp.cta.cluster.parties[entry >> _PARTY]
+        if only_async and party.agent is not None:
+            return
+        theirs = entry >> 1 & _LINE_MASK
+        where = f"tensor memory of {cta}" if tensor else f"shared {at:#x} of {cta}"
+        self.report.add(
+            "shared-race",
+            f"{verb} of {where} by {agent.warp}, line {self.report.place(line)}, is not ordered after it was "
+            f"{'written' if was_write else 'read'} by {party.what}, line {self.report.place(theirs)}: "
+            f"{party.hint}",
+            line,
+            key=(line, theirs, verb),
+        )
+
+
+def _entry(party: int, clock: int, line: int, strong: bool) -> int:
+    return party << _PARTY | (clock & _CLOCK_MASK) << _CLOCK | (line & _LINE_MASK) << 1 | strong
+
+
+def _cell(write: int, *reads: int) -> np.void:
+    cell: np.void = np.frombuffer(_PACK.pack(write, *reads), _CELL)[0]
+    return cell
+
+
+def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:
+    """All that a warp knows (or knew when it released) of its cluster, in clocks of parties."""
+    vector, of_units = (
+        (agent.vector, agent.nearby) if snapshot is None else (snapshot.vector, snapshot.nearby)
+    )
+    out = dict(of_units)
+    for number, owner in agent.warp.cta.cluster.warp_parties:
+        if owner in vector:
+            out[number] = max(vector[owner], out.get(number, 0))
+    return out

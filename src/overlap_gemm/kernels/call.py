@@ -1,0 +1,138 @@
+"""A call of an op that exchanges tiles: how it begins and ends, and when a buffer may be written again.
+
+Every call of a workspace has an epoch, one above the last one's, in device memory (so a CUDA graph replays
+correctly). Buffers are double: a call uses those of its epoch's parity. Flags are monotonic epochs, one
+writer each, never reset, compared by ``>=``: a flag that a peer has raised to a later epoch says all the more
+that its earlier call is complete, since a rank's calls on a workspace run one behind the other.
+
+**The rule.** Nobody writes a buffer in call ``e + 2`` before it knows that every rank has finished reading
+it in call ``e``. It holds for any sequence of ops and shapes on a workspace, because it looks at no shape:
+
+1. `announce`: at the start of call ``e + 1`` every rank raises its *entered* flag to ``e + 1`` in every
+   peer's workspace. Its own call ``e`` has ended by then (one stream order), all its reads with it.
+2. `await_entry`: before its call ``e + 1`` ends, every rank waits until every peer has entered ``e + 1``. So
+   a rank's call ``e + 2`` begins behind the end of every rank's call ``e``.
+
+(To wait for a call's owners alone, whose data proves their entry, is not enough: with M = 768, 1, 768 rows on
+three ranks a rank that owns none in the second call ran ahead of another such.)
+
+Why the asynchronous writes of ``e + 2`` are behind the ordinary reads of ``e``: the reads are complete
+before that kernel ends; its end happens before `announce`, a release at system scope; `await_entry` acquires
+it; that kernel's end happens before every thread of call ``e + 2``; and the thread that starts bulk stores
+fences the asynchronous proxy first (`order_async_writes`), as the memory model wants between accesses of two
+proxies to the same address (PTX ISA, "proxies"; `fence.proxy.async`). Staged tiles of the relay: peers have
+received call ``e``'s before they end it, so the put has read its staging buffer.
+
+**One call at a time.** The fused launches of a device run one after the other. Each CTA registers the
+launch's number in the device's *in call* word (`enter`), and the last one clears it: two launches that
+overlap end in an error (`Role.IN_CALL`) instead of wrong data.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.flags import WaitBound, fail, wait_flag
+from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.geometry import (
+    CLAIM_OFFSET,
+    CONTROL_BYTES,
+    ENTERED_OFFSET,
+    EPOCH_OFFSET,
+    FLAG_BYTES,
+    TICKET_OFFSET,
+)
+
+
+class Call(NamedTuple):
+    """Run-time values that every role of one call shares.
+
+    Attributes:
+        exchange: the launch's arguments.
+        base: own workspace address.
+        epoch: this call's epoch.
+        buffer: byte offset of this epoch's buffer, in every workspace.
+        bound: bound of waits on peers.
+    """
+
+    exchange: Exchange
+    base: Any
+    epoch: Any
+    buffer: Any
+    bound: WaitBound
+
+    @staticmethod
+    def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET) -> Call:
+        """Reads the epoch: every thread does, before its CTA's first barrier, so before any ticket."""
+        base = exchange.peers[exchange.rank]
+        epoch = cute.arch.load(global_pointer(Uint32, base + epoch_offset, 4), Uint32) + 1
+        return Call(
+            exchange,
+            base,
+            epoch,
+            exchange.slots_offset + Int64(epoch & 1) * exchange.buffer_bytes,
+            WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
+        )
+
+    def flag(self, base: Any, tile: Any, source: Any) -> Any:
+        """Address (or, with ``base`` 0, offset) of the flag that ``source`` raises for a tile."""
+        return base + (CONTROL_BYTES + FLAG_BYTES * Int64(tile * self.exchange.world + source))
+
+    def site(self, op: Op, role: Role, tile: Any, source: Any, index: Any) -> FailureSite:
+        """Who waits, for a failure record."""
+        return FailureSite(self.exchange.rank, int(op), int(role), tile, source, index)
+
+
+def order_async_writes() -> None:
+    """The calling thread's bulk stores come behind what it has observed by ordinary accesses."""
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def enter(call: Call, op: cutlass.Constexpr) -> None:
+    """One thread of each CTA, before it touches a peer: registers the launch; traps if another one runs."""
+    number = Uint32(call.exchange.call)
+    word = global_pointer(Uint32, call.exchange.call_word, 4)
+    running = Uint32(cute.arch.atomic_cas(word, cmp=Uint32(0), val=number, sem="relaxed", scope="gpu"))
+    if running != 0 and running != number:
+        site = call.site(op, Role.IN_CALL, 0, call.exchange.rank, 0)
+        fail(call.bound, site, number, running)
+
+
+@cute.jit
+def announce(call: Call, transport: cutlass.Constexpr) -> None:
+    """All lanes of one warp of the grid: tells every peer that this rank has entered the call."""
+    exchange = call.exchange
+    offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
+    for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
+        if peer != exchange.rank:
+            transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
+
+
+@cute.jit
+def await_entry(call: Call, op: cutlass.Constexpr) -> None:
+    """All lanes of one warp of the grid, at its end: waits until every peer has entered the call."""
+    exchange = call.exchange
+    for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
+        if peer != exchange.rank:
+            site = call.site(op, Role.CALL_ENTERED, 0, peer, peer)
+            wait_flag(call.base + ENTERED_OFFSET + FLAG_BYTES * Int64(peer), call.epoch, call.bound, site)
+
+
+@cute.jit
+def finish(call: Call) -> None:
+    """All lanes of one warp of each CTA, behind its last role; the grid's last one stores the epoch."""
+    x, y, _ = cute.arch.grid_dim()
+    ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")
+        if Int32(taken) == x * y - 1:
+            cute.arch.store(ticket, Uint32(0))
+            cute.arch.store(global_pointer(Uint32, call.base + EPOCH_OFFSET, 4), call.epoch)
+            word = global_pointer(Uint32, call.exchange.call_word, 4)
+            cute.arch.store(word, Uint32(0), sem="relaxed", scope="gpu")

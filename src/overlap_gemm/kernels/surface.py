@@ -1,0 +1,212 @@
+"""The parts of a fused GEMM, as Protocols: what a mainloop, an op, a transport must have to be put together.
+
+A kernel is an **order** of tiles, a **mainloop** that accumulates them, an **epilogue** that fills a ring of
+shared-memory stages, a **comm role** that empties it through a **transport**, and, if peers send something, a
+**receive role** that finishes what has arrived. An op is an object that fills these in (`gemm.PlainGemm`,
+`reduce_scatter.ReduceScatter`); `fused_gemm.FusedGemm` composes them with a mainloop and knows no op.
+
+Values of type ``Any`` are traced: run-time values of the kernel, or tuples and dataclasses of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from cutlass import Int32, cute, pipeline
+
+from overlap_gemm.device.route import Route
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.work import Work
+from overlap_gemm.pipelines.ring import TileSender
+from overlap_gemm.schedules import Place, WorkList
+
+
+class Order(Protocol):
+    """In which order the tiles are computed: plain integer arithmetic, see :mod:`overlap_gemm.schedules`."""
+
+    def num_tiles(self, work: WorkList) -> Any:
+        """Positions in the work list of all clusters together."""
+
+    def place(self, t: Any, work: WorkList) -> Place:
+        """The tile at position ``t``."""
+
+    def tile(self, index: Any, work: WorkList) -> tuple[Any, Any]:
+        """``(m, n)`` of the tile with this index in its shard, the same on every rank."""
+
+
+class Transport(Protocol):
+    """How a tile reaches a peer; each method is called by one thread. See :mod:`overlap_gemm.transports`."""
+
+    def put(self, route: Route, offset: Any, stage: Any) -> None:
+        """Starts one bulk store of a contiguous stage; the caller commits and waits."""
+
+    def publish(self, route: Route, tile_bytes: int, epoch: Any) -> None:
+        """Makes the tile's arrival known to its owner, behind a full wait for its stores."""
+
+    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
+        """Raises the flag at ``offset`` in the workspace of ``peer``."""
+
+
+class Output(NamedTuple):
+    """How an op stores its result.
+
+    Attributes:
+        tma: TMA store atom, or None where the result is stored by ordinary stores.
+        tensor: the output's coordinate tensor for ``tma``, or the output itself.
+    """
+
+    tma: Any
+    tensor: Any
+
+
+class ReceiveRole(Protocol):
+    """Finishes what peers have sent; run by whole warps, beside the mainloop and behind the epilogue."""
+
+    def __call__(self, call: Any, work: Work, tally: Any, out: Any, bias: Any) -> None:
+        """One warp's loop, until nothing is left to do for this CTA."""
+
+    def end(self, call: Any, tally: Any, warps: int) -> None:
+        """All lanes of each of a CTA's ``warps`` warps that touch the workspace, behind its last role."""
+
+
+class Epilogue(Protocol):
+    """What complete sums get before they are rounded, in the two forms in which they come."""
+
+    def on_chunk(self, values: Any, column: Any, bias: Any) -> None:
+        """Neighbouring fp32 values of one row, in range."""
+
+    def on_fragment(self, fragment: Any, own: Any, column: Any, bias: Any) -> None:
+        """A thread's fp32 values of a subtile."""
+
+
+class KernelOp(Protocol):
+    """What makes a fused GEMM this op.
+
+    Attributes:
+        config: the kernel's configuration.
+        stage_dtype: element type of a subtile in the ring.
+        order: which tile when.
+        epilogue: applied to accumulators before they enter the ring: those that are complete sums.
+        receive: the receive role, or None if nothing arrives.
+    """
+
+    @property
+    def config(self) -> GemmConfig:
+        """See the attributes."""
+
+    @property
+    def stage_dtype(self) -> str:
+        """See the attributes."""
+
+    @property
+    def order(self) -> Order:
+        """See the attributes."""
+
+    @property
+    def epilogue(self) -> tuple[Epilogue, ...]:
+        """See the attributes."""
+
+    @property
+    def receive(self) -> ReceiveRole | None:
+        """See the attributes."""
+
+    def place(self, exchange: Any, rows: Any) -> tuple[Any, Any]:
+        """(rank, rows of a full shard)."""
+
+    def output(self, out: cute.Tensor) -> Output:
+        """Host side: how the result will be stored."""
+
+    def begin(self, exchange: Any) -> Any:
+        """The call's run-time values; every thread, before the CTA's first barrier."""
+
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Output) -> None:
+        """All lanes of the comm warp: empties the ring."""
+
+
+class Mainloop(Protocol):
+    """Computes accumulator tiles: loads, MMA, and how an accumulator lies in registers.
+
+    Attributes:
+        config: the kernel's configuration.
+        load_warp, comm_warp: the warps of these roles.
+        receive_warps: warps free for a receive role.
+        first_epilogue_warp, num_epilogue_warps: the epilogue's.
+        num_barriers: 8-byte words of barrier storage that `setup` needs.
+    """
+
+    @property
+    def config(self) -> GemmConfig:
+        """See the attributes."""
+
+    @property
+    def load_warp(self) -> int:
+        """See the attributes."""
+
+    @property
+    def comm_warp(self) -> int:
+        """See the attributes."""
+
+    @property
+    def receive_warps(self) -> tuple[int, ...]:
+        """See the attributes."""
+
+    @property
+    def first_epilogue_warp(self) -> int:
+        """See the attributes."""
+
+    @property
+    def num_epilogue_warps(self) -> int:
+        """See the attributes."""
+
+    @property
+    def num_barriers(self) -> int:
+        """See the attributes."""
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
+        """Host side: the TMA descriptors of A (M x K) and B (N x K)."""
+
+    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Any:
+        """Pipelines and stages; the caller synchronises the cluster afterwards."""
+
+    def adjust_registers(self, is_epilogue: bool) -> None:
+        """Moves registers between the producer warps and the others."""
+
+    def load_state(self) -> pipeline.PipelineState:
+        """State of the load warp at the start."""
+
+    def load_tile(self, res: Any, ops: Operands, state: Any, row: Int32, col: Int32) -> Any:
+        """Loads all k tiles of a cluster tile; returns the state behind them."""
+
+    def load_tail(self, res: Any, state: Any) -> None:
+        """Waits until every stage was consumed."""
+
+    def private_roles(self) -> tuple[tuple[int, Any], ...]:
+        """Roles that only this mainloop has: (warp, role)."""
+
+    def epilogue_state(self, res: Any, ops: Operands, group: Int32) -> Any:
+        """State of an epilogue thread at the start."""
+
+    def accumulate(self, res: Any, ops: Operands, state: Any) -> tuple[Any, Any]:
+        """The next accumulator of this epilogue group, and the state behind it."""
+
+    def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
+        """Hands an accumulator to ``writer`` by subtiles; returns both states behind it."""
+
+    def store_to_stage(self, res: Any, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+        """Writes a fragment, converted to the stage's type, into the swizzled stage."""
+
+    def fragment_part(self, res: Any, ops: Operands, thread: Int32, subtile: Any) -> Any:
+        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+
+
+__all__ = [
+    "Epilogue",
+    "KernelOp",
+    "Mainloop",
+    "Order",
+    "Output",
+    "ReceiveRole",
+    "TileSender",
+    "Transport",
+]

@@ -1,0 +1,260 @@
+"""From what a user passes to what an op takes: checked arguments, two dimensions, known lengths."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .backends.select import check_name
+from .runtime import agree
+from .runtime.group import group_rank, group_size, resolve
+from .sharding import Shards
+from .tuning.settings import settings
+
+Length: TypeAlias = int | Literal["equal"] | None
+"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""float64 is for gradient checks; the portable backends alone carry it."""
+
+
+class Lowered(NamedTuple):
+    """A call as its op takes it.
+
+    Attributes:
+        flat: The two-dimensional shape of x.
+        dim: Which dimension of x comes first in it; None: x is two-dimensional and stays as it is.
+        arguments: The op's, behind its tensors.
+        finish: Makes the user's result of the op's; None: it is that.
+        facts: (name, value) of what must be the same on all ranks, beside a sharded extent.
+    """
+
+    flat: tuple[int, int]
+    dim: int | None
+    arguments: tuple[Any, ...]
+    finish: Callable[[Any], Any] | None
+    facts: tuple[tuple[str, Any], ...]
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """X as the op takes it."""
+        return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
+
+
+def lower_all_gather_gemm(
+    group: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], how: tuple[Any, ...], rows: Length
+) -> Lowered:
+    """`functional.all_gather_gemm`. `how`: see there."""
+    op = "all_gather_gemm"
+    backend, deterministic, dim, columns, single, return_gathered, kept = how
+    dim = _check(op, group, x, weights, biases, backend, dim, deterministic)
+    length, *inner = x.movedim(dim, 0).shape[:-1]
+    width, unit = x.shape[-1], math.prod(inner)
+    facts = _facts(op, x, width, biases, dim, how[:2], weights=len(weights), inner=tuple(inner), kept=kept)
+    total = _total(op, "rows", rows, length, x, group, facts)
+    across = _across(op, "columns", columns, sum(weight.shape[0] for weight in weights), group)
+    shards = Shards.even(total * unit, group_size(group), max(unit, 1))
+
+    def shaped(flat: Tensor) -> Tensor:
+        return flat if x.ndim == 2 else flat.view(total, *inner, flat.shape[-1]).movedim(0, dim)
+
+    def finish(result: list[Tensor]) -> Any:
+        gathered, *outs = result
+        products = shaped(outs[0]) if single else [shaped(out) for out in outs]
+        return (products, shaped(gathered)) if return_gathered else products
+
+    return Lowered(
+        (length * unit, width),
+        None if x.ndim == 2 else dim,
+        (shards.total, shards.chunk, kept, across, group, backend, deterministic),
+        finish,
+        facts,
+    )
+
+
+def lower_gemm_reduce_scatter(
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+) -> Lowered:
+    """`functional.gemm_reduce_scatter`. `how`: see there."""
+    op = "gemm_reduce_scatter"
+    backend, deterministic, dim, k = how
+    biases = [] if bias is None else [bias]
+    dim = _check(op, group, x, [weight], biases, backend, dim, deterministic)
+    across = _across(op, "k", k, x.shape[-1], group)
+    length, *inner = x.movedim(dim, 0).shape[:-1]
+    unit, columns = math.prod(inner), weight.shape[0]
+    shards = Shards.even(length * unit, group_size(group), max(unit, 1))
+    own = Shards.even(length, group_size(group)).size(group_rank(group))
+    return Lowered(
+        (length * unit, x.shape[-1]),
+        None if x.ndim == 2 else dim,
+        (shards.chunk, across, group, backend, deterministic),
+        None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
+        _facts(op, x, columns, biases, dim, how[:2], rows=length * unit, shape=tuple(x.shape[:-1]), k=k),
+    )
+
+
+def lower_gemm_all_reduce(
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+) -> Lowered:
+    """`functional.gemm_all_reduce`. `how`: see there."""
+    op = "gemm_all_reduce"
+    backend, deterministic, k = how
+    biases = [] if bias is None else [bias]
+    _check(op, group, x, [weight], biases, backend, 0, deterministic)
+    rows, columns, batch = math.prod(x.shape[:-1]), weight.shape[0], x.shape[:-1]
+    return Lowered(
+        (rows, x.shape[-1]),
+        None if x.ndim == 2 else 0,
+        (_across(op, "k", k, x.shape[-1], group), group, backend, deterministic),
+        None if x.ndim == 2 else lambda out: out.view(*batch, columns),
+        _facts(op, x, columns, biases, 0, how[:2], rows=rows, shape=tuple(batch), k=k),
+    )
+
+
+def lower_gemm_all_gather(
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], columns: Length
+) -> Lowered:
+    """`functional.gemm_all_gather`. `how`: see there."""
+    op = "gemm_all_gather"
+    backend, deterministic = how
+    biases = [] if bias is None else [bias]
+    _check(op, group, x, [weight], biases, backend, 0, deterministic)
+    rows, batch = math.prod(x.shape[:-1]), x.shape[:-1]
+    facts = _facts(op, x, x.shape[-1], biases, 0, how, rows=rows, shape=tuple(batch))
+    total = _total(op, "columns", columns, weight.shape[0], x, group, facts)
+    return Lowered(
+        (rows, x.shape[-1]),
+        None if x.ndim == 2 else 0,
+        (total, group, backend, deterministic),
+        None if x.ndim == 2 else lambda out: out.view(*batch, total),
+        facts,
+    )
+
+
+def _facts(
+    op: str,
+    x: Tensor,
+    features: int,
+    biases: Sequence[Tensor],
+    dim: int,
+    how: tuple[Any, ...],
+    **others: Any,
+) -> tuple[tuple[str, Any], ...]:
+    facts = {
+        "op": op, "dtype": x.dtype, "features": features, "bias": len(biases) > 0, "dim": dim,
+        "backend": how[0], "deterministic": how[1],
+        "configured fields": () if torch.compiler.is_compiling() else settings().fields,
+    }  # fmt: skip
+    return tuple({**facts, **others}.items())
+
+
+def _check(
+    op: str,
+    group: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    backend: str,
+    dim: int,
+    deterministic: bool | None,
+) -> int:
+    """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
+
+    Returns:
+        `dim`, counted from the front.
+    """
+    try:
+        _check_operands(op, x, weights, biases)
+        if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+            raise ValueError(
+                f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {_shape(x)}, got {dim}"
+            )
+        if not torch.compiler.is_compiling():
+            ranks = resolve(group)
+            if x.device.type not in ranks.device_types:
+                raise ValueError(
+                    f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
+                    f"it serves {sorted(ranks.device_types)}"
+                )
+        check_name(backend, bool(deterministic))
+    except (ValueError, TypeError) as error:
+        agree.report(op, resolve(group), error)
+        raise
+    return dim % x.ndim
+
+
+def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+    if not weights:
+        raise ValueError(f"{op}: weight is an empty list")
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"{op}: {len(weights)} weights need as many biases or none, got {len(biases)}")
+    named = [("x", x), *(("weight", weight) for weight in weights), *(("bias", bias) for bias in biases)]
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{op}: {name} must be a strided tensor, got one of layout {tensor.layout}")
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise TypeError(
+                f"{op}: operands must share dtype and device, got x {x.dtype} on {x.device} and "
+                f"{name} {tensor.dtype} on {tensor.device}"
+            )
+        if not torch.compiler.is_compiling() and _has_tangent(tensor):
+            raise TypeError(f"{op}: {name} has a tangent, but there is no forward mode AD of it")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+    if x.ndim < 2:
+        raise ValueError(f"{op}: x must be [M, ..., K], got {_shape(x)}")
+    for weight in weights:
+        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{op}: weight must be [N, K] as in nn.Linear with K={x.shape[-1]} of x {_shape(x)}, "
+                f"got {_shape(weight)}"
+            )
+    for bias, weight in zip(biases, weights, strict=False):
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{op}: bias must be [{weight.shape[0]}] for weight {_shape(weight)}, got {_shape(bias)}"
+            )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _total(
+    op: str, what: str, given: Length, length: int, x: Tensor, group: str, facts: tuple[tuple[str, Any], ...]
+) -> int:
+    """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say."""
+    if given is None and not torch.compiler.is_compiling() and not is_capturing(x):
+        return agree.total_length(op, what, length, x.device, resolve(group), facts)
+    if given is None or given == "equal":
+        return length * group_size(group)
+    own = Shards.even(given, group_size(group)).size(group_rank(group))
+    if own != length:
+        raise ValueError(
+            f"{op}: of {what}={given} rank {group_rank(group)} of {group_size(group)} owns {own} "
+            f"(as torch.chunk cuts), but its operand has {length}"
+        )
+    return given
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether what is done with x is being captured in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _across(op: str, what: str, given: Length, local: int, group: str) -> int | None:
+    """The extent over all ranks that only the choice of a backend looks at; None if nobody knows."""
+    if given == "equal":
+        return local * group_size(group)
+    if given is not None and given < local:
+        raise ValueError(f"{op}: {what}={given} over all ranks is less than this rank's {local}")
+    return given

@@ -1,0 +1,19 @@
+"""Whole models and single linears made tensor-parallel: `parallelize`, and the styles it is made of.
+
+    model = LlamaForCausalLM(config)
+    parallelize(model, mesh["tp"])          # trains, generates, saves as before
+
+Parameters become DTensors, so optimizers, gradient clipping and distributed checkpoints work on them
+unchanged.
+"""
+
+from .model import full_state_dict, parallelize
+from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+
+__all__ = [
+    "OverlapColwiseParallel",
+    "OverlapRowwiseParallel",
+    "OverlapSharedGather",
+    "full_state_dict",
+    "parallelize",
+]

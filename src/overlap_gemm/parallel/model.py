@@ -1,0 +1,217 @@
+"""`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ..backends.base import BackendName
+from ..backends.select import check_name, preferring
+from .parts import (
+    SEQUENCE_DIM,
+    EmbeddingForward,
+    EnterLayers,
+    GatherOutput,
+    HeadsOfRank,
+    NormForward,
+    NoteLength,
+    PackedLinear,
+    RefuseRecords,
+    SequenceLength,
+)
+from .plan import Role, head_dim, plan
+from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+
+Logits: TypeAlias = Literal["replicated", "sharded"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = True,
+    logits: Logits = "replicated",
+    backend: BackendName = "auto",
+) -> nn.Module:
+    """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
+
+    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text) and Phi3, `...ForCausalLM` or the decoder
+    alone, and refuses whatever module it has no rule for. Every rank calls it with the same model; rank 0's
+    weights are taken. Afterwards every parameter is a DTensor, and every rank gives the model the same inputs
+    and gets the same outputs, those of the unsharded model.
+
+    Attention and MLP are sharded by heads and features, embedding and head by vocabulary (tied, if they
+    were). P must divide the numbers of query and key/value heads, and nothing else: sequences, batches,
+    features and vocabulary may have any size.
+
+    Args:
+        model: The model, on its device, before compiling, FSDP or an optimizer has seen it.
+        mesh: The ranks: a 1-D DeviceMesh, such as `mesh["tp"]`.
+        sequence_parallel: Shard what lies between attention and MLP by sequence, too: a P-th of the memory
+            there, and communication overlaps the products on both sides. Serving single tokens wants False.
+        logits: "replicated": whole on every rank, which `labels=` and `generate` want. "sharded": a DTensor
+            sharded by vocabulary, for a loss under torch's `loss_parallel()`.
+        backend: "auto", or the name of a backend that carries out what it can; `auto` chooses for the rest,
+            and the log (`overlap_gemm.backends.select`) says once what and why.
+
+    Returns:
+        `model`.
+
+    Raises:
+        UnknownModuleError: A ValueError: the model, or a module that is named, has no rule. Nothing has been
+            changed.
+        ValueError: An argument is none of those above.
+    """
+    if logits not in ("replicated", "sharded"):
+        raise ValueError(f"logits must be 'replicated' or 'sharded', got {logits!r}")
+    if mesh.ndim != 1:
+        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    check_name(backend)
+    roles = plan(model, mesh.size())
+    by_role = {role: model.get_submodule(name) for name, role in roles.items()}
+    embedding, head = by_role["embedding"], by_role.get("head")
+    tied = head is not None and head.weight is embedding.weight
+    builder = _Builder(model.config, mesh, sequence_parallel, logits, preferring(backend))
+    for name, role in roles.items():
+        builder.apply(model.get_submodule(name), role)
+    if head is not None and tied:
+        head.weight = embedding.weight
+    model.register_load_state_dict_pre_hook(_shard_incoming)
+    model.save_pretrained = MethodType(_save_pretrained, model)
+    return model
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that the unsharded model would have. Collective.
+
+    A parallelized model's `load_state_dict` takes it, and its `save_pretrained`, which every rank calls and
+    rank 0 carries out, writes it.
+
+    Args:
+        model: What `parallelize` returned.
+
+    Returns:
+        `model.state_dict()` with whole tensors under their original names; the same on every rank.
+    """
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in model.state_dict().items()
+    }
+    for name, packed in _packed(model):
+        state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
+    return state
+
+
+class _Builder:
+    """Gives each module the parameters and the forward of its role."""
+
+    def __init__(self, config: Any, mesh: DeviceMesh, sequence_parallel: bool, logits: Logits, backend: Any):
+        self.config, self.mesh = config, mesh
+        self.sequence_parallel, self.backend = sequence_parallel, backend
+        self.length = SequenceLength()
+        self.column = OverlapColwiseParallel(backend=backend)
+        between = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+        self.row = OverlapRowwiseParallel(output_layouts=between, backend=backend)
+        if logits == "sharded":
+            self.head = OverlapColwiseParallel(use_local_output=False, backend=backend)
+        else:
+            self.head = OverlapColwiseParallel(output_layouts=Replicate(), backend=backend)
+        self.entered = False
+
+    def apply(self, module: Any, role: Role) -> None:
+        """Makes `module` what `role` says; modules come in the model's order, parents first."""
+        match role:
+            case "decoder":
+                records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
+                module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
+            case "embedding":
+                self._distribute(module, Shard(0))
+                module.forward = EmbeddingForward(module, self.mesh)
+            case "layer":
+                if self.sequence_parallel and not self.entered:
+                    module.register_forward_pre_hook(EnterLayers(self.mesh))
+                self.entered = True
+            case "attention":
+                self._attention(module)
+            case "mlp":
+                self._mlp(module)
+            case "norm" | "head norm" | "final norm":
+                self._distribute(module, Replicate())
+                module.forward = NormForward(module, self.sequence_parallel or role == "head norm")
+                if role == "final norm" and self.sequence_parallel:
+                    module.register_forward_hook(GatherOutput(self.mesh, self.length))
+            case "column":
+                parallelize_module(module, self.mesh, self.column)
+            case "packed":  # a PackedLinear, by now
+                for part in module.children():
+                    parallelize_module(part, self.mesh, self.column)
+            case "row":
+                parallelize_module(module, self.mesh, self.row)
+            case "head":
+                parallelize_module(module, self.mesh, self.head)
+
+    def _attention(self, module: Any) -> None:
+        if self.sequence_parallel:
+            module.register_forward_pre_hook(NoteLength(self.length), with_kwargs=True)
+        if not hasattr(module, "qkv_proj"):
+            self._share_gather(module, ["q_proj", "k_proj", "v_proj"], "hidden_states")
+            return
+        config = self.config
+        queries, keys = (
+            heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        module.qkv_proj = PackedLinear(module.qkv_proj, {"q": queries, "k": keys, "v": keys})
+        self._share_gather(module, ["qkv_proj.q", "qkv_proj.k", "qkv_proj.v"], "hidden_states")
+        module.config = HeadsOfRank(config, self.mesh.size())
+        module.num_key_value_heads //= self.mesh.size()
+
+    def _mlp(self, module: Any) -> None:
+        if hasattr(module, "gate_up_proj"):
+            half = module.gate_up_proj.out_features // 2
+            module.gate_up_proj = PackedLinear(module.gate_up_proj, {"gate": half, "up": half})
+            self._share_gather(module, ["gate_up_proj.gate", "gate_up_proj.up"], "hidden_states")
+        else:
+            self._share_gather(module, ["gate_proj", "up_proj"], "x")
+
+    def _share_gather(self, module: nn.Module, linears: list[str], argument: str) -> None:
+        if self.sequence_parallel:
+            style = OverlapSharedGather(*linears, argument=argument, rows=self.length, backend=self.backend)
+            parallelize_module(module, self.mesh, style)
+
+    def _distribute(self, module: nn.Module, layout: Placement) -> None:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter, self.mesh, [layout])
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """`save_pretrained` of the whole tensors: by itself it would write this rank's shards."""
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state_dict(model)
+    kwargs.setdefault("is_main_process", dist.get_rank() == 0)
+    type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: cuts the tensors of an unsharded model; leaves shards as they are."""
+    for name, packed in _packed(model):
+        whole = state.pop(f"{prefix}{name}.weight", None)
+        if whole is not None:
+            for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):
+                state[f"{prefix}{name}.{part}.weight"] = rows
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
+            state[prefix + name] = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )

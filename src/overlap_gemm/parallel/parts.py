@@ -1,0 +1,186 @@
+"""The forwards that the modules of a parallelized model get. Between modules all tensors are local ones."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..sharding import Shards
+
+SEQUENCE_DIM = 1
+"""Of Hugging Face's hidden states `[b, s, h]`."""
+
+
+class SequenceLength:
+    """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
+
+    A module between sharded rows cannot see it; every attention, the first to need it in its layer, says it.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self) -> int:
+        """The length in tokens."""
+        return self.total
+
+
+class EnterLayers:
+    """Pre-forward hook of the first decoder layer: of the hidden states it keeps its rank's rows."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Called by torch before the layer."""
+        hidden, *others = args
+        return relayout(hidden, hidden.shape, self.mesh, Replicate(), Shard(SEQUENCE_DIM)), *others
+
+
+class NoteLength:
+    """Pre-forward hook of an attention, which runs again where a layer is recomputed: notes the length."""
+
+    def __init__(self, length: SequenceLength):
+        self.length = length
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before the attention."""
+        cosines, _ = kwargs["position_embeddings"]  # [b or 1, s, head_dim]
+        self.length.total = cosines.shape[1]
+
+
+class RefuseRecords:
+    """Pre-forward hook of a decoder: what it would record between its layers is sharded over the ranks."""
+
+    def __init__(self, config: Any, names: list[str]):
+        self.config, self.names = config, names
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before the decoder."""
+        for name in self.names:
+            if kwargs.get(name, getattr(self.config, name, False)):
+                instead = "; sequence_parallel=False has them" if name == "output_hidden_states" else ""
+                raise ValueError(f"{name}: each rank of this model has a part of them only{instead}")
+
+
+class EmbeddingForward:
+    """Lookup in an embedding sharded by vocabulary: each row comes from the rank that has it."""
+
+    def __init__(self, module: nn.Embedding, mesh: DeviceMesh):
+        self.module, self.mesh = module, mesh
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Looks up `[...]` indices; `[..., h]`, the same on every rank."""
+        module, rows = self.module, self.module.num_embeddings
+        start, stop = Shards.even(rows, self.mesh.size()).range(self.mesh.get_local_rank())
+        # An index that no rank has stays out of range, and is refused as nn.Embedding refuses it.
+        elsewhere = ((input >= 0) & (input < start)) | ((input >= stop) & (input < rows))
+        padding = module.padding_idx
+        own = F.embedding(
+            (input - start).masked_fill(elsewhere, 0),
+            module.weight.to_local(),
+            padding - start if padding is not None and start <= padding < stop else None,
+        ).masked_fill(elsewhere.unsqueeze(-1), 0)
+        out = relayout(own, own.shape, self.mesh, Partial(), Replicate())
+        scale = getattr(module, "embed_scale", None)
+        return out if scale is None else out * scale.to(out.dtype)
+
+
+class NormForward:
+    """A norm's own forward on local tensors.
+
+    Args:
+        module: The norm, its parameters replicated DTensors.
+        partial: Each rank sees its own rows or heads only, so gradients of the parameters are summed.
+    """
+
+    def __init__(self, module: nn.Module, partial: bool):
+        self.module, self.partial = module, partial
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Normalises this rank's rows or heads."""
+        return type(self.module).forward(_Localized(self.module, self.partial), hidden_states)
+
+
+class _Localized:
+    """A module with local tensors in place of its (replicated) DTensor parameters: `self` for its forward."""
+
+    def __init__(self, module: nn.Module, partial: bool):
+        self._module, self._partial = module, partial
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if not isinstance(value, DTensor):
+            return value
+        if not self._partial:
+            return value.to_local()
+        # The gradient that to_local passes back is one rank's addend; redistribute's backward sums them.
+        return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+class GatherOutput:
+    """Forward hook of the last norm: its output, sharded by rows, becomes whole on every rank."""
+
+    def __init__(self, mesh: DeviceMesh, length: SequenceLength):
+        self.mesh, self.length = mesh, length
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Called by torch behind the norm."""
+        batch, _, width = out.shape
+        return relayout(out, (batch, self.length(), width), self.mesh, Shard(SEQUENCE_DIM), Replicate())
+
+
+class PackedLinear(nn.Module):
+    """Linears behind the name of one, for code that cuts its output apart: qkv_proj, gate_up_proj.
+
+    A rank's shard of the packed weight would be several ranges of its rows, which no DTensor describes; as
+    linears of their own they are sharded, saved and resharded like any other.
+
+    Args:
+        linear: The packed linear, without bias.
+        sizes: Rows of each part, by its name.
+    """
+
+    def __init__(self, linear: nn.Linear, sizes: dict[str, int]):
+        super().__init__()
+        self.sizes = sizes
+        weights = linear.weight.detach().split(list(sizes.values()))
+        for (name, size), weight in zip(sizes.items(), weights, strict=True):
+            part = nn.Linear(linear.in_features, size, bias=False, device="meta")
+            part.weight = nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiplies; the parts' outputs side by side."""
+        return torch.cat([part(x) for part in self.children()], dim=-1)
+
+
+class HeadsOfRank:
+    """A model's configuration as a rank's attention sees it: with the rank's share of the query heads."""
+
+    def __init__(self, config: Any, ranks: int):
+        self._config = config
+        self.num_attention_heads = config.num_attention_heads // ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_config":  # copy and pickle ask before there is a _config
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def relayout(x: Tensor, whole: Any, mesh: DeviceMesh, found: Placement, desired: Placement) -> Tensor:
+    """Local tensor to local tensor: x lies as `found` and shall lie as `desired`; differentiable.
+
+    Args:
+        x: This rank's part of a contiguous tensor of shape `whole`.
+        whole: The shape over all ranks. Without it DTensor would take equal shards for granted.
+        mesh: The ranks, a 1-D mesh.
+        found: How x lies.
+        desired: How the result shall lie.
+    """
+    stride = torch.empty(whole, device="meta").stride()
+    tensor = DTensor.from_local(x, mesh, (found,), run_check=False, shape=torch.Size(whole), stride=stride)
+    return tensor.redistribute(placements=(desired,)).to_local()

@@ -1,0 +1,197 @@
+"""What each module of a decoder is to tensor parallelism, and the refusal of whatever has no rule here.
+
+A model that is almost understood is trained wrongly without a word: a norm between sharded heads whose
+gradient nobody sums, a tied weight cut in two. So every module that holds parameters needs a role, every
+role checks that its module is what it takes it for, and one that is not is refused by name.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Role: TypeAlias = Literal[
+    "decoder", "embedding", "layer", "attention", "mlp", "norm", "head norm", "final norm", "column",
+    "packed", "row", "head",
+]  # fmt: skip
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+"""The `config.model_type` of what is tested, in tests/multi/test_parallelize.py."""
+
+ROLES: dict[str, Role] = {
+    "embed_tokens": "embedding",
+    "layers.*": "layer",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.pre_feedforward_layernorm": "norm",
+    "layers.*.post_feedforward_layernorm": "norm",
+    "layers.*.self_attn": "attention",
+    "layers.*.self_attn.q_proj": "column",
+    "layers.*.self_attn.k_proj": "column",
+    "layers.*.self_attn.v_proj": "column",
+    "layers.*.self_attn.qkv_proj": "packed",
+    "layers.*.self_attn.q_norm": "head norm",
+    "layers.*.self_attn.k_norm": "head norm",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp": "mlp",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.gate_up_proj": "packed",
+    "layers.*.mlp.down_proj": "row",
+    "norm": "final norm",
+}
+"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies beside the decoder."""
+
+PROJECTIONS: dict[Role, tuple[tuple[str, ...], ...]] = {
+    "attention": (("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")),
+    "mlp": (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
+}
+"""The linears that a module of a role must have: one of these sets."""
+
+
+class UnknownModuleError(ValueError):
+    """A module that `parallelize` has no rule for; the message names it."""
+
+
+def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
+    """The role of each module of `model` that has one. Changes nothing.
+
+    Args:
+        model: A causal language model of Hugging Face's transformers, or its decoder.
+        ranks: P.
+
+    Returns:
+        Roles by the modules' names, in the model's order.
+
+    Raises:
+        UnknownModuleError: No rule for a module, or for the model.
+    """
+    inner = model.model if isinstance(getattr(model, "model", None), nn.Module) else model
+    prefix = "" if inner is model else "model."
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            _refuse(name, model, "it is a DTensor: this model has been parallelized already")
+    roles: dict[str, Role] = {}
+    for name, module in model.named_modules():
+        role: Role | None = "decoder" if module is inner else "head" if name == "lm_head" else None
+        if name.startswith(prefix):
+            role = role or ROLES.get(re.sub(r"\blayers\.\d+", "layers.*", name.removeprefix(prefix)))
+        if role is not None:
+            _CHECKS[role](name, module, model.config, ranks)
+            if "forward" in vars(module):
+                _refuse(name, module, "its forward has been replaced already")
+            roles[name] = role
+        elif list(module.parameters(recurse=False)):
+            _refuse(name, module, "it holds parameters and has no known place in a decoder")
+        elif isinstance(module, nn.Dropout) and module.p:
+            _refuse(name, module, f"dropout p={module.p} would need its own random numbers on each rank")
+    _check_ties(model, prefix)
+    family = getattr(model.config, "model_type", None)
+    if family not in FAMILIES:
+        _refuse("", model, f"model_type {family!r} is not among the families tested: {', '.join(FAMILIES)}")
+    for needed in ("embedding", "layer", "final norm"):
+        if needed not in roles.values():
+            _refuse("", model, f"it has no {needed}")
+    return roles
+
+
+def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
+    what = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+    raise UnknownModuleError(f"parallelize has no rule for {what}: {why}")
+
+
+def _check_ties(model: nn.Module, prefix: str) -> None:
+    """Of weights that are one, only embedding and head stay one: both are sharded by vocabulary."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        if len(names) > 1 and set(names) != {f"{prefix}embed_tokens.weight", "lm_head.weight"}:
+            _refuse(names[1], model, f"it is tied to {names[0]!r}, and only embedding and lm_head stay tied")
+
+
+def _check_linear(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    if type(module) is not nn.Linear:
+        _refuse(name, module, "a projection must be a plain nn.Linear")
+
+
+def _check_packed(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_linear(name, module, config, ranks)
+    if module.bias is not None:
+        _refuse(name, module, "a packed projection with a bias is in none of the families tested")
+
+
+def _check_embedding(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    scaled = type(module).__name__.endswith("TextScaledWordEmbedding") and hasattr(module, "embed_scale")
+    if type(module) is not nn.Embedding and not (isinstance(module, nn.Embedding) and scaled):
+        _refuse(name, module, "an embedding must be an nn.Embedding, or Gemma's scaled one")
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        _refuse(name, module, "max_norm, sparse and scale_grad_by_freq need all its rows at once")
+    rows = module.num_embeddings
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        _refuse(name, module, f"{rows} rows over P={ranks} ranks leave the last rank none")
+
+
+def _check_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_norm_of(name, module, config.hidden_size, "hidden_size")
+
+
+def _check_head_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_norm_of(name, module, head_dim(config), "head_dim; over all heads it would need all ranks")
+
+
+def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    if not type(module).__name__.endswith("RMSNorm") or parameters != {"weight": [width]}:
+        _refuse(name, module, f"it must be an RMSNorm with a weight [{width}] ({what}), got {parameters}")
+
+
+def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "attention")
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, what, None) or config.num_attention_heads
+        if heads % ranks:
+            _refuse(name, module, f"{what}={heads} is not divisible by P={ranks}")
+    if dropout := getattr(module, "attention_dropout", 0):
+        _refuse(name, module, f"attention_dropout={dropout} would need its own random numbers on each rank")
+
+
+def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mlp")
+
+
+def _check_projections(name: str, module: nn.Module, role: Role) -> None:
+    present = {key for key, child in module.named_children() if list(child.parameters())}
+    present -= {"q_norm", "k_norm"}
+    if present not in map(set, PROJECTIONS[role]):
+        sets = " or ".join(", ".join(names) for names in PROJECTIONS[role])
+        _refuse(name, module, f"its parts with parameters must be {sets}, got {', '.join(sorted(present))}")
+
+
+def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    for part in ("self_attn", "mlp"):
+        if not isinstance(getattr(module, part, None), nn.Module):
+            _refuse(name, module, f"a decoder layer must have {part}")
+
+
+def head_dim(config: Any) -> int:
+    """Width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+_CHECKS: dict[Role, Callable[[str, Any, Any, int], None]] = {
+    "decoder": lambda *_: None,
+    "embedding": _check_embedding,
+    "layer": _check_layer,
+    "attention": _check_attention,
+    "mlp": _check_mlp,
+    "norm": _check_norm,
+    "head norm": _check_head_norm,
+    "final norm": _check_norm,
+    "column": _check_linear,
+    "packed": _check_packed,
+    "row": _check_linear,
+    "head": _check_linear,
+}

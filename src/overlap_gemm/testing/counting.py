@@ -1,0 +1,31 @@
+"""What a call costs the host, counted and not timed: a number that no other process can disturb."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def python_calls(function: Callable[[], object]) -> "Counter[str]":
+    """How often each Python function is entered by `function()`, at its second call.
+
+    Args:
+        function: What is called; not counted itself.
+    """
+    function()
+    entered: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            entered[f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        del entered[f"{code.co_filename.rpartition('/')[2]}:{code.co_name}"]
+    return entered

@@ -1,0 +1,52 @@
+"""One op and its gradients on one rank: the rank's part of each result, to be judged against the whole."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+import overlap_gemm
+
+from ..backends.base import Op
+from .cases import LAYOUTS, Operands
+
+
+class Share(NamedTuple):
+    """A rank's part of one result.
+
+    Attributes:
+        name: "out", or the operand whose gradient it is: "x", "weight", "bias".
+        value: The part; None for the gradient of a bias that is not there.
+        dim: Along which dimension the whole is sharded; None: every rank has all of it.
+        roundings: How many values of its size were rounded to its dtype on the way: where a sum over ranks
+            made it, the ranks' summands; and with backend "torch" each sum of two as well.
+    """
+
+    name: str
+    value: Tensor | None
+    dim: int | None
+    roundings: int
+
+
+def forward_and_backward(op: Op, given: Operands, rank: int, size: int, backend: str) -> tuple[Share, ...]:
+    """Calls an op on the rank's part of the operands, and backward with its part of the output's gradient."""
+    layout = LAYOUTS[op]
+    x, weight, bias = (
+        None if part is None else part.detach().requires_grad_()  # a reference may track the whole
+        for part in (
+            layout.part(given.x, layout.x, rank, size),
+            layout.part(given.weight, layout.weight, rank, size),
+            layout.part(given.bias, layout.bias, rank, size),
+        )
+    )
+    assert x is not None and weight is not None
+    out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend=backend)
+    out.backward(layout.part(given.grad, layout.out, rank, size))
+    # In forward the summands of an output, in backward those of the input gradient, are rounded on each rank.
+    roundings = 2 * size if backend == "torch" else size
+    reduces_out = op in ("gemm_reduce_scatter", "gemm_all_reduce")
+    return (
+        Share("out", out.detach(), layout.out, roundings if reduces_out else 0),
+        Share("x", x.grad, layout.x, 0 if reduces_out else roundings),
+        Share("weight", weight.grad, layout.weight, 0),
+        Share("bias", None if bias is None else bias.grad, layout.bias, 0),
+    )

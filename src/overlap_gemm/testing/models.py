@@ -1,0 +1,50 @@
+"""Small models of the families that `overlap_gemm.parallel.parallelize` knows, for tests."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+
+VOCABULARY = 97
+"""Divisible by no number of ranks."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {"attention_bias": True, "tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 4, "tie_word_embeddings": True},
+    "gemma3": {"sliding_window": 5, "query_pre_attn_scalar": 4, "tie_word_embeddings": True},
+    "phi3": {"pad_token_id": 0},
+}
+
+
+def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    """A causal language model of two layers with random weights, biases and norms.
+
+    Args:
+        family: One of `FAMILIES`.
+        ranks: The numbers of query and key/value heads become multiples of it.
+        dtype: Of the parameters.
+        **options: Of the configuration, instead of those chosen here.
+    """
+    import transformers
+
+    kv_heads = ranks if ranks > 1 else 2
+    name = {"gemma3": "Gemma3Text"}.get(family, family.capitalize())
+    config = getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2,
+            "num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads, "head_dim": 4,
+            "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+            **_OPTIONS[family], **options,
+        }
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config).to(dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model.train()

@@ -1,0 +1,224 @@
+"""The one model of how long an op takes: max(waves of tiles, bytes / link, memory) + fill and tail.
+
+It knows only facts that all ranks share and the constants of a `Machine`, so that every rank that asks gets
+the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curves all read it.
+
+- **Product.** cuBLAS is taken to run the best of our tiles in whole waves, and to cut K where the tiles are
+  fewer than the SMs (measured: our plain kernel takes 0.98 to 1.02 of it).
+- **Fused.** The tiles of all shards are dealt to the resident clusters in waves, own ones among foreign ones,
+  so that the link is asked evenly. Ping-pong and tcgen05 kernels work on the next tile during an epilogue. A
+  cooperative one does not: every epilogue, and what of its tile the ring does not hold, stops the tensor
+  cores. Behind the last wave come its bytes on the link and the sum of its tiles over all sources.
+- **Collectives** are interpolated between measured sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from ..kernels.config import DTYPE_BYTES, GemmConfig
+from ..kernels.geometry import FLAG_BYTES
+from ..schedules import ceil_div, num_owners, shard_rows
+from .machine import Curve, Machine
+
+UNKNOWN = 4
+"""An extent that the ranks have not agreed on is an MLP's, this many times the hidden size. A kernel that is
+chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
+long where there is much."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all ranks of a call share: the unsharded product `[M, K] x [N, K]^T` and who carries it out.
+
+    Attributes:
+        op: The op's public name.
+        m: M over all ranks.
+        n: N over all ranks; None where the ranks have not agreed on it (all_gather_gemm's may differ).
+        k: K over all ranks; None where they have not agreed on it (the summing ops' may differ).
+        dtype: Of operands and result, ``"bf16"`` or ``"f16"``.
+        world: Ranks P.
+        shard: Rows of a full shard, where rows are sharded; 0 for even shards.
+    """
+
+    op: str
+    m: int
+    n: int | None
+    k: int | None
+    dtype: str
+    world: int
+    shard: int = 0
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """(M, N, K), an unknown N or K taken as `UNKNOWN` times the other: so no choice depends on it."""
+        n = UNKNOWN * self.k if self.n is None and self.k is not None else self.n
+        k = UNKNOWN * self.n if self.k is None and self.n is not None else self.k
+        assert n is not None and k is not None, f"{self.op} travels with N or K, so one of them is known"
+        return self.m, n, k
+
+    @property
+    def local(self) -> tuple[int, int, int]:
+        """(M, N, K) of the product that a rank multiplies."""
+        m, n, k = self.extents
+        if self.op in ("gemm_reduce_scatter", "gemm_all_reduce"):
+            return m, n, ceil_div(k, self.world)
+        return m, ceil_div(n, self.world), k
+
+    @property
+    def bytes_out(self) -> float:
+        """Bytes that each rank sends at least (all-reduce: in two shots)."""
+        m, n, k = self.extents
+        width, passes = {
+            "all_gather_gemm": (k, 1),
+            "gemm_reduce_scatter": (n, 1),
+            "gemm_all_reduce": (n, 2),
+            "gemm_all_gather": (n, 1),
+        }[self.op]
+        return passes * m * width * DTYPE_BYTES[self.dtype] * (self.world - 1) / self.world
+
+
+def efficiency_key(config: GemmConfig) -> str:
+    """The name of a kernel in `Machine.efficiency`."""
+    (m, n), (cm, cn) = config.tile, config.cluster
+    return f"{config.mma} {m}x{n} {cm}x{cn}"
+
+
+def efficiency_of(config: GemmConfig, machine: Machine) -> float:
+    """A kernel's efficiency; of one that was not measured, the least of its tile's, or of its kind's."""
+    known, name = machine.efficiency, efficiency_key(config)
+    if name in known:
+        return known[name]
+    kind, tile, _ = name.split()
+    like = [e for other, e in known.items() if other.startswith(f"{kind} {tile} ")]
+    return min(like or [e for other, e in known.items() if other.startswith(f"{kind} ")])
+
+
+def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
+    """The time of a rank's product by cuBLAS."""
+    m, n, k = facts.local
+    return machine.launch + max(
+        _best_waves(m, n, machine, sms) * k, _memory_seconds(m, n, k, facts.dtype, machine)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _best_waves(m: int, n: int, machine: Machine, sms: int) -> float:
+    """Seconds per unit of K of the best tile's waves."""
+    best = float("inf")
+    for name, efficiency in machine.efficiency.items():
+        kind, tile, _ = name.split()
+        rows, columns = map(int, tile.split("x"))
+        ctas = ceil_div(m, rows) * ceil_div(n, columns) * (2 if kind == "2cta" else 1)
+        waves = ctas / sms if ctas < sms else ceil(ctas / sms)
+        area = rows * columns // (2 if kind == "2cta" else 1)
+        best = min(best, waves * 2 * area / (machine.mma_rate / machine.sms * efficiency))
+    return best
+
+
+def _memory_seconds(m: int, n: int, k: int, dtype: str, machine: Machine) -> float:
+    return (m * k + n * k + m * n) * DTYPE_BYTES[dtype] / machine.memory_rate
+
+
+def link_seconds(facts: Facts, machine: Machine) -> float:
+    """The op's bytes at the link's full rate."""
+    return facts.bytes_out / machine.link_rate
+
+
+def collective_seconds(name: str, bytes_out: float, world: int, machine: Machine) -> float:
+    """A collective's time, from the curve of the number of ranks that is nearest to `world`."""
+    if world == 1:
+        return 0.0
+    curves = machine.collectives[name]
+    nearest = min(curves, key=lambda ranks: (max(ranks / world, world / ranks), ranks))
+    return interpolate(curves[nearest], bytes_out)
+
+
+def interpolate(curve: Curve, size: float) -> float:
+    """Seconds of `size` bytes: linear between points and behind the last two, constant before the first."""
+    if size <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    right = next((i for i, (b, _) in enumerate(curve) if b >= size), len(curve) - 1)
+    (b0, s0), (b1, s1) = curve[right - 1], curve[right]
+    return s0 + (s1 - s0) * (size - b0) / (b1 - b0)
+
+
+def transfer_seconds(facts: Facts, machine: Machine, sums: Sequence[str]) -> float:
+    """The collectives of an op, the summing one (or two, for an all-reduce) by those named in `sums`."""
+    names = {
+        "all_gather_gemm": ("all_gather",),
+        "gemm_all_gather": ("all_gather",),
+        "gemm_reduce_scatter": sums[:1],
+        "gemm_all_reduce": sums[1:],
+    }[facts.op]
+    each = facts.bytes_out / len(names)
+    seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
+    if facts.op == "gemm_all_gather":  # columns travel as rows, and are transposed behind
+        m, n, _ = facts.extents
+        seconds += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+    return seconds
+
+
+@dataclass(frozen=True)
+class FusedTime:
+    """Where the model sees the time of a fused call go, in seconds.
+
+    Attributes:
+        waves: Tiles on the tensor cores.
+        link: Packed tiles and flags at the kernel's own link rate.
+        memory: Operands and result.
+        fill: Before the link can begin: the first tile.
+        tail: Behind the last wave: its bytes on the link.
+        receive: The sum of the last tiles.
+        launch: Beside all tiles.
+    """
+
+    waves: float
+    link: float
+    memory: float
+    fill: float
+    tail: float
+    receive: float
+    launch: float
+
+    @property
+    def total(self) -> float:
+        """The call's time on the device."""
+        return self.launch + max(self.waves + self.tail, self.fill + self.link, self.memory) + self.receive
+
+
+def fused_reduce_scatter(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
+    """A fused GEMM reduce-scatter (a plain GEMM in a group of one) by the kernel of `config`."""
+    m, n, k = facts.local
+    world = facts.world
+    shard = facts.shard or shard_rows(m, world)
+    owners = num_owners(m, shard)
+    tile_m, tile_n = config.cluster_tile
+    clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
+    resident = max(1, sms // config.cluster_size)
+    rows, columns = config.cta_tile
+    tile_bytes = config.subtiles * config.slot_subtile_bytes + FLAG_BYTES
+    # A rank that owns no rows sends them all.
+    foreign = 0.0 if world == 1 else (owners - (owners == world)) / owners
+    link_share = machine.bulk_rate / sms
+
+    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
+    mainloop = 2 * rows * columns * k / rate
+    ring = config.ring_stages * config.slot_subtile_bytes
+    drain = foreign * max(0, tile_bytes - ring) / link_share
+    epilogue = machine.epilogue * rows * columns + drain
+    wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
+    sent = foreign * tile_bytes * config.cluster_size / machine.bulk_rate
+    summed = world * tile_bytes * min(clusters, resident) * config.cluster_size / machine.memory_rate
+    return FusedTime(
+        waves=ceil_div(clusters, resident) * wave,
+        link=clusters * sent,
+        memory=_memory_seconds(m, n, k, facts.dtype, machine),
+        fill=mainloop,
+        tail=min(clusters, resident) * sent,
+        receive=0.0 if world == 1 else machine.arrival + summed,
+        launch=machine.launch,
+    )

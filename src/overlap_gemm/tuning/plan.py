@@ -1,0 +1,90 @@
+"""What the model says of a call: the seconds of every way to carry it out, and their bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..kernels.config import GemmConfig
+from .machine import Machine, machine_for
+from .model import (
+    Facts,
+    FusedTime,
+    fused_reduce_scatter,
+    link_seconds,
+    product_seconds,
+    transfer_seconds,
+)
+from .settings import settings
+from .space import choose_config
+
+__all__ = ["Facts", "Prediction", "predict"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The model's answer. Seconds throughout.
+
+    Attributes:
+        ways: Backend -> time of a call; no "fused" where there is no such kernel for the op.
+        product: The product alone, by cuBLAS.
+        link: The op's bytes alone, at the link's full rate.
+        bound: max(product, link): what no way can beat.
+        config: The fused kernel that is meant, None without one.
+        fused: Where its time goes.
+        machine: Whose constants these are.
+    """
+
+    ways: Mapping[str, float]
+    product: float
+    link: float
+    bound: float
+    config: GemmConfig | None
+    fused: FusedTime | None
+    machine: Machine
+
+    @property
+    def best(self) -> str:
+        """The backend of the least time."""
+        return min(self.ways, key=self.ways.__getitem__)
+
+
+def predict(facts: Facts, arch: str, sms: int, captured: bool) -> Prediction | None:
+    """What the model says of a call, None where it knows no constants for `arch`. Cached and cheap.
+
+    Args:
+        facts: Of the call; the same on all ranks.
+        arch: Target, e.g. ``"sm_90a"``.
+        sms: SMs that every rank may use.
+        captured: Whether the call is replayed from a CUDA graph: without the host's time.
+    """
+    machine = machine_for(arch)
+    return None if machine is None else predict_on(facts, machine, arch, sms, captured)
+
+
+def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool) -> Prediction:
+    """`predict` with the constants of `machine`."""
+    return _predict(facts, machine, arch, sms, captured, settings().fields)
+
+
+@lru_cache(maxsize=4096)
+def _predict(
+    facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: tuple[tuple[str, object], ...]
+) -> Prediction:
+    product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
+    torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
+    ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
+    ways = {
+        "torch": product + torch,
+        "sequential": product + ordered,
+        "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
+    }
+    config = fused = None
+    if facts.op == "gemm_reduce_scatter":
+        config = choose_config(facts, machine, arch, sms)
+        fused = fused_reduce_scatter(config, facts, machine, sms)
+        ways["fused"] = fused.total
+    if not captured:
+        ways = {name: max(seconds, machine.host[name]) for name, seconds in ways.items()}
+    return Prediction(ways, product, link, max(product, link), config, fused, machine)

@@ -1,0 +1,81 @@
+"""What the caller asks of the fused backend: fields of the configuration, SMs left to others.
+
+Settings belong to the thread that enters the block, and to the threads in which autograd runs a backward
+pass that it starts there: they are kept in torch's thread-local state, which `backward` hands to its
+threads. So what counts is the block around the call of the op or of `backward`, also for what activation
+checkpointing recomputes, and for compiled graphs. A `ContextVar` does not reach those threads; settings of
+the process would reach them, and calls of other threads as well, at a moment that differs from rank to
+rank, where all ranks must have the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+_KEY = "overlap_gemm.settings"
+
+
+class Settings(NamedTuple):
+    """What a block of `configured` asks for; hashable.
+
+    Attributes:
+        fields: (name, value) of `GemmConfig`'s fields; the same on all ranks.
+        reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
+            differ between ranks.
+    """
+
+    fields: tuple[tuple[str, Any], ...] = ()
+    reserve_sms: int | None = None
+
+
+_DEFAULT = Settings()
+
+
+def settings() -> Settings:
+    """Those of the calling thread."""
+    if torch._C._is_key_in_tls(_KEY):
+        found: Settings = torch._C._get_obj_in_tls(_KEY)
+        return found
+    return _DEFAULT
+
+
+def _keep(asked: Settings) -> None:
+    """Makes them the calling thread's.
+
+    torch 2.11 keeps the object without counting its reference, and counts one less when it lets go: the
+    object would be freed in use. 2.13 counts.
+    """
+    before = sys.getrefcount(asked)
+    torch._C._stash_obj_in_tls(_KEY, asked)
+    if sys.getrefcount(asked) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
+
+
+@contextmanager
+def configured(*, reserve_sms: int | None = None, **fields: Any) -> Iterator[None]:
+    """Within the block, the fused backend's kernels are as asked. Blocks may be nested.
+
+    Args:
+        reserve_sms: SMs that their grids leave to others: to NCCL on another stream, to another pipeline
+            stage's kernels. The choice of configuration does not look at it, so ranks may differ.
+        **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
+            ValueError at the call.
+
+    Raises:
+        ValueError: ``reserve_sms`` is no number of SMs.
+    """
+    if reserve_sms is not None and reserve_sms < 0:
+        raise ValueError(f"reserve_sms={reserve_sms} must be a number of SMs, 0 or more")
+    before = settings()
+    reserve = before.reserve_sms if reserve_sms is None else reserve_sms
+    _keep(Settings(tuple({**dict(before.fields), **fields}.items()), reserve))
+    try:
+        yield
+    finally:
+        _keep(before)

@@ -1,0 +1,66 @@
+"""`overlap-gemm plan`: the model on the command line."""
+
+import pytest
+from typer.testing import CliRunner
+
+from overlap_gemm.cli import app
+from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for
+
+
+def plan(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "choice"),
+    [
+        ("gemm_reduce_scatter", (8192, 8192, 28672), "fused"),
+        ("gemm_reduce_scatter", (1, 8192, 8192), "torch"),
+        ("all_gather_gemm", (2048, 28672, 8192), "torch"),
+    ],
+)
+def test_choice_times_bound_and_why(op, shape, choice):
+    result, said = plan(op, *shape, "--ranks", 4)
+    assert result.exit_code == 0, result.output
+    assert f"choice, captured in a CUDA graph: {choice}" in said
+    assert "of the time of" in said
+    assert "bound: the product" in said
+    assert ("limited by the tensor cores" in said) == (op == "gemm_reduce_scatter")
+
+
+def test_the_link_bounds_where_it_is_slower():
+    _, said = plan("gemm_reduce_scatter", 8192, 4096, 4096, "--ranks", 8)
+    assert "bound: the link" in said
+    assert "limited by the link" in said
+
+
+def test_an_unmeasured_machine_is_called_expected():
+    _, said = plan("gemm_reduce_scatter", 4096, 4096, 4096, "--machine", "b200")
+    assert "NVIDIA B200" in said and "constants expected" in said
+    _, said = plan("gemm_reduce_scatter", 4096, 4096, 4096, "--arch", "sm_103a")
+    assert "sm_103a" in said and "constants expected" in said
+
+
+def test_constants_from_a_file_decide(tmp_path, monkeypatch):
+    slow = load("h200").to_json().replace('"link_rate": 323000000000.0', '"link_rate": 1000000000.0')
+    file = tmp_path / "mine.json"
+    file.write_text(slow)
+    shape = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 4)
+    assert "bound: the product" in plan(*shape, "--arch", "sm_90a")[1]
+    _, said = plan(*shape, "--machine", file)
+    assert "bound: the link" in said
+    monkeypatch.setenv(MACHINE_VARIABLE, str(file))
+    machine_for.cache_clear()
+    _, said = plan(*shape, "--arch", "sm_90a")
+    machine_for.cache_clear()
+    assert "bound: the link" in said
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    assert "not one of" in plan("gemm", 1, 1, 1)[1]
+    assert "not one of sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_80")[1]
+    assert "not sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_90a", "--machine", "b200")[1]
+    (tmp_path / "bad.json").write_text("{}")
+    result, said = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "bad.json")
+    assert result.exit_code == 2 and "shipped: b200, h200" in said

@@ -1,0 +1,107 @@
+"""Settings of the fused backend: nested, per thread, and in the threads that run backward."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from overlap_gemm.tuning.settings import Settings, configured, settings
+
+
+def test_blocks_nest_and_end():
+    assert settings() == Settings()
+    with configured(tile=(128, 64), reserve_sms=8):
+        with configured(tile=(128, 128), raster_group=4):
+            assert settings() == Settings((("tile", (128, 128)), ("raster_group", 4)), 8)
+        with configured(reserve_sms=0):
+            assert settings() == Settings((("tile", (128, 64)),), 0)
+        assert settings().reserve_sms == 8
+    with pytest.raises(RuntimeError, match="out"), configured(reserve_sms=3):
+        raise RuntimeError("out")
+    assert settings() == Settings()
+
+
+def test_a_reserve_below_nothing_is_refused():
+    with pytest.raises(ValueError, match="reserve_sms=-1"), configured(reserve_sms=-1):
+        pass
+
+
+def test_another_threads_block_is_its_own():
+    """Blocks of two threads that end in another order than they began in."""
+    entered, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with configured(reserve_sms=5):
+            entered.set()
+            leave.wait(10)
+            seen.append(settings().reserve_sms)
+        seen.append(settings().reserve_sms)
+
+    thread = threading.Thread(target=other)
+    with configured(reserve_sms=7):
+        thread.start()
+        assert entered.wait(10)
+        assert settings().reserve_sms == 7
+    leave.set()
+    thread.join()
+    assert seen == [5, None] and settings().reserve_sms is None
+
+
+class Noted(torch.autograd.Function):
+    """Notes thread and settings of its backward, which runs another one `depth` levels deep.
+
+    Beyond 60 levels autograd goes on in a thread of its pool, as it does for every GPU.
+    """
+
+    @staticmethod
+    def forward(ctx, x, depth, notes):
+        ctx.depth, ctx.notes = depth, notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.notes.append((threading.get_ident(), settings().reserve_sms))
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                Noted.apply(x, ctx.depth - 1, ctx.notes).backward()
+        return grad, None, None
+
+
+def test_the_threads_that_run_backward_have_the_settings_of_who_started_it():
+    notes = []
+    with configured(reserve_sms=3):
+        out = Noted.apply(torch.ones(1, requires_grad=True), 70, notes)
+    with configured(reserve_sms=9):
+        out.backward()
+    threads, seen = zip(*notes, strict=True)
+    assert len(set(threads)) > 1, "autograd used a second thread"
+    assert set(seen) == {9}
+
+
+def test_what_checkpointing_computes_again_has_those_of_backward():
+    seen = []
+
+    def forward(x):
+        seen.append(settings().reserve_sms)
+        return x.sin()
+
+    with configured(reserve_sms=4):
+        checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [4, 4]
+
+
+def test_a_block_leaves_no_reference_and_takes_none():
+    """torch 2.11 keeps an object per thread without counting its reference; so it would be freed in use."""
+    with configured(tile=(64, 128)):
+        outer = settings()
+        references = sys.getrefcount(outer)
+        for _ in range(100):
+            with configured(raster_group=4):
+                inner = settings()
+                assert inner is settings() and sys.getrefcount(inner) >= 3  # the name, torch's, the argument
+            assert settings() is outer
+        assert sys.getrefcount(outer) == references

@@ -1,0 +1,34 @@
+"""The documentation is a site: strict, with no broken link, and every public name in its reference."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import overlap_gemm
+from overlap_gemm import nn, parallel
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="mkdocs-material has no release for Python 3.10")
+def test_the_site_builds(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "reference.html").read_text()
+    names = [
+        "all_gather_gemm",
+        "gemm_reduce_scatter",
+        "gemm_all_reduce",
+        "gemm_all_gather",
+        "explain",
+        "init",
+    ]
+    names += [*parallel.__all__, nn.ColumnParallelLinear.__name__, nn.RowParallelLinear.__name__]
+    assert set(names[:6]) <= set(overlap_gemm.__all__)
+    for name in names:
+        assert f"{name}</span>" in reference or f'.{name}"' in reference, name

@@ -1,0 +1,155 @@
+"""A fused call's host side, with a kernel that does nothing: what it costs, and when its plan is stale."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import fused
+from overlap_gemm.backends.fused import Fused
+from overlap_gemm.emulator import Emulator
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.counting import python_calls
+from overlap_gemm.tuning.settings import configured
+
+DTYPE = torch.bfloat16
+X, WEIGHT, BIAS = (torch.randn(*shape).to(DTYPE) for shape in ((64, 16), (24, 16), (24,)))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches of the kernels that stand in, as (configuration, arguments)."""
+    seen = []
+
+    def stand_in(executor, config, transport):
+        return lambda *given: seen.append((config, given))
+
+    monkeypatch.setattr(fused, "compiled_kernel", stand_in)
+    return seen
+
+
+@pytest.fixture
+def world():
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
+        yield ranks
+
+
+def call(world, x=X, weight=WEIGHT, **options):
+    return overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[0], backend="fused", **options)
+
+
+@pytest.mark.parametrize(("grad", "budget"), [(False, 43), (True, 56)])
+def test_a_call_enters_few_python_functions(world, launched, grad, budget):
+    weight = WEIGHT.clone().requires_grad_(grad)
+    found = python_calls(lambda: call(world, weight=weight))
+    assert found.total() <= budget, (found.total(), found)
+    assert len(launched) == 2
+
+
+def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):
+    call(world, bias=BIAS)
+    for name in ("plan_for", "aligned", "aligned_bias", "obtain", "size_class", "settings"):
+        monkeypatch.setattr(fused, name, mock.Mock(side_effect=AssertionError(f"{name} again")))
+    monkeypatch.setattr("os.environ", {})
+    out = call(world, bias=BIAS)
+    a, b, result, bias, *_ = launched[-1][1]
+    assert (a.data_ptr(), b.data_ptr(), bias.data_ptr()) == (X.data_ptr(), WEIGHT.data_ptr(), BIAS.data_ptr())
+    assert result.data_ptr() == out.data_ptr() and out.shape == (32, 24)
+
+
+def test_an_operand_that_lies_elsewhere_is_copied_to_where_tma_can_read(world, launched):
+    for shift in (0, 1, 0, 3):
+        x = torch.randn(64 * 16 + shift).to(DTYPE)[shift:].view(64, 16)
+        bias = torch.randn(24 + shift).to(DTYPE)[shift:]
+        call(world, x=x, bias=bias)
+        a, _, _, read, *_ = launched[-1][1]
+        assert a.data_ptr() % 16 == 0 and torch.equal(a[:, :16], x)
+        assert read.data_ptr() % 16 == 0 and torch.equal(read, bias)
+        assert (a.data_ptr() == x.data_ptr()) == (shift == 0)
+
+
+def test_each_layout_has_its_kernel(world, launched):
+    transposed = torch.randn(16, 64).to(DTYPE).t()
+    for x in (X, transposed, X, transposed):
+        call(world, x=x)
+        assert launched[-1][1][0].data_ptr() == x.data_ptr()
+    assert [config.a_major for config, _ in launched] == ["k", "m", "k", "m"]
+
+
+def test_settings_choose_the_kernel_of_every_call(world, launched):
+    with configured(mma="pingpong", tile=(128, 128)):
+        call(world)
+    with configured(mma="cooperative", tile=(128, 256)):
+        call(world)
+    call(world)
+    with configured(mma="pingpong", tile=(128, 128)):
+        call(world)
+    tiles = [config.tile for config, _ in launched]
+    assert tiles[0] == tiles[3] == (128, 128) and tiles[1] == (128, 256)
+
+
+def test_k_is_part_of_the_kind(world, launched, monkeypatch):
+    depths = []
+    real = fused.default_config
+    monkeypatch.setattr(
+        fused,
+        "default_config",
+        lambda arch, dtype, shape, sms, depth=None, /, **more: (
+            depths.append(depth) or real(arch, dtype, shape, sms, depth, **more)
+        ),
+    )
+    for k in (None, 32, None, 32):
+        call(world, k=k)
+    assert depths == [None, 32]
+
+
+def test_a_closed_workspace_is_not_used_again(world, launched):
+    call(world)
+    before = launched[-1][1][4]
+    for name in world.names:
+        overlap_gemm.close_workspaces(name)
+    call(world)
+    after = launched[-1][1][4]
+    assert after.peers is not before.peers
+    call(world)
+    assert launched[-1][1][4].peers is after.peers
+
+
+def test_after_a_warm_up_no_plan_is_made(world, launched, monkeypatch):
+    for name in world.names:
+        overlap_gemm.warmup("gemm_reduce_scatter", (64, 24, 32), group=name, device="cpu", backend="fused")
+    monkeypatch.setattr(fused, "_make_plan", mock.Mock(side_effect=AssertionError("made after the warm-up")))
+    for name in world.names:
+        for k in (None, 32):
+            overlap_gemm.gemm_reduce_scatter(X, WEIGHT, group=name, k=k, backend="fused")
+
+
+def test_what_is_reserved_serves_smaller_calls(world, launched):
+    for name in world.names:
+        held = overlap_gemm.reserve(max_rows=4096, columns=1024, group=name, device="cpu")
+    assert held > 0 and overlap_gemm.workspace_bytes() == 2 * held
+    for name in world.names:
+        overlap_gemm.gemm_reduce_scatter(X, WEIGHT, group=name, backend="fused")
+    assert overlap_gemm.workspace_bytes() == 2 * held
+
+
+def test_another_emulator_is_another_place(launched):
+    for _ in range(2):
+        with Emulator("sm_90a", 1):
+            overlap_gemm.gemm_reduce_scatter(X, WEIGHT, backend="fused")
+    assert len(launched) == 2
+    with pytest.raises(ValueError, match="or the emulator"):
+        overlap_gemm.gemm_reduce_scatter(X, WEIGHT, backend="fused")
+    with Emulator("sm_100a", 1):
+        overlap_gemm.gemm_reduce_scatter(X, WEIGHT, backend="fused")
+    assert [config.arch for config, _ in launched] == ["sm_90a", "sm_90a", "sm_100a"]
+
+
+def test_finalize_leaves_no_plan(world, launched):
+    call(world)
+    made = mock.Mock(wraps=fused.plan_for)
+    overlap_gemm.finalize()
+    with mock.patch.object(fused, "plan_for", made):
+        call(world)
+    assert made.called and Fused.name == "fused"

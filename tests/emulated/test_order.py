@@ -1,0 +1,142 @@
+"""The one order of a device's fused launches, and what ranks agree on, with kernels that really run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from overlap_gemm.backends import fused
+from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.kernels.geometry import ReduceScatterShape
+from overlap_gemm.runtime import peers
+from overlap_gemm.runtime.order import LaunchOrder
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError, OverlappingCallsError, workspaces
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
+from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.space import default_config
+
+CASES = [
+    Case("gemm_reduce_scatter", 256, 64, 64, torch.bfloat16),
+    Case("gemm_reduce_scatter", 256, 128, 64, torch.bfloat16, seed=1),
+]
+"""Of two size classes."""
+
+
+@pytest.fixture
+def small_classes(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    with configured(mma="1cta", tile=(128, 64)):
+        yield
+
+
+def calls_on_streams(world, calls):
+    """Queues the calls, given as (case, stream), of all ranks; runs and judges them."""
+    queued = []
+    for case, stream in calls:
+        for rank in range(len(world.ranks)):
+            world.executor(rank).streams.handle = stream
+        queued.append((case, *queue_launch(case, world)))
+    world.synchronize()
+    return [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
+
+
+def run_on_two_streams(seed):
+    """Calls of two size classes on two streams of devices with one SM, which start kernels as they like."""
+    with (
+        Emulator("sm_100a", 2, seed=seed, num_sms=1, schedule=Schedule(grids="random")) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+    ):
+        verdicts = calls_on_streams(world, [(CASES[call % 2], call % 2) for call in range(4)])
+        assert len(workspaces()) == 4, "two a rank"
+    assert all(verdict.holds for verdict in verdicts), verdicts
+
+
+@pytest.mark.usefixtures("small_classes")
+@pytest.mark.parametrize("seed", range(3))
+def test_two_streams_and_two_size_classes(seed):
+    run_on_two_streams(seed)
+
+
+@pytest.mark.usefixtures("small_classes")
+def test_without_the_order_they_wait_for_each_other_for_ever(monkeypatch):
+    """The control: one of these seeds shows the hole."""
+    monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
+    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "0")
+    with pytest.raises(EmulatorError, match="(?i)deadlock"):
+        for seed in range(3):
+            run_on_two_streams(seed)
+
+
+@pytest.fixture
+def own_choice(monkeypatch):
+    """As before ranks agreed: each chooses by its own SMs."""
+    meet = peers.common
+
+    def alone(group, everyone):
+        return replace(meet(group, everyone), num_sms=everyone[group.rank].num_sms)
+
+    return lambda: monkeypatch.setattr(peers, "common", alone)
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
+    """Two SMs and three, as beside a MIG slice: alone they would choose different tiles."""
+    sms = (2, 3)
+    differing = [
+        (rows, columns)
+        for rows in (64, 128, 256, 384)
+        for columns in (64, 128, 256)
+        if default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, columns, 2), sms[0])
+        != default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, columns, 2), sms[1])
+    ]
+    rows, columns = differing[0]
+    case = Case("gemm_reduce_scatter", rows, columns, 64, torch.bfloat16)
+    if not agreed:
+        own_choice()
+    with (
+        Emulator("sm_100a", 2, num_sms=sms, collect=True) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+    ):
+        try:
+            launched = list(run_launches(case, world, 2))
+        except (EmulatorError, CommTimeoutError):
+            launched = []
+        chosen = {plan.config for side in peers.sides() for plan in side.plans.values()}
+    verdicts = [judge(case, given, outs, torch.bfloat16) for given, outs in launched]
+    assert len(chosen) == (1 if agreed else 2)
+    assert (len(verdicts) == 2 and all(verdict.holds for verdict in verdicts)) == agreed, verdicts
+
+
+def test_sms_that_are_left_to_others_change_no_bit():
+    case = Case("gemm_reduce_scatter", 256, 128, 64, torch.bfloat16)
+    outs = []
+    with (
+        configured(mma="1cta", tile=(128, 64)),
+        Emulator("sm_100a", 2, num_sms=3) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+    ):
+        for reserve in (None, 1, 2):
+            with configured(reserve_sms=reserve):
+                given, out = queue_launch(case, world)
+            world.synchronize()
+            outs.append(out)
+            assert judge(case, given, out, torch.bfloat16).holds
+        grids = [[plan.num_clusters for plan in side.plans.values()] for side in peers.sides()]
+    assert grids == [[3, 2, 1]] * 2
+    assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["another-class", "same-class"])
+def test_a_call_beside_another_is_an_error_by_name(monkeypatch, first):
+    """As a replay of a graph beside a call, which the host does not see: the device's word does."""
+    monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
+    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    with (
+        configured(mma="1cta", tile=(128, 64)),
+        Emulator("sm_100a", 2, num_sms=8) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+        pytest.raises(OverlappingCallsError, match=r"call 2 of rank . began while call 1 ran .*wait_stream"),
+    ):
+        calls_on_streams(world, [(CASES[first], 0), (CASES[1], 1)])

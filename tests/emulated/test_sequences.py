@@ -1,0 +1,152 @@
+"""Sequences of calls of any shapes, on any streams, with a rank that lags: judged by values.
+
+The rule they try: nobody writes a buffer of call e + 2 before every rank has finished reading call e. A rank
+that owns no row of a call has nobody to wait for in it, so a sequence in which one does lets it run ahead.
+"""
+
+import random
+
+import pytest
+import torch
+
+from overlap_gemm.backends import compiled, fused
+from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.kernels import reduce_scatter
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, queue_launch
+from overlap_gemm.tuning.settings import configured
+
+ARCHS = {
+    "sm_100a": {"mma": "1cta", "tile": (128, 64)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+}
+both = pytest.mark.parametrize("arch", ARCHS)
+
+
+def run_sequence(
+    arch, ranks, shapes, *, starved, mode="immediate", seed=0, network=False, num_sms=2, streams=1
+):
+    """Queues calls of (M, N) on every rank, runs them together and judges each by its values.
+
+    Args:
+        arch: of the kernels.
+        ranks: P.
+        shapes: (M, N) of each call.
+        starved: the rank that runs only when no other can.
+        mode: when asynchronous operations complete.
+        seed: of operands and schedule.
+        network: whether no rank reaches a peer by loads and stores.
+        num_sms: of each rank.
+        streams: how many each rank spreads its calls over, in its own way.
+    """
+    lagging = Schedule(starved=lambda rank, cta, warp: rank == starved, grids="random")
+    queued, draw = [], random.Random(seed)
+    with (
+        configured(**ARCHS[arch]),
+        Emulator(arch, ranks, mode, seed, network=network, schedule=lagging, num_sms=num_sms) as emulator,
+        VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
+    ):
+        for call, (m, n) in enumerate(shapes):
+            for rank in range(ranks):
+                world.executor(rank).streams.handle = draw.randrange(streams)
+            case = Case("gemm_reduce_scatter", m, n, 64, torch.bfloat16, seed=seed + call)
+            queued.append((case, *queue_launch(case, world)))
+        world.synchronize()
+    verdicts = [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
+    wrong = [(call, shapes[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]
+    assert not wrong, wrong
+
+
+def random_sequence(seed):
+    """(ranks, shapes, starved rank, mode): every kind of share, each likely to follow each other."""
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 3, 4])
+    few, many = [1, 1, 2, ranks - 1, ranks], [64, 130, 256 * ranks, 256 * ranks]
+    shapes = [(draw.choice(draw.choice([few, many])), draw.choice([8, 64, 64, 136])) for _ in range(6)]
+    return ranks, shapes, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
+
+
+def run_random_sequence(arch, seed):
+    ranks, shapes, starved, mode = random_sequence(seed)
+    how = {"mode": mode, "seed": seed, "num_sms": 1 + seed % 3, "streams": 1 + seed % 2}
+    run_sequence(arch, ranks, shapes, starved=starved, **how)
+
+
+# --- sequences with a name ---
+
+
+@both
+@pytest.mark.parametrize("starved", [1, 2])
+def test_decode_between_prefill_chunks(arch, starved):
+    """In the call of one row ranks 1 and 2 own nothing."""
+    run_sequence(arch, 3, [(768, 64), (1, 64), (768, 64)], starved=starved)
+
+
+@pytest.mark.parametrize("starved", [1, 2])
+def test_decode_between_prefill_chunks_beyond_reach(starved):
+    """The same through the relay kernel."""
+    run_sequence("sm_90a", 3, [(768, 64), (1, 64), (768, 64)], starved=starved, network=True)
+
+
+@both
+def test_many_calls_of_which_one_rank_owns_everything(arch):
+    run_sequence(arch, 4, [(512, 64), (1, 64), (1, 8), (1, 64), (512, 64)], starved=3)
+
+
+@both
+@pytest.mark.parametrize("starved", [0, 1])
+def test_classes_take_turns(arch, starved, monkeypatch):
+    """The calls of each class must reuse its buffers safely, with calls of others in between."""
+    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
+
+
+@pytest.fixture
+def owners_alone(monkeypatch):
+    """The mend taken out: nobody waits for the peers' entries, so a rank without rows waits for nobody."""
+    monkeypatch.setattr(reduce_scatter, "await_entry", lambda call, op: None)
+    compiled._cache.cache_clear()
+    yield
+    compiled._cache.cache_clear()
+
+
+@pytest.mark.usefixtures("owners_alone")
+def test_without_the_rule_these_sequences_are_wrong():
+    for sequence in (
+        lambda: test_decode_between_prefill_chunks("sm_100a", 1),
+        *map(random_on_sm_100, (5, 23)),
+    ):
+        with pytest.raises((EmulatorError, AssertionError)):
+            sequence()
+
+
+def random_on_sm_100(seed):
+    return lambda: run_random_sequence("sm_100a", seed)
+
+
+# --- any sequence ---
+
+
+@both
+@pytest.mark.parametrize("seed", [5, 21, 23, 25])
+def test_random_sequences(arch, seed):
+    """Each of these finds that a rank without rows waits for the owners alone."""
+    run_random_sequence(arch, seed)
+
+
+@both
+@pytest.mark.parametrize("seed", [5, 21])
+def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    run_random_sequence(arch, seed)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("classes", ["one", "many"])
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_more_random_sequences(arch, seed, classes, monkeypatch):
+    if classes == "many":
+        monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    run_random_sequence(arch, seed)

@@ -1,0 +1,20 @@
+"""What `overlap-gemm tune` measures on one GPU."""
+
+import torch
+
+from overlap_gemm.cli.tune import GpuProbe
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.runtime.executor import cuda_executor
+from overlap_gemm.runtime.group import LOCAL, resolve
+from overlap_gemm.tuning.machine import machine_for
+from overlap_gemm.tuning.space import candidates
+
+
+def test_a_probe_measures_what_one_gpu_has(device):
+    probe = GpuProbe(resolve(LOCAL), torch.device("cuda", 0), rounds=2)
+    arch = cuda_executor(0).arch
+    config: GemmConfig = candidates(arch, "bf16", machine_for(arch))[-1]
+    empty, ours, theirs = probe.empty(), probe.gemm(config, 4096, 4096, 4096), probe.product(4096, 4096, 4096)
+    assert 0 < empty < theirs < probe.product(8192, 4096, 4096)
+    assert 0.8 < theirs / ours < 1.3
+    assert 0 < probe.host("product") < 1e-3

@@ -1,0 +1,66 @@
+"""After a warm-up the ranks ask each other nothing, and nothing is prepared, whatever the caller says."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm import ops
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.sharding import Shards
+
+M, N, K = 9, 7, 10
+
+
+def calls_of(op, rank, size):
+    own = {extent: Shards.even(extent, size).size(rank) for extent in (M, N, K)}
+    call = getattr(overlap_gemm, op)
+    if op == "all_gather_gemm":
+        x, weight, said = (own[M], K), (own[N], K), ({"rows": M}, {"rows": M, "columns": N})
+    elif op == "gemm_all_gather":
+        x, weight, said = (M, K), (own[N], K), ({"columns": N},)
+    else:
+        x, weight, said = (M, own[K]), (N, own[K]), ({}, {"k": K})
+    for extents in said:
+        given = torch.randn(x, requires_grad=True), torch.randn(weight, requires_grad=True)
+        yield lambda given=given, extents=extents: call(*given, **extents), given
+
+
+def warmed_up(rank, size, op):
+    overlap_gemm.warmup(op, (M, N, K), (4, 4, 4), dtype=torch.float32, backward=True)
+    never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
+    with (
+        mock.patch.object(ops, "choose", never),
+        mock.patch.object(dist, "isend", never),
+        mock.patch("overlap_gemm.lowering._check", never),
+    ):
+        for call, given in calls_of(op, rank, size):
+            out = call()
+            torch.autograd.grad(out, given, torch.randn(out.shape))
+    assert overlap_gemm.reserve(max_rows=64, columns=64) == 0  # no fused kernels here
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
+    ranks(2).run(warmed_up, op)
+
+
+def no_captures(rank, size):
+    with (
+        mock.patch("overlap_gemm.ahead._device", lambda group, given: torch.device("cuda", 0)),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        for ahead in (
+            lambda: overlap_gemm.warmup("gemm_all_reduce", (4, 4, 4)),
+            lambda: overlap_gemm.reserve(max_rows=4, columns=4),
+        ):
+            with pytest.raises(overlap_gemm.CaptureError, match="while a CUDA graph is captured"):
+                ahead()
+    with pytest.raises(ValueError, match="op must be one of"):
+        overlap_gemm.warmup("gemm", (4, 4, 4))
+
+
+def test_not_while_a_graph_is_captured(ranks):
+    ranks(1).run(no_captures)

@@ -1,0 +1,155 @@
+"""A GPT of megatron-core with our linears: loss and gradients of Megatron's own."""
+
+import copy
+import warnings
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that Apex and Transformer Engine are not here
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from overlap_gemm.integrations import megatron
+
+VOCABULARY = 64
+
+
+def model(size, spec, sequence_parallel, bias):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=48,
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel, use_cpu_initialization=True,
+        params_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear=bias,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+
+    # Megatron has no norm for sequence parallelism without Apex or Transformer Engine; torch's does the same.
+    def norm(_, config, hidden_size, **options):
+        return nn.LayerNorm(hidden_size)
+
+    with mock.patch.object(WrappedTorchNorm, "__new__", norm):
+        return GPTModel(
+            config, spec, vocab_size=VOCABULARY, max_sequence_length=16, position_embedding_type="rope"
+        )
+
+
+@contextmanager
+def on_a_cpu():
+    """Megatron asks CUDA for the device of its buffers, and for the state of the generator of its dropout."""
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+    ):
+        yield
+
+
+def equals_megatrons_own(rank, size, sequence_parallel, bias):
+    with on_a_cpu():
+        compare(size, sequence_parallel, bias)
+
+
+def compare(size, sequence_parallel, bias):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    try:
+        spec = get_gpt_layer_local_spec()
+        before = copy.deepcopy(spec)
+        ours = model(size, megatron.with_overlap(spec), sequence_parallel, bias)
+        assert spec == before
+        theirs = model(size, spec, sequence_parallel, bias)
+        theirs.load_state_dict(ours.state_dict())
+        kinds = {type(module) for module in ours.modules()}
+        assert {megatron.ColumnParallelLinear, megatron.RowParallelLinear} <= kinds
+        torch.manual_seed(1)
+        ids = torch.randint(VOCABULARY, (2, 8))
+        positions = torch.arange(8).expand(2, 8)
+        mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+        results = []
+        for each in (theirs, ours):
+            loss = each(ids, positions, mask, labels=ids.roll(-1, 1))
+            loss.mean().backward()
+            results.append((loss, {name: parameter.grad for name, parameter in each.named_parameters()}))
+        torch.testing.assert_close(results[1][0], results[0][0])
+        for name, gradient in results[0][1].items():
+            torch.testing.assert_close(
+                results[1][1][name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    finally:
+        parallel_state.destroy_model_parallel()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("world", "sequence_parallel", "bias"),
+    [(2, True, True), (2, True, False), (2, False, True), (4, True, True)],
+)
+def test_equals_megatrons_own(ranks, world, sequence_parallel, bias):
+    ranks(world).run(equals_megatrons_own, sequence_parallel, bias)
+
+
+def layers_equal_megatrons_own(rank, size):
+    """What a GPT does not ask of the layers: biases that they add themselves, gathered and whole tensors."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    try:
+        for sequence_parallel in (True, False):
+            config = ModelParallelConfig(
+                tensor_model_parallel_size=size,
+                sequence_parallel=sequence_parallel,
+                use_cpu_initialization=True,
+            )
+            common = {"config": config, "init_method": nn.init.normal_, "bias": True, "skip_bias_add": False}
+            kinds = [
+                (megatron.ColumnParallelLinear, {}),
+                (megatron.RowParallelLinear, {"input_is_parallel": True}),
+            ]
+            if not sequence_parallel:
+                kinds += [
+                    (megatron.ColumnParallelLinear, {"gather_output": True}),
+                    (megatron.ColumnParallelLinear, {"disable_grad_reduce": True}),  # Megatron's own forward
+                    (megatron.RowParallelLinear, {"input_is_parallel": False}),
+                ]
+            for kind, options in kinds:
+                torch.manual_seed(2)
+                ours = kind(8, 12, **common, **options)
+                theirs = kind.__base__(8, 12, **common, **options)
+                theirs.load_state_dict(ours.state_dict())
+                nn.init.normal_(ours.bias)
+                theirs.bias.data.copy_(ours.bias.data)
+                width = 8 // size if options.get("input_is_parallel") else 8
+                torch.manual_seed(rank if options.get("input_is_parallel") or sequence_parallel else 5)
+                x = torch.randn(4, 2, width)
+                results = []
+                for layer in (theirs, ours):
+                    own = x.clone().requires_grad_()
+                    out, left = layer(own)
+                    assert left is None
+                    out.square().sum().backward()
+                    results.append((out, own.grad, layer.weight.grad, layer.bias.grad))
+                for found, expected in zip(*reversed(results), strict=True):
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_layers_equal_megatrons_own(ranks):
+    ranks(2).run(layers_on_a_cpu)
+
+
+def layers_on_a_cpu(rank, size):
+    with on_a_cpu(), mock.patch.object(megatron.logger, "warning") as said:
+        megatron._say.cache_clear()
+        layers_equal_megatrons_own(rank, size)
+    said.assert_called_once_with(
+        "Megatron's own forward of %s runs: %s", "ColumnParallelLinear", "disable_grad_reduce"
+    )

@@ -1,0 +1,105 @@
+"""Parallelized models are saved and loaded: whole, sharded, and by another number of ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.testing.models import VOCABULARY, tiny
+
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}  # of 1, 2 and 3 ranks
+
+
+def trained(size, family, **options):
+    """A model and its optimizer behind two steps, and the unsharded model's weights there."""
+    plain = tiny(family, size, **HEADS)
+    sharded = parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (size,)), **options)
+    torch.manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, 7))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, sharded)]
+    for model, optimizer in zip((plain, sharded), optimizers, strict=True):
+        for _ in range(2):
+            step(model, optimizer, ids)
+    return plain, sharded, optimizers, ids
+
+
+def step(model, optimizer, ids):
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same_weights(sharded, plain):
+    found = full_state_dict(sharded)
+    assert found.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def saves(rank, size, family, folder):
+    _, sharded, (_, optimizer), _ = trained(size, family)
+    model_state, optimizer_state = get_state_dict(sharded, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def loads_and_goes_on(rank, size, family, folder):
+    plain, _, (optimizer, _), ids = trained(size, family)
+    torch.manual_seed(7)
+    fresh = tiny(family, size, **HEADS)
+    for parameter in fresh.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    parallelize(fresh, init_device_mesh("cpu", (size,)), sequence_parallel=False)
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+    model_state, optimizer_state = get_state_dict(fresh, fresh_optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        fresh, fresh_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    same_weights(fresh, plain)
+    for model, each in ((plain, optimizer), (fresh, fresh_optimizer)):
+        step(model, each, ids)  # with the moments that were saved
+    same_weights(fresh, plain)
+
+
+@pytest.mark.parametrize(("family", "before", "after"), [("phi3", 2, 3), ("gemma3", 3, 1)])
+def test_distributed_checkpoint_for_another_number_of_ranks(ranks, tmp_path, family, before, after):
+    ranks(before).run(saves, family, str(tmp_path))
+    ranks(after).run(loads_and_goes_on, family, str(tmp_path))
+
+
+def save_pretrained(rank, size, family, folder):
+    _, sharded, _, _ = trained(size, family)
+    if "explicitly" in folder:
+        sharded.save_pretrained(folder, state_dict=full_state_dict(sharded))
+    else:
+        copy.deepcopy(sharded).save_pretrained(folder)
+    dist.barrier()
+
+
+def loads_pretrained(rank, size, family, folder):
+    plain, *_ = trained(1, family) if size == 1 else (tiny(family, size, **HEADS),)
+    loaded = type(plain).from_pretrained(folder, dtype=torch.float64)
+    sharded = parallelize(copy.deepcopy(loaded), init_device_mesh("cpu", (size,)))
+    same_weights(sharded, loaded)
+    if size == 1:
+        same_weights(sharded, plain)
+    ids = torch.arange(5).view(1, 5)
+    torch.testing.assert_close(sharded(ids).logits, loaded(ids).logits, rtol=1e-4, atol=1e-5)
+    # An unsharded state dict, and a sharded one, into a model that is sharded already.
+    for state in (loaded.state_dict(), sharded.state_dict()):
+        other = parallelize(tiny(family, size, **HEADS), init_device_mesh("cpu", (size,)))
+        other.load_state_dict(state)
+        same_weights(other, loaded)
+
+
+@pytest.mark.parametrize(("family", "how"), [("phi3", "explicitly"), ("gemma3", "by itself")])
+def test_save_pretrained(ranks, tmp_path, family, how):
+    ranks(2).run(save_pretrained, family, str(tmp_path / how))
+    for world in (1, 3):
+        ranks(world).run(loads_pretrained, family, str(tmp_path / how))

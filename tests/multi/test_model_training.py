@@ -1,0 +1,168 @@
+"""What training loops do to a parallelized model: accumulate, recompute, clip, mix types, shard again."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.testing.models import VOCABULARY, tiny
+
+SINGLE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def pair(size, family="llama", mesh=None, dtype=torch.float64, **options):
+    plain = tiny(family, size, dtype=dtype)
+    sharded = copy.deepcopy(plain)
+    return plain, parallelize(sharded, mesh or init_device_mesh("cpu", (size,)), **options)
+
+
+def same_tensors(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, **SINGLE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def same_gradients(plain, sharded):
+    found, expected = (
+        {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        for model in (sharded, plain)
+    )
+    same_tensors(found, expected)
+
+
+def tokens(*lengths):
+    torch.manual_seed(1)
+    return [torch.randint(VOCABULARY, (2, length)) for length in lengths]
+
+
+def accumulates(rank, size, family, checkpointing, order):
+    """Microbatches of other lengths, backwards after all forwards or in between, recomputed or kept."""
+    plain, sharded = pair(size, family)
+    if checkpointing:
+        sharded.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    for model in (plain, sharded):
+        losses = []
+        for ids in tokens(7, 12, 5):
+            losses.append(model(ids, labels=ids).loss)
+            if order == "alternating":
+                losses.pop().backward()
+        for loss in reversed(losses):
+            loss.backward()
+    same_gradients(plain, sharded)
+    norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (plain, sharded)]
+    torch.testing.assert_close(whole(norms[1]), norms[0], **SINGLE)
+    same_gradients(plain, sharded)
+
+
+@pytest.mark.parametrize("order", ["alternating", "last first"])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_accumulation_and_checkpointing(ranks, checkpointing, order):
+    ranks(3).run(accumulates, "qwen3", checkpointing, order)
+
+
+def optimizers_agree(rank, size, options):
+    plain, sharded = pair(size, "gemma3")
+    (ids,) = tokens(7)
+    for model in (plain, sharded):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_tensors(full_state_dict(sharded), plain.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_optimizers(ranks, options):
+    ranks(2).run(optimizers_agree, options)
+
+
+def loss_of_sharded_logits(rank, size, family):
+    plain, sharded = pair(size, family, logits="sharded")
+    (ids,) = tokens(7)
+    with loss_parallel():
+        out = sharded(ids, labels=ids)
+        assert out.logits.placements[0].is_shard(2)
+        assert out.logits.shape == (2, 7, VOCABULARY)
+        whole(out.loss).backward()
+    expected = plain(ids, labels=ids)
+    expected.loss.backward()
+    torch.testing.assert_close(whole(out.loss), expected.loss, **SINGLE)
+    torch.testing.assert_close(out.logits.full_tensor(), expected.logits, **SINGLE)
+    same_gradients(plain, sharded)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_loss_of_sharded_logits(ranks, family):
+    ranks(3).run(loss_of_sharded_logits, family)
+
+
+def low_precision(rank, size, way):
+    """As far from float64 as the unsharded model is, give or take."""
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    plain, sharded = pair(size, "llama", dtype=dtype)
+    true = copy.deepcopy(plain).double()
+    (ids,) = tokens(7)
+    results = []
+    for model in (true, plain, sharded):
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast" and model is not true):
+            out = model(ids, labels=ids)
+        out.loss.backward()
+        gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        results.append({"logits": out.logits, "loss": out.loss, **gradients})
+    reference, expected, found = results
+    for name, value in reference.items():
+        assert found[name].dtype == expected[name].dtype, name
+        scale = value.abs().max()
+        errors = [
+            ((result[name].double() - value).abs().max() / scale).item() for result in (expected, found)
+        ]
+        assert errors[1] <= 3 * errors[0] + 0.02, (name, errors)
+
+
+@pytest.mark.parametrize("way", ["bf16", "autocast"])
+def test_low_precision(ranks, way):
+    ranks(2).run(low_precision, way)
+
+
+def two_dimensions(rank, size, way):
+    """Two replicas of two tensor-parallel ranks, each with half of the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, sharded = pair(2, "qwen3", mesh["tp"])
+    if way == "fsdp":
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(sharded, mesh=mesh["dp"])
+    else:
+        replicate(sharded, mesh=mesh["dp"])
+    torch.manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, 2, 7))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, sharded)]
+    for step in range(3):
+        own = ids[(mesh["dp"].get_local_rank() + step) % 2]
+        sharded(own, labels=own).loss.backward()
+        every = ids.flatten(0, 1)
+        plain(every, labels=every).loss.backward()
+        same_gradients(plain, sharded)
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (plain, sharded)]
+        torch.testing.assert_close(whole(norms[1]), norms[0], **SINGLE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_beside_data_parallelism(ranks, way):
+    ranks(4).run(two_dimensions, way)

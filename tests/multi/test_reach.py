@@ -1,0 +1,70 @@
+"""Ranks find out together whether fused kernels could serve them, and all come to the same answer."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from overlap_gemm.backends import reach
+from overlap_gemm.runtime.group import group_name, resolve
+from overlap_gemm.runtime.symmetric import SymmetricMemoryError
+
+CUDA = torch.device("cuda", 0)
+
+
+class Block:
+    """Stands for a block of symmetric memory; on rank 2 it cannot be had."""
+
+    broken = -1
+
+    def __init__(self, group, nbytes, device):
+        if group.rank == self.broken:
+            raise SymmetricMemoryError("no block for this rank")
+
+    def close(self):
+        pass
+
+
+def found(rank, *, arch="sm_90a", apart=None, broken=-1):
+    """What this rank finds out, with a made-up GPU."""
+    own = reach.Device(None, arch, 132 - rank, "constants", "host", f"gpu-{rank}")
+    Block.broken = broken
+    with (
+        mock.patch.object(reach, "this_device", lambda device: own),
+        mock.patch.object(reach, "_out_of_reach", lambda device, everyone: apart),
+        mock.patch.object(reach, "TorchSymmetric", Block),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.dict(reach._known, clear=True),
+    ):
+        group = resolve(group_name(None))
+        answer = reach.reach_of(group, CUDA)
+        asked = mock.Mock(side_effect=AssertionError("asked again"))
+        with mock.patch.object(reach, "_find_out", asked):
+            assert reach.reach_of(group, CUDA) is answer
+        return answer
+
+
+def answers(rank, size):
+    same = reach.Reach("sm_90a", 132 - (size - 1), None)
+    assert found(rank) == same
+    assert "rank 1 has sm_100a" in found(rank, arch="sm_100a" if rank == 1 else "sm_90a").why_not
+    apart = found(rank, apart="device 0 cannot access device 1" if rank == 0 else None)
+    assert "(rank 0: device 0 cannot access device 1)" in apart.why_not
+    assert "(rank 2: SymmetricMemoryError: no block" in found(rank, broken=2).why_not
+
+
+def test_every_rank_comes_to_the_same_answer(ranks):
+    ranks(3).run(answers)
+
+
+def refused_in_capture(rank, size):
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.dict(reach._known, clear=True),
+        pytest.raises(RuntimeError, match=r"while a CUDA graph is captured: call overlap_gemm.warmup"),
+    ):
+        reach.reach_of(resolve(group_name(None)), CUDA)
+
+
+def test_a_capture_is_no_time_to_find_out(ranks):
+    ranks(2).run(refused_in_capture)

@@ -1,0 +1,186 @@
+"""The vLLM plug-in: with a stand-in of vLLM's layer on CPU ranks; against the released wheel (slow)."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overlap_gemm.integrations import vllm as plugin
+
+NAMES = {
+    "vllm.distributed": ["tensor_model_parallel_all_reduce"],
+    "vllm.distributed.parallel_state": ["get_tp_group"],
+    "vllm.model_executor.layers.linear": ["RowParallelLinear", "UnquantizedLinearMethod"],
+}
+"""What the plug-in imports."""
+
+ATTRIBUTES = (
+    "input_is_parallel", "reduce_results", "tp_size", "skip_bias_add", "bias", "return_bias", "input_size",
+    "quant_method",
+)  # fmt: skip
+"""What it reads of a layer."""
+
+
+def stand_in(calls):
+    """Modules with the names, the registry and the forward's contract of vLLM's."""
+
+    class UnquantizedLinearMethod:
+        pass
+
+    class RowParallelLinear(nn.Module):
+        registered = None
+
+        def __new__(cls, *args, **kwargs):
+            return super().__new__(RowParallelLinear.registered or cls)
+
+        @classmethod
+        def register_oot(cls, layer):
+            assert cls.registered is None, "Duplicate layer name"
+            cls.registered = layer
+            return layer
+
+        def __init__(self, weight, bias, **options):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+            self.tp_size, self.input_size = dist.get_world_size(), weight.shape[1] * dist.get_world_size()
+            self.input_is_parallel = self.reduce_results = self.return_bias = True
+            self.skip_bias_add, self.quant_method = False, UnquantizedLinearMethod()
+            vars(self).update(options)
+
+        def forward(self, input_):
+            calls.append("own")
+            return "vLLM's", None
+
+    def tensor_model_parallel_all_reduce(x):
+        calls.append("all_reduce")
+        dist.all_reduce(x)
+        return x
+
+    group = SimpleNamespace(device_group=dist.group.WORLD)
+    contents = {
+        "tensor_model_parallel_all_reduce": tensor_model_parallel_all_reduce,
+        "get_tp_group": lambda: group,
+        "RowParallelLinear": RowParallelLinear,
+        "UnquantizedLinearMethod": UnquantizedLinearMethod,
+    }
+    modules = {
+        name: ModuleType(name) for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers")
+    }
+    for name, wanted in NAMES.items():
+        modules[name] = ModuleType(name)
+        for one in wanted:
+            setattr(modules[name], one, contents[one])
+    return modules, RowParallelLinear
+
+
+def serves(rank, size):
+    calls = []
+    modules, layer_class = stand_in(calls)
+    plugin._register.cache_clear()
+    plugin._overlaps.cache_clear()
+    with mock.patch.dict(sys.modules, modules):
+        plugin.register()
+        assert layer_class.registered is None, "off unless it is asked for"
+        with mock.patch.dict(os.environ, {plugin.SWITCH: "1"}):
+            plugin.register()
+            plugin.register()  # as vLLM may
+        torch.manual_seed(0)
+        whole, bias = torch.randn(6, 8 * size), torch.randn(6)
+        weight = whole.chunk(size, 1)[rank].contiguous()
+        # On CPUs auto overlaps from 256 rows per rank on; below it vLLM's pair runs.
+        for rows, expected in ((3, ["all_reduce"]), (1024 * size, [])):
+            x = torch.randn(rows, 8 * size)
+            own = x.chunk(size, 1)[rank].contiguous()
+            for skip in (False, True):
+                calls.clear()
+                out, left = layer_class(weight, bias, skip_bias_add=skip)(own)
+                assert calls == expected
+                torch.testing.assert_close(out, x @ whole.t() + (0 if skip else bias), rtol=1e-4, atol=1e-4)
+                assert (left is None) != skip
+            bare = layer_class(weight, None, return_bias=False)(own)
+            torch.testing.assert_close(bare, x @ whole.t(), rtol=1e-4, atol=1e-4)
+        for option in (
+            {"reduce_results": False}, {"input_is_parallel": False}, {"tp_size": 1},
+            {"quant_method": object()},
+        ):  # fmt: skip
+            calls.clear()
+            assert layer_class(weight, bias, **option)(own)[0] == "vLLM's"
+            assert calls == ["own"]
+    torch.library.opcheck(
+        torch.ops.overlap_gemm.vllm_row_parallel.default,
+        (own, weight, bias, 8 * size, dist.group.WORLD.group_name),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_serves(ranks):
+    ranks(2).run(serves)
+
+
+def test_entry_point():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    name, value = re.search(r'entry-points\."vllm\.general_plugins"\]\n(\w+) = "(.*)"', pyproject).groups()
+    point = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
+    assert point.load() is plugin.register
+
+
+@pytest.mark.slow
+def test_names_of_the_released_wheel(tmp_path):
+    """OVERLAP_GEMM_VLLM_WHEEL names a wheel that is here already; it is a third of a gigabyte."""
+    wheel = os.environ.get("OVERLAP_GEMM_VLLM_WHEEL")
+    if wheel is None:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "-q",
+            "-d",
+            str(tmp_path),
+            "vllm>=0.33",
+        ]
+        subprocess.run(command, check=True)
+        (wheel,) = tmp_path.glob("vllm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        trees = {
+            name: ast.parse(archive.read(name))
+            for name in (
+                "vllm/distributed/communication_op.py", "vllm/distributed/parallel_state.py",
+                "vllm/model_executor/layers/linear.py", "vllm/model_executor/custom_op.py",
+                "vllm/plugins/__init__.py",
+            )
+        }  # fmt: skip
+    defined = {
+        node.name: node
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    for names in NAMES.values():
+        assert set(names) <= defined.keys()
+    layer = defined["RowParallelLinear"]
+    forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
+    assert [argument.arg for argument in forward.args.args] == ["self", "input_"]
+    stored = {
+        node.attr
+        for kind in (layer, defined["LinearBase"])
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    declared = {"quant_method"}  # annotated before it is set
+    assert set(ATTRIBUTES) <= stored | declared
+    assert "register_oot" in {node.name for node in defined["PluggableLayer"].body if hasattr(node, "name")}
+    assert "device_group" in ast.dump(defined["GroupCoordinator"])
+    assert "vllm.general_plugins" in ast.dump(trees["vllm/plugins/__init__.py"])
