@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import moves, ops
 from .autocast import autocast
 from .backends.base import BackendName
 from .backends.select import check_name
@@ -173,9 +174,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Multiplies and sums; see the class for shapes."""
         if not self.input_is_parallel:
-            x = torch.ops.overlap_gemm.slice_columns(x.flatten(0, -2), self.tp_group).unflatten(
-                0, x.shape[:-1]
-            )
+            x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             out = gemm_reduce_scatter(
@@ -300,7 +299,7 @@ def column_parallel_gemm(
     """
     x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
     bias = biases[0] if biases else None
-    out = torch.ops.overlap_gemm.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None)
+    out = ops.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -321,7 +320,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
                 key = f"{prefix}.{name}" if prefix else name
                 if key in state:
                     total = (layer.output_size, layer.input_size)[dim]
-                    state[key] = _gather(state[key], dim, total, layer.tp_group)
+                    state[key] = moves.join_shards(state[key], dim, total, layer.tp_group)
     return state
 
 
@@ -329,14 +328,6 @@ def _check_options(sequence_dim: int, backend: str) -> None:
     if sequence_dim not in (0, 1):
         raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
     check_name(backend)
-
-
-def _gather(shard: Tensor, dim: int, total: int, group: str) -> Tensor:
-    rows = shard.movedim(dim, 0).reshape(shard.shape[dim], -1)
-    chunk = Shards.even(total, group_size(group)).chunk
-    gathered = torch.ops.overlap_gemm.all_gather_rows(rows, total, chunk, group)
-    rest = [size for axis, size in enumerate(shard.shape) if axis != dim]
-    return gathered.view(total, *rest).movedim(0, dim).contiguous()
 
 
 def _full_linear(

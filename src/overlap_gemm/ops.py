@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from .backends.base import Op, Problem
-from .backends.collectives import all_gather_rows as _all_gather_rows
 from .backends.collectives import gemm
-from .backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
 from .backends.select import announce, choose, preferring
-from .backends.torch_backend import reduce_scatter_padded
+from .moves import new, own_rows
 from .registered import Registered, Run
 from .runtime import agree
 from .runtime.group import resolve
@@ -84,110 +82,8 @@ def _for_backward(how: Sequence[Any]) -> tuple[str, bool | None]:
     return preferring(backend), deterministic
 
 
-def _own(chunk: int, rows: int, group: str) -> int:
-    """Rows of this rank, of `rows` in shards of `chunk`."""
-    ranks = resolve(group)
-    return Shards(rows, ranks.size, chunk).size(ranks.rank)
-
-
-def _new(like: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, which a custom op may return only if it is not one of its inputs."""
-    return tensor.clone() if tensor is like else tensor
-
-
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-# --- all_gather_rows: x [m_r, K] -> [rows, K]; shards of `chunk` rows ---
-
-
-def _bind_all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Run:
-    ranks = resolve(group)
-    shards = Shards(rows, ranks.size, chunk)
-    return lambda x: _new(x, _all_gather_rows(x.contiguous(), shards, ranks))
-
-
-def _save_all_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.chunk, ctx.group = inputs
-
-
-all_gather_rows = Registered(
-    "all_gather_rows(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
-    bind=_bind_all_gather_rows,
-    fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
-    save=_save_all_gather_rows,
-    backward=lambda ctx, needs, grad: (_ops.reduce_scatter_rows(grad, ctx.chunk, ctx.group, "auto", None),),
-)
-
-
-# --- reduce_scatter_rows: x [M, N], one addend per rank -> this rank's rows of the sum; shards of `chunk` ---
-# Summed as the backend sums that would carry out a gemm_reduce_scatter of that size.
-
-
-def _bind_reduce_scatter_rows(
-    x: Tensor, chunk: int, group: str, backend: str, deterministic: bool | None
-) -> Run:
-    ranks = resolve(group)
-    rows, columns = x.shape
-    problem = Problem.of("gemm_reduce_scatter", rows, columns, None, x, ranks, deterministic, backend)
-    shards = Shards(x.shape[0], ranks.size, chunk)
-    if choose(problem, backend).backend.deterministic or ranks.size == 1:
-        return lambda x: _new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))
-
-    def run(x: Tensor) -> Tensor:
-        padded = x.new_empty(ranks.size * chunk, x.shape[1])
-        padded[: shards.total] = x
-        return reduce_scatter_padded(padded, None, shards, ranks)
-
-    return run
-
-
-def _save_reduce_scatter_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.chunk, ctx.group, *_ = inputs
-    ctx.rows = x.shape[0]
-
-
-reduce_scatter_rows = Registered(
-    "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
-    bind=_bind_reduce_scatter_rows,
-    fake=lambda x, chunk, group, *_: x.new_empty(_own(chunk, x.shape[0], group), x.shape[1]),
-    save=_save_reduce_scatter_rows,
-    backward=lambda ctx, needs, grad: (_ops.all_gather_rows(grad, ctx.rows, ctx.chunk, ctx.group),),
-)
-
-
-# --- slice_columns: x [M, K], the same on every rank -> this rank's columns, for a row-parallel layer ---
-
-
-def _bind_slice_columns(x: Tensor, group: str) -> Run:
-    ranks = resolve(group)
-    own = slice(*Shards.even(x.shape[1], ranks.size).range(ranks.rank))
-    return lambda x: x[:, own].clone(memory_format=torch.contiguous_format)
-
-
-def _fake_slice_columns(x: Tensor, group: str) -> Tensor:
-    ranks = resolve(group)
-    return x.new_empty(x.shape[0], Shards.even(x.shape[1], ranks.size).size(ranks.rank))
-
-
-def _save_slice_columns(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.group = inputs
-    ctx.columns = x.shape[1]
-
-
-def _backward_slice_columns(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor]:
-    chunk = Shards.even(ctx.columns, resolve(ctx.group).size).chunk
-    return (_ops.all_gather_rows(grad.t(), ctx.columns, chunk, ctx.group).t(),)
-
-
-slice_columns = Registered(
-    "slice_columns(Tensor x, str group) -> Tensor",
-    bind=_bind_slice_columns,
-    fake=_fake_slice_columns,
-    save=_save_slice_columns,
-    backward=_backward_slice_columns,
-)
 
 
 # --- all_gather_gemm: x [m_r, K], weights [N_i, K] -> gathered x [rows, K] (empty unless kept), products ---
@@ -210,7 +106,7 @@ def _bind_all_gather_gemm(
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
         gathered, outs = carry_out(x, weights, biases)
-        return [_new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
+        return [new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
 
     return run
 
@@ -305,7 +201,7 @@ gemm_reduce_scatter = Registered(
     "str backend, bool? deterministic) -> Tensor",
     bind=_bind_gemm_reduce_scatter,
     fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
-        _own(chunk, x.shape[0], group), weight.shape[0]
+        own_rows(chunk, x.shape[0], group), weight.shape[0]
     ),
     save=_save_gemm_reduce_scatter,
     backward=_backward_gemm_reduce_scatter,

@@ -1,8 +1,9 @@
 """What it takes to be an op of ``torch.ops.overlap_gemm``, and to be called past torch's dispatcher.
 
 An op is its `bind`: what there is to do for tensors of one layout, given all arguments. torch's dispatcher
-binds and runs. `functional`, where nobody but autograd looks (`calls.is_plain`), binds once and runs often,
-through `Bound.with_gradient` where a gradient is wanted.
+binds and runs. A plain call, where nobody but autograd looks (`calls.is_plain`), binds once and runs often,
+through `Bound.with_gradient` where a gradient is wanted: `Registered.__call__`, and `functional`, which also
+keeps what it checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .calls import keep, layouts, state
+from .calls import is_plain, keep, layouts, needs_grad, state
 from .runtime.group import resolve
 
 Run = Callable[..., Any]
@@ -44,6 +45,7 @@ class Registered:
         self.bind, self.save, self.backward = bind, save, backward
         parameters = schema.partition(" ->")[0].split(",")
         tensors, others = sum("Tensor" in p for p in parameters), sum("Tensor" not in p for p in parameters)
+        self.tensors = tensors
 
         def run(*arguments: Any) -> Any:
             return self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors])
@@ -56,6 +58,15 @@ class Registered:
         _library.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=_library)
         torch.library.register_autograd(name, gradients, setup_context=save, lib=_library)
+
+    def __call__(self, *given: Any) -> Any:
+        """The op of these tensors and arguments; past torch's dispatcher where only autograd looks."""
+        tensors, arguments = given[: self.tensors], given[self.tensors :]
+        x, weight, bias = tensors if len(tensors) == 3 else (tensors[0], tensors[0], None)
+        if not is_plain(x, weight, bias):
+            return getattr(torch.ops.overlap_gemm, self.name)(*given)
+        bound = self.bound(tensors, arguments)
+        return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""

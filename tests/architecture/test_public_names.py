@@ -76,7 +76,7 @@ def test_layers_and_styles():
     for module, names in (
         (nn, ("ColumnParallelLinear", "RowParallelLinear", "ParallelMLP", "full_state_dict")),
         (parallel, ("OverlapColwiseParallel", "OverlapRowwiseParallel", "OverlapSharedGather")),
-        (parallel, ("parallelize", "full_state_dict")),
+        (parallel, ("parallelize", "exportable", "full_state_dict")),
     ):
         for name in names:
             assert inspect.getdoc(getattr(module, name)), name

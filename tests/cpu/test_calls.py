@@ -11,10 +11,11 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlap_gemm
-from overlap_gemm import calls, ops
+from overlap_gemm import calls, moves, ops
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.torch_backend import Torch
+from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.registered import Bound
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
@@ -44,6 +45,14 @@ def test_a_call_enters_few_python_functions(op, monkeypatch):
 
     for weight, budget in zip((WEIGHT, wanting), BUDGET[op], strict=True):
         found = python_calls(lambda weight=weight: call(X, weight, backend="torch"))
+        assert found.total() <= budget, (found.total(), found)
+
+
+def test_a_column_parallel_product_enters_few_python_functions(monkeypatch):
+    monkeypatch.delitem(sys.modules, "overlap_gemm.emulator", raising=False)
+    for grad, budget in ((False, 26), (True, 39)):
+        weight = WEIGHT.clone().requires_grad_(grad)
+        found = python_calls(lambda weight=weight: column_parallel_gemm(X, weight, None, None))
         assert found.total() <= budget, (found.total(), found)
 
 
@@ -117,6 +126,8 @@ def dispatched():
 def test_a_plain_call_goes_past_the_dispatcher(dispatched):
     for grad in (False, True):
         overlap_gemm.gemm_all_reduce(X, WEIGHT.clone().requires_grad_(grad))
+        column_parallel_gemm(X, WEIGHT.clone().requires_grad_(grad), BIAS, None)
+        moves.keep_shard(X.clone().requires_grad_(grad), 1, LOCAL)
     with torch.inference_mode():
         overlap_gemm.gemm_all_reduce(X, torch.nn.Parameter(WEIGHT))
     assert dispatched == []

@@ -1,11 +1,13 @@
-"""Parallelized models in one graph: torch.compile with any sequence length; what torch.export takes."""
+"""Parallelized models in one graph: torch.compile and torch.export, with any sequence length."""
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from overlap_gemm.nn import ParallelMLP
-from overlap_gemm.parallel import parallelize
+from overlap_gemm.parallel import exportable, parallelize
 from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
 
 
@@ -54,11 +56,60 @@ def exports(rank, size):
     called = {node.target for node in program.graph.nodes}
     assert torch.ops.overlap_gemm.all_gather_gemm.default in called
 
-    whole = parallelize(tiny("llama", size).eval(), init_device_mesh("cpu", (size,)))
-    with pytest.raises(RuntimeError, match="non-fx-graphable type .*DTensorSpec"):  # torch's own limit
-        torch.export.export(whole, (torch.arange(8).view(1, 8),), {"use_cache": False}, strict=False)
 
-
-def test_export(ranks):
-    """Layers of `overlap_gemm.nn` can be exported; DTensor parameters cannot, whoever made them."""
+def test_export_of_layers(ranks):
     ranks(2).run(exports)
+
+
+def exports_model(rank, size, family, options, dynamic, strict):
+    """This rank's program gives the model's logits, also for lengths that it was not traced with."""
+    model = parallelize(tiny(family, size).eval(), init_device_mesh("cpu", (size,)), **options)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {"input_ids": {1: torch.export.Dim.AUTO}, "use_cache": None} if dynamic else None
+    ids = [torch.randint(VOCABULARY, (2, length)) for length in ((9, 14, 4) if dynamic else (9, 9))]
+    with torch.no_grad(), exportable(model):
+        program = torch.export.export(
+            model, (ids[0],), {"use_cache": False}, strict=strict, dynamic_shapes=shapes
+        )
+    assert dict(model.named_parameters(remove_duplicate=False)) == before
+    called = {str(node.target) for node in program.graph.nodes}
+    wanted = "gemm_reduce_scatter" if options.get("sequence_parallel", True) else "gemm_all_reduce"
+    assert f"overlap_gemm.{wanted}.default" in called
+    for name, parameter in before.items():
+        assert program.state_dict[name].shape == parameter.to_local().shape, name
+    for one in ids:
+        with torch.no_grad():
+            wanted = model(one, use_cache=False).logits
+        torch.testing.assert_close(program.module()(one, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_export(ranks, sequence_parallel):
+    ranks(2).run(exports_model, "qwen3", {"sequence_parallel": sequence_parallel}, True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_every_family(ranks, family, strict):
+    ranks(2).run(exports_model, family, {}, False, strict)
+
+
+def refuses_to_export(rank, size):
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = parallelize(tiny("llama", size), mesh, logits="sharded")
+    torchs = parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    for model, words in (
+        (sharded, r"'lm_head' \(Linear\): its output is a DTensor"),
+        (torchs, r"'0' \(Linear\): its forward wants DTensors"),
+    ):
+        with pytest.raises(ValueError, match=words), exportable(model):
+            pass
+    wide = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    both = fully_shard(parallelize(tiny("llama", size), wide["tp"]), mesh=wide["dp"])
+    with pytest.raises(ValueError, match="a second dimension of the mesh"), exportable(both):
+        pass
+
+
+def test_what_cannot_be_exported_is_named(ranks):
+    ranks(2).run(refuses_to_export)

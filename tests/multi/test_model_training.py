@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap_gemm.parallel import full_state_dict, parallelize
 from overlap_gemm.testing.models import VOCABULARY, tiny
@@ -138,7 +139,7 @@ def test_low_precision(ranks, way):
 
 
 def two_dimensions(rank, size, way):
-    """Two replicas of two tensor-parallel ranks, each with half of the batch."""
+    """Two replicas of two tensor-parallel ranks, each with half of the batch; tied and uneven weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, sharded = pair(2, "qwen3", mesh["tp"])
     if way == "fsdp":
@@ -166,3 +167,32 @@ def two_dimensions(rank, size, way):
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_beside_data_parallelism(ranks, way):
     ranks(4).run(two_dimensions, way)
+
+
+def under_ddp(rank, size, family):
+    """It makes local tensors of the parameters, so norms of gradients are not to be had."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, sharded = pair(2, family, mesh["tp"])
+    wrapped = DistributedDataParallel(sharded, device_mesh=mesh["dp"])
+    torch.manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, 2, 7))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, wrapped)]
+    for step in range(3):
+        own = ids[(mesh["dp"].get_local_rank() + step) % 2]
+        wrapped(own, labels=own).loss.backward()
+        every = ids.flatten(0, 1)
+        plain(every, labels=every).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(every).logits, plain(every).logits, **SINGLE)
+    head = sharded.lm_head.weight
+    local = head.to_local() if isinstance(head, DTensor) else head
+    shard = plain.lm_head.weight.chunk(2)[mesh["tp"].get_local_rank()]
+    torch.testing.assert_close(local, shard, **SINGLE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_under_distributed_data_parallel(ranks, family):
+    ranks(4).run(under_ddp, family)

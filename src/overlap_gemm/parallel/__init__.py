@@ -7,6 +7,7 @@ Parameters become DTensors, so optimizers, gradient clipping and distributed che
 unchanged.
 """
 
+from .export import exportable
 from .model import full_state_dict, parallelize
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
@@ -14,6 +15,7 @@ __all__ = [
     "OverlapColwiseParallel",
     "OverlapRowwiseParallel",
     "OverlapSharedGather",
+    "exportable",
     "full_state_dict",
     "parallelize",
 ]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..backends.base import BackendName
 from ..backends.select import check_name, preferring
+from ..runtime.group import group_name
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -74,14 +75,17 @@ def parallelize(
         raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
     check_name(backend)
     roles = plan(model, mesh.size())
-    by_role = {role: model.get_submodule(name) for name, role in roles.items()}
-    embedding, head = by_role["embedding"], by_role.get("head")
+    names = {role: name for name, role in roles.items()}
+    embedding: Any = model.get_submodule(names["embedding"])
+    head: Any = model.get_submodule(names["head"]) if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
     builder = _Builder(model.config, mesh, sequence_parallel, logits, preferring(backend))
     for name, role in roles.items():
         builder.apply(model.get_submodule(name), role)
     if head is not None and tied:
         head.weight = embedding.weight
+        head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
+        model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
     model.register_load_state_dict_pre_hook(_shard_incoming)
     model.save_pretrained = MethodType(_save_pretrained, model)
     return model
@@ -112,7 +116,7 @@ class _Builder:
     """Gives each module the parameters and the forward of its role."""
 
     def __init__(self, config: Any, mesh: DeviceMesh, sequence_parallel: bool, logits: Logits, backend: Any):
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.group = config, mesh, group_name(mesh)
         self.sequence_parallel, self.backend = sequence_parallel, backend
         self.length = SequenceLength()
         self.column = OverlapColwiseParallel(backend=backend)
@@ -132,10 +136,10 @@ class _Builder:
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
             case "embedding":
                 self._distribute(module, Shard(0))
-                module.forward = EmbeddingForward(module, self.mesh)
+                module.forward = EmbeddingForward(module, self.group)
             case "layer":
                 if self.sequence_parallel and not self.entered:
-                    module.register_forward_pre_hook(EnterLayers(self.mesh))
+                    module.register_forward_pre_hook(EnterLayers(self.group))
                 self.entered = True
             case "attention":
                 self._attention(module)
@@ -145,7 +149,7 @@ class _Builder:
                 self._distribute(module, Replicate())
                 module.forward = NormForward(module, self.sequence_parallel or role == "head norm")
                 if role == "final norm" and self.sequence_parallel:
-                    module.register_forward_hook(GatherOutput(self.mesh, self.length))
+                    module.register_forward_hook(GatherOutput(self.group, self.length))
             case "column":
                 parallelize_module(module, self.mesh, self.column)
             case "packed":  # a PackedLinear, by now

@@ -5,10 +5,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ..moves import join_shards, keep_shard, sum_over_ranks
+from ..runtime.group import group_rank, group_size
 from ..sharding import Shards
+from .styles import local
 
 SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""
@@ -31,13 +33,13 @@ class SequenceLength:
 class EnterLayers:
     """Pre-forward hook of the first decoder layer: of the hidden states it keeps its rank's rows."""
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, group: str):
+        self.group = group
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Called by torch before the layer."""
         hidden, *others = args
-        return relayout(hidden, hidden.shape, self.mesh, Replicate(), Shard(SEQUENCE_DIM)), *others
+        return keep_shard(hidden, SEQUENCE_DIM, self.group), *others
 
 
 class NoteLength:
@@ -69,22 +71,22 @@ class RefuseRecords:
 class EmbeddingForward:
     """Lookup in an embedding sharded by vocabulary: each row comes from the rank that has it."""
 
-    def __init__(self, module: nn.Embedding, mesh: DeviceMesh):
-        self.module, self.mesh = module, mesh
+    def __init__(self, module: nn.Embedding, group: str):
+        self.module, self.group = module, group
 
     def __call__(self, input: Tensor) -> Tensor:
         """Looks up `[...]` indices; `[..., h]`, the same on every rank."""
         module, rows = self.module, self.module.num_embeddings
-        start, stop = Shards.even(rows, self.mesh.size()).range(self.mesh.get_local_rank())
+        start, stop = Shards.even(rows, group_size(self.group)).range(group_rank(self.group))
         # An index that no rank has stays out of range, and is refused as nn.Embedding refuses it.
         elsewhere = ((input >= 0) & (input < start)) | ((input >= stop) & (input < rows))
         padding = module.padding_idx
         own = F.embedding(
             (input - start).masked_fill(elsewhere, 0),
-            module.weight.to_local(),
+            local(module.weight),
             padding - start if padding is not None and start <= padding < stop else None,
         ).masked_fill(elsewhere.unsqueeze(-1), 0)
-        out = relayout(own, own.shape, self.mesh, Partial(), Replicate())
+        out = sum_over_ranks(own, self.group)
         scale = getattr(module, "embed_scale", None)
         return out if scale is None else out * scale.to(out.dtype)
 
@@ -124,13 +126,12 @@ class _Localized:
 class GatherOutput:
     """Forward hook of the last norm: its output, sharded by rows, becomes whole on every rank."""
 
-    def __init__(self, mesh: DeviceMesh, length: SequenceLength):
-        self.mesh, self.length = mesh, length
+    def __init__(self, group: str, length: SequenceLength):
+        self.group, self.length = group, length
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Called by torch behind the norm."""
-        batch, _, width = out.shape
-        return relayout(out, (batch, self.length(), width), self.mesh, Shard(SEQUENCE_DIM), Replicate())
+        return join_shards(out, SEQUENCE_DIM, self.length(), self.group)
 
 
 class PackedLinear(nn.Module):
@@ -169,18 +170,3 @@ class HeadsOfRank:
         if name.startswith("__") or name == "_config":  # copy and pickle ask before there is a _config
             raise AttributeError(name)
         return getattr(self._config, name)
-
-
-def relayout(x: Tensor, whole: Any, mesh: DeviceMesh, found: Placement, desired: Placement) -> Tensor:
-    """Local tensor to local tensor: x lies as `found` and shall lie as `desired`; differentiable.
-
-    Args:
-        x: This rank's part of a contiguous tensor of shape `whole`.
-        whole: The shape over all ranks. Without it DTensor would take equal shards for granted.
-        mesh: The ranks, a 1-D mesh.
-        found: How x lies.
-        desired: How the result shall lie.
-    """
-    stride = torch.empty(whole, device="meta").stride()
-    tensor = DTensor.from_local(x, mesh, (found,), run_check=False, shape=torch.Size(whole), stride=stride)
-    return tensor.redistribute(placements=(desired,)).to_local()

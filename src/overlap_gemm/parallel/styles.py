@@ -159,15 +159,15 @@ class OverlapSharedGather(ParallelStyle):
             if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = _local(x, mesh, self.layout, self.rows)
-        biases = [linear.bias.to_local() for linear in linears if linear.bias is not None]
+        biases = [local(linear.bias) for linear in linears if linear.bias is not None]
         outs = all_gather_gemm(
             x,
-            [linear.weight.to_local() for linear in linears],
+            [local(linear.weight) for linear in linears],
             bias=biases or None,
             group=mesh,
             dim=self.layout.dim,
             rows=rows,
-            columns=sum(linear.weight.shape[0] for linear in linears),
+            columns=sum(_extent(linear, 0) for linear in linears),
             backend=self.backend,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
@@ -181,6 +181,8 @@ class ColwiseForward:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel):
         self.module, self.mesh, self.style = module, mesh, style
+        self.source = module
+        """Which module has the weight: another one where weights are tied."""
         self.product: tuple[Tensor, Tensor] | None = None
         """(stand-in, result) that an `OverlapSharedGather` left for the coming call."""
 
@@ -191,15 +193,14 @@ class ColwiseForward:
             (_, out), self.product = self.product, None
             return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
-        weight = module.weight.to_local()
-        bias = None if module.bias is None else module.bias.to_local()
+        weight, columns = local(self.source.weight), _extent(module, 0)
+        bias = None if module.bias is None else local(module.bias)
         if isinstance(style.input_layout, Shard):
             out = all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
-                columns=module.weight.shape[0], backend=style.backend,
+                columns=columns, backend=style.backend,
             )  # fmt: skip
         elif isinstance(style.output_layout, Replicate):
-            columns = module.weight.shape[0]
             out = gemm_all_gather(
                 x, weight, bias=bias, group=self.mesh, columns=columns, backend=style.backend
             )
@@ -208,7 +209,7 @@ class ColwiseForward:
         return self._output(out)
 
     def _output(self, out: Tensor) -> Tensor:
-        whole = torch.Size((*out.shape[:-1], self.module.weight.shape[0]))
+        whole = torch.Size((*out.shape[:-1], _extent(self.module, 0)))
         return _output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
 
 
@@ -222,17 +223,14 @@ class RowwiseForward:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
         x, _ = _local(x, self.mesh, style.input_layout, None)
-        weight = module.weight.to_local()
-        bias = None if module.bias is None else module.bias.to_local()
+        weight, k = local(module.weight), _extent(module, 1)
+        bias = None if module.bias is None else local(module.bias)
         if isinstance(style.output_layout, Shard):
             out = gemm_reduce_scatter(
-                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim,
-                k=module.weight.shape[1], backend=style.backend,
-            )  # fmt: skip
-        else:
-            out = gemm_all_reduce(
-                x, weight, bias=bias, group=self.mesh, k=module.weight.shape[1], backend=style.backend
+                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, backend=style.backend
             )
+        else:
+            out = gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, backend=style.backend)
         whole = torch.Size((*x.shape[:-1], out.shape[-1]))
         return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
@@ -247,6 +245,18 @@ def _distribute(
     for name, parameter in list(module.named_parameters(recurse=False)):
         sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=src_data_rank)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`)."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _extent(linear: Any, dim: int) -> int:
+    """An extent of the whole weight."""
+    if isinstance(linear.weight, DTensor):
+        return linear.weight.shape[dim]
+    return (linear.out_features, linear.in_features)[dim]
 
 
 def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tuple[Tensor, Length]:
