@@ -25,13 +25,13 @@ KERNELS = (
 class ArrivedWorld(VirtualWorld):
     """Virtual ranks whose flags are born as those of epoch 1, and whose slots are zero."""
 
-    def symmetric(self, key, rank, nbytes, zeroed):
+    def symmetric(self, key, rank, nbytes, prepare):
         """As the parent's."""
         known = key in self._blocks
-        view = super().symmetric(key, rank, nbytes, nbytes)
+        view = super().symmetric(key, rank, nbytes, lambda block: block.zero_())
         if not known:
             for block in self._blocks[key]:
-                block.local[CONTROL_BYTES:zeroed].view(torch.int64).fill_(1)
+                block.local[CONTROL_BYTES : key.zeroed].view(torch.int64).fill_(1)
         return view
 
 

@@ -30,6 +30,8 @@ class Role(IntEnum):
     RECEIVE_PARTIAL = 1  # a rank's partial tile
     CALL_ENTERED = 2  # a peer's entry into the call
     RELAY_STAGED = 3  # the own GEMM kernel's staged tile; the source is the owner it is for
+    LOAD_GATE = 5  # a shard of the gathered operand
+    CALL_READ = 6  # that a peer has read everything it was sent
     IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
 
 

@@ -41,9 +41,11 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels.all_gather import AllGather
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
+from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
@@ -62,9 +64,31 @@ def make_kernel(
         transport: how partial tiles reach their owners (GEMM reduce-scatter), or None for a plain GEMM.
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
     """
-    mainloop = MainloopSm90(config) if config.arch == "sm_90a" else MainloopSm100(config)
     op = PlainGemm(config) if transport is None else ReduceScatter(config, transport)
-    return FusedGemm(mainloop, op, cooperative)
+    return FusedGemm(_mainloop(config), op, cooperative)
+
+
+def make_gather_kernel(
+    config: GemmConfig,
+    transport: Transport,
+    push: bool = False,
+    keep: bool = False,
+    cooperative: bool = False,
+) -> FusedGemm:
+    """Composes the all-gather GEMM of a configuration; its ``exchange`` is a :class:`Gathering`.
+
+    Args:
+        config: compile-time choices.
+        transport: raises flags at peers.
+        push: whether the kernel's warps send the own shard; else copy engines do.
+        keep: whether the gathered operand is copied to a tensor of the caller's.
+        cooperative: as for `make_kernel`.
+    """
+    return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
+
+
+def _mainloop(config: GemmConfig) -> MainloopSm90 | MainloopSm100:
+    return MainloopSm90(config) if config.arch == "sm_90a" else MainloopSm100(config)
 
 
 def warp_names(config: GemmConfig) -> dict[int, str]:
@@ -73,7 +97,7 @@ def warp_names(config: GemmConfig) -> dict[int, str]:
     first = mainloop.first_epilogue_warp
     names = {first + i: f"epilogue {i}" for i in range(mainloop.num_epilogue_warps)}
     names |= {mainloop.load_warp: "load", mainloop.comm_warp: "comm"}
-    names |= {warp: f"receive {i}" for i, warp in enumerate(mainloop.receive_warps)}
+    names |= {config.first_receive_warp + i: f"receive {i}" for i in range(config.receive_warps)}
     return names | {warp: role.__name__.removesuffix("_role") for warp, role in mainloop.private_roles()}
 
 
@@ -91,7 +115,9 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     bias = None
     if cfg.bias:
         bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),), assumed_align=16)
-    exchange = _fake_exchange() if isinstance(kernel.op, ReduceScatter) else None
+    exchange: Any = _fake_exchange() if isinstance(kernel.op, ReduceScatter) else None
+    if isinstance(kernel.op, AllGather):
+        exchange = _fake_gathering(cfg)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),
@@ -169,3 +195,11 @@ def _converted(value: Any) -> Any:
 def _fake_exchange() -> Exchange:
     peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
     return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1))
+
+
+def _fake_gathering(config: GemmConfig) -> Gathering:
+    dtype = DTYPES[config.in_dtype]
+    extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
+    pitch, shard = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8)
+    gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
+    return Gathering(_fake_exchange(), Int32(1), Int64(0), Int64(0), Int64(0), gathered, Int32(1), Int32(1))

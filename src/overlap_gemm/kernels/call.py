@@ -10,14 +10,14 @@ it in call ``e``. It holds for any sequence of ops and shapes on a workspace, be
 
 1. `announce`: at the start of call ``e + 1`` every rank raises its *entered* flag to ``e + 1`` in every
    peer's workspace. Its own call ``e`` has ended by then (one stream order), all its reads with it.
-2. `await_entry`: before its call ``e + 1`` ends, every rank waits until every peer has entered ``e + 1``. So
+2. `await_peers`: before its call ``e + 1`` ends, every rank waits until every peer has entered ``e + 1``. So
    a rank's call ``e + 2`` begins behind the end of every rank's call ``e``.
 
 (To wait for a call's owners alone, whose data proves their entry, is not enough: with M = 768, 1, 768 rows on
 three ranks a rank that owns none in the second call ran ahead of another such.)
 
 Why the asynchronous writes of ``e + 2`` are behind the ordinary reads of ``e``: the reads are complete
-before that kernel ends; its end happens before `announce`, a release at system scope; `await_entry` acquires
+before that kernel ends; its end happens before `announce`, a release at system scope; `await_peers` acquires
 it; that kernel's end happens before every thread of call ``e + 2``; and the thread that starts bulk stores
 fences the asynchronous proxy first (`order_async_writes`), as the memory model wants between accesses of two
 proxies to the same address (PTX ISA, "proxies"; `fence.proxy.async`). Staged tiles of the relay: peers have
@@ -41,6 +41,7 @@ from overlap_gemm.device.memory import global_pointer
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import (
     CLAIM_OFFSET,
+    COMING_OFFSET,
     CONTROL_BYTES,
     ENTERED_OFFSET,
     EPOCH_OFFSET,
@@ -88,6 +89,38 @@ class Call(NamedTuple):
         return FailureSite(self.exchange.rank, int(op), int(role), tile, source, index)
 
 
+class Tally(NamedTuple):
+    """Counters of a CTA in shared memory, zeroed before its first barrier.
+
+    Attributes:
+        taken: units taken by the CTA's warps.
+        ended: warps whose last role has ended.
+    """
+
+    taken: Any
+    ended: Any
+
+    @staticmethod
+    def allocate(smem: Any) -> Tally:
+        """Allocates both words."""
+        words = smem.allocate_array(Int32, 2, byte_alignment=8)
+        return Tally(words, words + 1)
+
+    def clear(self) -> None:
+        """Zeroes them; one thread, before the CTA's barrier."""
+        cute.arch.store(self.taken, Int32(0))
+        cute.arch.store(self.ended, Int32(0))
+
+
+@cute.jit
+def count(word: Any) -> Int32:
+    """A warp's next number: adds one, by its first lane; all lanes get the value before."""
+    value = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        value = Int32(cute.arch.atomic_add(word, Int32(1), sem="relaxed", scope="cta"))
+    return Int32(cute.arch.shuffle_sync(value, 0))
+
+
 def order_async_writes() -> None:
     """The calling thread's bulk stores come behind what it has observed by ordinary accesses."""
     cute.arch.fence_proxy("async.global")
@@ -115,13 +148,41 @@ def announce(call: Call, transport: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def await_entry(call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of one warp of the grid, at its end: waits until every peer has entered the call."""
+def await_peers(call: Call, op: cutlass.Constexpr, role: cutlass.Constexpr) -> None:
+    """All lanes of one warp of the grid, at its end: waits until every peer has said what ``role`` names.
+
+    That it has entered the call (`announce`), or that it has read what it was sent
+    (:mod:`overlap_gemm.kernels.all_gather`); either way in its *entered* flag.
+    """
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
-            site = call.site(op, Role.CALL_ENTERED, 0, peer, peer)
+            site = call.site(op, role, 0, peer, peer)
             wait_flag(call.base + ENTERED_OFFSET + FLAG_BYTES * Int64(peer), call.epoch, call.bound, site)
+
+
+@cute.jit
+def count_grid(call: Call, offset: cutlass.Constexpr, warps: cutlass.Constexpr) -> Int32:
+    """All lanes of a warp: counts it at a control word. 1 for the grid's last, with ``warps`` a CTA; else 0.
+
+    The last one, which sets the word back, is behind all that the others did before they counted.
+    """
+    x, y, _ = cute.arch.grid_dim()
+    is_last = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        word = global_pointer(Uint32, call.base + offset, 4)
+        taken = cute.arch.atomic_add(word, Uint32(1), sem="acq_rel", scope="gpu")
+        if Int32(taken) == x * y * warps - 1:
+            cute.arch.store(word, Uint32(0))
+            is_last = Int32(1)
+    return Int32(cute.arch.shuffle_sync(is_last, 0))
+
+
+@cute.jit
+def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
+    """All lanes of a warp behind its last role; the last of the CTA's ``warps`` warps speaks for it."""
+    if count(tally.ended) == warps - 1:
+        finish(call)
 
 
 @cute.jit
@@ -134,5 +195,6 @@ def finish(call: Call) -> None:
         if Int32(taken) == x * y - 1:
             cute.arch.store(ticket, Uint32(0))
             cute.arch.store(global_pointer(Uint32, call.base + EPOCH_OFFSET, 4), call.epoch)
+            cute.arch.store(global_pointer(Uint32, call.base + COMING_OFFSET, 4), call.epoch + 1)
             word = global_pointer(Uint32, call.exchange.call_word, 4)
             cute.arch.store(word, Uint32(0), sem="relaxed", scope="gpu")

@@ -141,6 +141,16 @@ class GemmConfig:
         return 384 if self.arch == "sm_90a" else 352
 
     @property
+    def first_receive_warp(self) -> int:
+        """The first of the warps that are free for a receive role."""
+        return 2 if self.arch == "sm_90a" else 7
+
+    @property
+    def receive_warps(self) -> int:
+        """How many they are."""
+        return 2 if self.arch == "sm_90a" else 4
+
+    @property
     def epi_tile(self) -> tuple[int, int]:
         """(M, N) of a subtile: what one ring stage holds."""
         if self.mma == "pingpong":

@@ -11,13 +11,12 @@ from cutlass import Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
+from overlap_gemm.kernels.call import Tally
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import allocate_stages
-from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.receive import Tally
 from overlap_gemm.kernels.roles import epilogue_role, load_role
-from overlap_gemm.kernels.surface import KernelOp, Mainloop, Output
+from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing
 
@@ -28,7 +27,7 @@ class FusedGemm:
 
     Attributes:
         mainloop: :class:`MainloopSm90` or :class:`MainloopSm100`.
-        op: :class:`PlainGemm` or :class:`ReduceScatter`.
+        op: :class:`PlainGemm`, :class:`ReduceScatter` or another.
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
     """
 
@@ -48,17 +47,15 @@ class FusedGemm:
         b: cute.Tensor,
         out: cute.Tensor,
         bias: cute.Tensor | None,
-        exchange: Exchange | None,
+        exchange: Any,
         num_clusters: Int32,
         stream: CUstream,
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
         ops = self.mainloop.operands(a, b)
-        output = self.op.output(out)
-        self.kernel(
-            ops.mma, ops.tma_a, ops.a, ops.tma_b, ops.b, output.tma, output.tensor, bias, exchange
-        ).launch(
+        more = self.op.more_sources(self.mainloop, exchange)
+        self.kernel(ops, more, self.op.output(out, exchange), out, bias, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], 1),
             block=(cfg.threads, 1, 1),
             cluster=(*cfg.cluster, 1),
@@ -70,27 +67,21 @@ class FusedGemm:
     @cute.kernel
     def kernel(
         self,
-        mma: cute.TiledMma,
-        tma_a: cute.CopyAtom,
-        a: cute.Tensor,
-        tma_b: cute.CopyAtom,
-        b: cute.Tensor,
-        tma_out: cute.CopyAtom | None,
+        ops: Operands,
+        more: Any,
+        output: Any,
         out: cute.Tensor,
         bias: Any,
         exchange: Any,
     ) -> None:
         """Sets up shared memory and pipelines, then gives each warp its role."""
         cfg, mainloop, op = self.config, self.mainloop, self.op
-        ops, output = Operands(mma, tma_a, a, tma_b, b), Output(tma_out, out)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == mainloop.load_warp:
-            cpasync.prefetch_descriptor(tma_a)
-            cpasync.prefetch_descriptor(tma_b)
-            if cutlass.const_expr(tma_out is not None):
-                cpasync.prefetch_descriptor(tma_out)
-        rows, cols = cute.size(a, mode=[0]), cute.size(b, mode=[0])
-        work = plan_work(cfg, op.order, rows, cols, *op.place(exchange, rows))
+            cpasync.prefetch_descriptor(ops.tma_a)
+            cpasync.prefetch_descriptor(ops.tma_b)
+        rows, rank, shard = op.place(exchange, cute.size(ops.a, mode=[0]))
+        work = plan_work(cfg, op.order, rows, cute.size(ops.b, mode=[0]), rank, shard)
         call = op.begin(exchange)
 
         smem = memory.SmemAllocator()
@@ -99,8 +90,8 @@ class FusedGemm:
         ring = EpilogueRing.create(barriers, cfg.ring_stages, cfg.inflight, cfg.epilogue_threads // 32)
         stages = allocate_stages(cfg, op.stage_dtype, smem)
         receive: Any = op.receive
-        tally = None
-        if cutlass.const_expr(receive is not None):
+        tally, counted = None, receive is not None or op.gate is not None
+        if cutlass.const_expr(counted):
             tally = Tally.allocate(smem)
             if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
                 tally.clear()
@@ -114,27 +105,33 @@ class FusedGemm:
         ):
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
-                load_role(mainloop, op, res, ops, work)
+                load_role(mainloop, op, res, ops, more, work, call)
+                if cutlass.const_expr(op.gate is not None):
+                    op.end(call, tally, self._ending_warps)
             for private_warp, role in mainloop.private_roles():
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
                 op.comm_role(ring, stages, work, call, output)
-                if cutlass.const_expr(receive is not None):
-                    receive.end(call, tally, self._ending_warps)
-            if warp >= mainloop.receive_warps[0] and warp <= mainloop.receive_warps[-1]:  # noqa: SIM102
-                if cutlass.const_expr(receive is not None):
+                if cutlass.const_expr(counted):
+                    op.end(call, tally, self._ending_warps)
+            if cutlass.const_expr(receive is not None):  # noqa: SIM102
+                if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
                     receive(call, work, tally, out, bias)
-                    receive.end(call, tally, self._ending_warps)
+                    op.end(call, tally, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
             epilogue_role(mainloop, op, res, ops, ring, stages, work, bias, group)
-            if cutlass.const_expr(receive is not None):
+            if cutlass.const_expr(receive is not None and receive.with_epilogue):
                 receive(call, work, tally, out, bias)
-                receive.end(call, tally, self._ending_warps)
+                op.end(call, tally, self._ending_warps)
 
     @property
     def _ending_warps(self) -> int:
-        """Warps that touch the workspace: comm, receive and epilogue."""
-        return 1 + len(self.mainloop.receive_warps) + self.mainloop.num_epilogue_warps
+        """Warps of a CTA that touch the workspace: comm, load behind a gate, receive and who joins it."""
+        receive = self.op.receive
+        warps = 1 + (self.op.gate is not None)
+        if receive is not None:
+            warps += self.config.receive_warps + receive.with_epilogue * self.mainloop.num_epilogue_warps
+        return warps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
@@ -25,7 +26,7 @@ class PlainGemm:
 
     config: GemmConfig
 
-    receive = None
+    gate = receive = None
 
     @property
     def stage_dtype(self) -> str:
@@ -42,11 +43,14 @@ class PlainGemm:
         """An accumulator is a complete sum."""
         return (Bias(self.config),) if self.config.bias else ()
 
-    def place(self, exchange: Any, rows: Any) -> tuple[int, Any]:
-        """(rank, rows of a full shard): one rank owns all of them."""
-        return 0, rows
+    def place(self, exchange: Any, rows: Any) -> tuple[Any, int, Any]:
+        """See `KernelOp.place`: one rank owns all rows."""
+        return rows, 0, rows
 
-    def output(self, out: cute.Tensor) -> Output:
+    def more_sources(self, mainloop: Any, exchange: Any) -> None:
+        """A is all there is to load."""
+
+    def output(self, out: cute.Tensor, exchange: Any) -> Output:
         """By TMA, from the ring's stages."""
         return Output(
             *cpasync.make_tiled_tma_atom(
@@ -59,6 +63,9 @@ class PlainGemm:
 
     def begin(self, exchange: Any) -> None:
         """There is no call to share."""
+
+    def end(self, call: Any, tally: Any, warps: int) -> None:
+        """Nobody ends a call."""
 
     @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Output) -> None:
@@ -91,15 +98,38 @@ class OutputSender:
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
         """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
-        cfg = self.op.config
-        epi_m, epi_n = cfg.epi_tile
-        tiles = cute.zipped_divide(self.output.tensor, cfg.epi_tile)
-        source, target = cpasync.tma_partition(
-            self.output.tma, 0, cute.make_layout(1), cute.group_modes(self.stages.tiled, 0, 2), tiles
-        )
-        m = place.row // epi_m + subtile // cfg.epi_columns
-        n = place.column // epi_n + subtile % cfg.epi_columns
-        cute.copy(self.output.tma, source[(None, stage)], target[(None, (m, n))])
+        store_subtile(self.op.config, self.output.tma, self.output.tensor, self.stages, place, subtile, stage)
 
     def publish(self, tile: Any) -> None:
         """Nobody waits for the output but the kernel's end."""
+
+
+@cute.jit
+def store_subtile(
+    config: cutlass.Constexpr,
+    tma: cute.CopyAtom,
+    tensor: cute.Tensor,
+    stages: Any,
+    place: CtaTile,
+    subtile: Int32,
+    stage: Int32,
+) -> None:
+    """One thread: starts the TMA store of a ring stage to where its subtile lies in ``tensor``, clipped.
+
+    Args:
+        config: the kernel's configuration.
+        tma: the store's atom.
+        tensor: its coordinate tensor (rows, columns).
+        stages: the ring's stages.
+        place: of the tile in ``tensor``.
+        subtile: which of the tile's.
+        stage: where it is.
+    """
+    epi_m, epi_n = config.epi_tile
+    tiles = cute.zipped_divide(tensor, config.epi_tile)
+    source, target = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(stages.tiled, 0, 2), tiles
+    )
+    m = place.row // epi_m + subtile // config.epi_columns
+    n = place.column // epi_n + subtile % config.epi_columns
+    cute.copy(tma, source[(None, stage)], target[(None, (m, n))])

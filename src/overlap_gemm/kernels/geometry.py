@@ -38,6 +38,16 @@ CLAIM_OFFSET = 8
 RELAY_EPOCH_OFFSET = 16
 """``uint32``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
 
+COMING_OFFSET = 20
+"""``uint32``: the coming call's epoch, one above the last finished one's, so 1 at birth: what a copy engine
+copies as the flag behind a shard, since it can add nothing itself."""
+
+READERS_OFFSET = 24
+"""``uint32``: the running call's warps that read the gather buffer no more; the last one resets it."""
+
+SENDERS_OFFSET = 28
+"""``uint32``: the running call's warps that have sent their part of the own shard; the last one resets it."""
+
 ENTERED_OFFSET = 128
 """``uint64[MAX_WORLD]``: the epoch that each peer has entered."""
 

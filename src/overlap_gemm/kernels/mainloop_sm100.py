@@ -35,7 +35,6 @@ EPILOGUE_WARPS = 4
 MMA_WARP = 4
 LOAD_WARP = 5
 COMM_WARP = 6
-RECEIVE_WARPS = (7, 8, 9, 10)
 TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory allocated
 
 
@@ -71,7 +70,6 @@ class MainloopSm100:
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
-    receive_warps = RECEIVE_WARPS
     first_epilogue_warp = 0
     num_epilogue_warps = EPILOGUE_WARPS
 
@@ -94,16 +92,9 @@ class MainloopSm100:
     def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
         cfg, mma = self.config, self.tiled_mma()
-        a_layout, b_layout = self._smem_layouts(mma)
+        _, b_layout = self._smem_layouts(mma)
         shape = self._cluster_layout(mma).shape
-        tma_a, a_view = cute.nvgpu.make_tiled_tma_atom_A(
-            utils.sm100.cluster_shape_to_tma_atom_A(cfg.cluster, mma.thr_id),
-            a,
-            cute.slice_(a_layout, (None, None, None, 0)),
-            (*cfg.tile, TILE_K),
-            mma,
-            shape,
-        )
+        tma_a, a_view = self.tma_of_a(a)
         tma_b, b_view = cute.nvgpu.make_tiled_tma_atom_B(
             utils.sm100.cluster_shape_to_tma_atom_B(cfg.cluster, mma.thr_id),
             b,
@@ -113,6 +104,19 @@ class MainloopSm100:
             shape,
         )
         return Operands(mma, tma_a, a_view, tma_b, b_view)
+
+    def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_a`."""
+        cfg, mma = self.config, self.tiled_mma()
+        a_layout, _ = self._smem_layouts(mma)
+        return cute.nvgpu.make_tiled_tma_atom_A(
+            utils.sm100.cluster_shape_to_tma_atom_A(cfg.cluster, mma.thr_id),
+            a,
+            cute.slice_(a_layout, (None, None, None, 0)),
+            (*cfg.tile, TILE_K),
+            mma,
+            self._cluster_layout(mma).shape,
+        )
 
     # -- kernel prologue
 

@@ -34,7 +34,6 @@ from overlap_gemm.kernels.roles import SubtileWriter
 
 LOAD_WARP = 0
 COMM_WARP = 1
-RECEIVE_WARPS = (2, 3)
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
 PRODUCER_REGISTERS = 96  # what the receive role needs to keep its loads in flight without spilling
@@ -72,7 +71,6 @@ class MainloopSm90:
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
-    receive_warps = RECEIVE_WARPS
     first_epilogue_warp = FIRST_EPILOGUE_WARP
     num_epilogue_warps = NUM_EPILOGUE_WARPS
 
@@ -95,21 +93,21 @@ class MainloopSm90:
     def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
         cfg = self.config
-        a_layout, b_layout = self._smem_layouts()
+        _, b_layout = self._smem_layouts()
+        return Operands(
+            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0])
+        )
 
-        def tma(tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> Any:
-            op = (
-                cpasync.CopyBulkTensorTileG2SMulticastOp()
-                if multicast > 1
-                else cpasync.CopyBulkTensorTileG2SOp()
-            )
-            return cpasync.make_tiled_tma_atom(
-                op, tensor, cute.slice_(layout, (None, None, 0)), (rows, TILE_K), num_multicast=multicast
-            )
+    def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_a`."""
+        cfg = self.config
+        return self._tma(a, self._smem_layouts()[0], cfg.tile[0], cfg.cluster[1])
 
-        tma_a, a_view = tma(a, a_layout, cfg.tile[0], cfg.cluster[1])
-        tma_b, b_view = tma(b, b_layout, cfg.tile[1], cfg.cluster[0])
-        return Operands(self.tiled_mma(), tma_a, a_view, tma_b, b_view)
+    def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp
+        return cpasync.make_tiled_tma_atom(
+            op(), tensor, cute.slice_(layout, (None, None, 0)), (rows, TILE_K), num_multicast=multicast
+        )
 
     # -- kernel prologue
 

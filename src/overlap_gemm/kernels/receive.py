@@ -27,7 +27,7 @@ from cutlass import Int32, Int64, cute
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
-from overlap_gemm.kernels.call import Call, finish
+from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
@@ -39,38 +39,6 @@ LANE_CHUNKS = UNIT_BYTES // CHUNK_BYTES // LANES
 LOADS_IN_FLIGHT = 8
 """Loads of 16 bytes that a lane has under way, whatever the number of ranks: each takes about a
 microsecond."""
-
-
-class Tally(NamedTuple):
-    """Counters of a CTA in shared memory, zeroed before its first barrier.
-
-    Attributes:
-        taken: units taken by the CTA's warps.
-        ended: warps whose last role has ended.
-    """
-
-    taken: Any
-    ended: Any
-
-    @staticmethod
-    def allocate(smem: Any) -> Tally:
-        """Allocates both words."""
-        words = smem.allocate_array(Int32, 2, byte_alignment=8)
-        return Tally(words, words + 1)
-
-    def clear(self) -> None:
-        """Zeroes them; one thread, before the CTA's barrier."""
-        cute.arch.store(self.taken, Int32(0))
-        cute.arch.store(self.ended, Int32(0))
-
-
-@cute.jit
-def count(word: Any) -> Int32:
-    """A warp's next number: adds one, by its first lane; all lanes get the value before."""
-    value = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        value = Int32(cute.arch.atomic_add(word, Int32(1), sem="relaxed", scope="cta"))
-    return Int32(cute.arch.shuffle_sync(value, 0))
 
 
 class Part(NamedTuple):
@@ -109,6 +77,8 @@ class SumRole:
     epilogue: tuple[Any, ...]
     op: Op
 
+    with_epilogue = True
+
     @cute.jit
     def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, bias: Any) -> None:
         """One warp's loop over the units that it takes."""
@@ -130,12 +100,6 @@ class SumRole:
             tile = CtaTile.numbered(cfg, self.order, work.whole, index)
             self._sum(call, work, tile, unit % cfg.units, out, bias)
             unit = count(tally.taken)
-
-    @cute.jit
-    def end(self, call: Call, tally: Tally, warps: cutlass.Constexpr) -> None:
-        """The last of the CTA's warps speaks for it."""
-        if count(tally.ended) == warps - 1:
-            finish(call)
 
     @cute.jit
     def _await(self, call: Call, tile: Int32) -> None:

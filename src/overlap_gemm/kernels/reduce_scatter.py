@@ -25,9 +25,16 @@ from typing import Any
 
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Op
+from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.route import Route
-from overlap_gemm.kernels.call import Call, announce, await_entry, enter, order_async_writes
+from overlap_gemm.kernels.call import (
+    Call,
+    announce,
+    await_peers,
+    end_warp,
+    enter,
+    order_async_writes,
+)
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
@@ -51,6 +58,7 @@ class ReduceScatter:
     transport: Transport
 
     epilogue = ()  # an accumulator is no complete sum
+    gate = None
 
     @property
     def stage_dtype(self) -> str:
@@ -68,17 +76,24 @@ class ReduceScatter:
         epilogue = (Bias(self.config),) if self.config.bias else ()
         return SumRole(self.config, self.order, epilogue, Op.GEMM_REDUCE_SCATTER)
 
-    def place(self, exchange: Exchange, rows: Any) -> tuple[Any, Any]:
-        """(rank, rows of a full shard)."""
-        return exchange.rank, exchange.shard_rows
+    def place(self, exchange: Exchange, rows: Any) -> tuple[Any, Any, Any]:
+        """See `KernelOp.place`."""
+        return rows, exchange.rank, exchange.shard_rows
 
-    def output(self, out: cute.Tensor) -> Output:
+    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
+        """A is all there is to load."""
+
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
         """By ordinary stores."""
         return Output(None, out)
 
     def begin(self, exchange: Exchange) -> Call:
         """Reads the epoch."""
         return Call.begin(exchange)
+
+    def end(self, call: Call, tally: Any, warps: int) -> None:
+        """See `KernelOp.end`."""
+        end_warp(call, tally, warps)
 
     @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
@@ -94,7 +109,7 @@ class ReduceScatter:
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
         cute.arch.sync_warp()
         if is_first:
-            await_entry(call, Op.GEMM_REDUCE_SCATTER)
+            await_peers(call, Op.GEMM_REDUCE_SCATTER, Role.CALL_ENTERED)
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,21 @@ from overlap_gemm.kernels.work import CtaTile, Work
 
 
 @cute.jit
-def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, work: Work) -> None:
-    """Waits on ``ab`` empty; produces the A and B tiles of this cluster's work list."""
+def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, work: Work, call: Any) -> None:
+    """Waits on ``ab`` empty and, in an op with a gate, on that; produces this cluster's A and B tiles."""
     tile_m, tile_n = mainloop.config.cluster_tile
-    state = mainloop.load_state()
+    gate: Any = op.gate
+    state, opened = mainloop.load_state(), Int32(-1)
     for j in cutlass.range(work.num_tiles, unroll=1):
         place = work.place(op.order, j)
-        row = place.shard * work.shard_rows + place.m * tile_m
-        state = mainloop.load_tile(res, ops, state, row, place.n * tile_n)
+        if cutlass.const_expr(gate is not None):
+            state, opened = gate.load(mainloop, res, ops, more, state, place, call, opened)
+        else:
+            row = place.shard * work.shard_rows + place.m * tile_m
+            state = mainloop.load_tile(res, ops, state, row, place.n * tile_n)
     mainloop.load_tail(res, state)
+    if cutlass.const_expr(gate is not None):
+        gate.end(call)
 
 
 @cute.jit

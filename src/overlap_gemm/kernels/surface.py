@@ -49,7 +49,7 @@ class Transport(Protocol):
 
 
 class Output(NamedTuple):
-    """How an op stores its result.
+    """How an op stores its result: this, or what else its comm role understands.
 
     Attributes:
         tma: TMA store atom, or None where the result is stored by ordinary stores.
@@ -61,13 +61,18 @@ class Output(NamedTuple):
 
 
 class ReceiveRole(Protocol):
-    """Finishes what peers have sent; run by whole warps, beside the mainloop and behind the epilogue."""
+    """Finishes what peers have sent; run by whole warps, beside the mainloop.
+
+    Attributes:
+        with_epilogue: whether the epilogue warps run it, too, behind their last tile.
+    """
+
+    @property
+    def with_epilogue(self) -> bool:
+        """See the attributes."""
 
     def __call__(self, call: Any, work: Work, tally: Any, out: Any, bias: Any) -> None:
         """One warp's loop, until nothing is left to do for this CTA."""
-
-    def end(self, call: Any, tally: Any, warps: int) -> None:
-        """All lanes of each of a CTA's ``warps`` warps that touch the workspace, behind its last role."""
 
 
 class Epilogue(Protocol):
@@ -80,6 +85,30 @@ class Epilogue(Protocol):
         """A thread's fp32 values of a subtile."""
 
 
+class Gate(Protocol):
+    """What the load role waits for in front of a tile of A that others send."""
+
+    def load(
+        self,
+        mainloop: Mainloop,
+        res: Any,
+        ops: Operands,
+        more: Any,
+        state: Any,
+        place: Place,
+        call: Any,
+        opened: Any,
+    ) -> tuple[Any, Any]:
+        """Waits and loads, from A or from ``more`` sources; ``opened`` is what it returned before, first -1.
+
+        Returns:
+            The load pipeline's state behind the tile, and the next ``opened``.
+        """
+
+    def end(self, call: Any) -> None:
+        """All lanes of the load warp, behind the last load."""
+
+
 class KernelOp(Protocol):
     """What makes a fused GEMM this op.
 
@@ -88,6 +117,7 @@ class KernelOp(Protocol):
         stage_dtype: element type of a subtile in the ring.
         order: which tile when.
         epilogue: applied to accumulators before they enter the ring: those that are complete sums.
+        gate: what the load role waits for, or None if A is there.
         receive: the receive role, or None if nothing arrives.
     """
 
@@ -108,20 +138,30 @@ class KernelOp(Protocol):
         """See the attributes."""
 
     @property
+    def gate(self) -> Gate | None:
+        """See the attributes."""
+
+    @property
     def receive(self) -> ReceiveRole | None:
         """See the attributes."""
 
-    def place(self, exchange: Any, rows: Any) -> tuple[Any, Any]:
-        """(rank, rows of a full shard)."""
+    def place(self, exchange: Any, rows: Any) -> tuple[Any, Any, Any]:
+        """(rows of the product, rank, rows of a full shard); ``rows`` are those of A."""
 
-    def output(self, out: cute.Tensor) -> Output:
+    def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
+        """Host side: what the gate loads from beside A."""
+
+    def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Host side: how the result will be stored."""
 
     def begin(self, exchange: Any) -> Any:
         """The call's run-time values; every thread, before the CTA's first barrier."""
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Output) -> None:
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Any) -> None:
         """All lanes of the comm warp: empties the ring."""
+
+    def end(self, call: Any, tally: Any, warps: int) -> None:
+        """All lanes of each of a CTA's ``warps`` warps that touch the workspace, behind its last role."""
 
 
 class Mainloop(Protocol):
@@ -130,7 +170,6 @@ class Mainloop(Protocol):
     Attributes:
         config: the kernel's configuration.
         load_warp, comm_warp: the warps of these roles.
-        receive_warps: warps free for a receive role.
         first_epilogue_warp, num_epilogue_warps: the epilogue's.
         num_barriers: 8-byte words of barrier storage that `setup` needs.
     """
@@ -148,10 +187,6 @@ class Mainloop(Protocol):
         """See the attributes."""
 
     @property
-    def receive_warps(self) -> tuple[int, ...]:
-        """See the attributes."""
-
-    @property
     def first_epilogue_warp(self) -> int:
         """See the attributes."""
 
@@ -165,6 +200,9 @@ class Mainloop(Protocol):
 
     def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
         """Host side: the TMA descriptors of A (M x K) and B (N x K)."""
+
+    def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
+        """Host side: atom and coordinate tensor of an A; whoever loads slices further modes away."""
 
     def setup(self, ops: Operands, barriers: Any, smem: Any) -> Any:
         """Pipelines and stages; the caller synchronises the cluster afterwards."""
@@ -202,6 +240,7 @@ class Mainloop(Protocol):
 
 __all__ = [
     "Epilogue",
+    "Gate",
     "KernelOp",
     "Mainloop",
     "Order",

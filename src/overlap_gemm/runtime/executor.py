@@ -75,6 +75,16 @@ class Executor(Protocol):
         stream goes on behind both when the block is left.
         """
 
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy by a copy engine, which takes no SM; copies of a stream run one behind the other.
+
+        Args:
+            stream: its handle; of `active` or `fork`.
+            target: address, of this rank's or a peer's memory.
+            source: address.
+            nbytes: a multiple of 16, or 4.
+        """
+
     @property
     def record(self) -> torch.Tensor:
         """Int32 ``[RECORD_WORDS]`` in host memory: where a kernel writes why it gave up (`device.failure`).
@@ -128,12 +138,21 @@ class CudaExecutor:
     @contextmanager
     def fork(self) -> Iterator[int]:
         """See `Executor.fork`; by events, so that a CUDA graph captures both branches."""
-        current, second = torch.cuda.current_stream(self.device), _second_stream(self.device)
+        current, second = torch.cuda.current_stream(self.device), _second_stream(self.device, self.stream)
         second.wait_stream(current)
         try:
             yield second.cuda_stream
         finally:
             current.wait_stream(second)
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """See `Executor.copy`."""
+        from cuda.bindings import runtime
+
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        (error,) = runtime.cudaMemcpyAsync(target, source, nbytes, kind, stream)
+        if int(error):
+            raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes: {error!r}")
 
 
 @dataclass(frozen=True)
@@ -187,9 +206,14 @@ class EmulatorExecutor:
         yield second.cuda_stream
         current.wait_stream(second)
 
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """See `Executor.copy`."""
+        self.emulator.copy(self.rank, stream, target, source, nbytes)
+
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, beside: torch.cuda.Stream | None) -> torch.cuda.Stream:
+    """That of a device, or of a virtual rank's stream."""
     return torch.cuda.Stream(device)
 
 

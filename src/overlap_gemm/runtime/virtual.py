@@ -17,7 +17,7 @@ GPU cannot show: ordering and visibility across NVLink (everything meets in one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,16 +100,17 @@ class VirtualWorld:
         """Where ``rank``'s kernels run."""
         return self._executors[rank]
 
-    def symmetric(self, key: Hashable, rank: int, nbytes: int, zeroed: int) -> VirtualSymmetric:
+    def symmetric(
+        self, key: Hashable, rank: int, nbytes: int, prepare: Callable[[Tensor], None]
+    ) -> VirtualSymmetric:
         """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks.
 
-        The first ``zeroed`` bytes of every rank's block are zero then, since from then on the first one's
-        kernels may store into them.
+        Every rank's block is prepared then, since from then on the first one's kernels may store into it.
         """
         if key not in self._blocks or not self._blocks[key][rank].is_open:
             self._blocks[key] = self._allocate(nbytes)
             for block in self._blocks[key]:
-                block.local[:zeroed].zero_()
+                prepare(block.local)
         view = self._blocks[key][rank]
         assert view.local.numel() == nbytes, (
             f"{key} has {view.local.numel()} bytes, rank {rank} wants {nbytes}"

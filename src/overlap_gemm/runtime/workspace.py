@@ -79,16 +79,26 @@ class SizeClass:
         buffer: bytes of each buffer behind them.
         buffers: how many.
         staging_buffers: how many more, where some peer is beyond reach.
+        kind: of ops that use it; others have workspaces of their own.
+        first_epoch: offset of a ``uint32`` that is 1 at birth.
     """
 
     zeroed: int
     buffer: int
     buffers: int
     staging_buffers: int
+    kind: str = "slots"
+    first_epoch: int = 0
 
     def holds(self, other: SizeClass) -> bool:
         """Whether whatever fits into a workspace of the other class fits into one of this."""
-        return self.zeroed >= other.zeroed and self.buffer >= other.buffer
+        return self.kind == other.kind and self.zeroed >= other.zeroed and self.buffer >= other.buffer
+
+    def prepare(self, block: Tensor) -> None:
+        """Writes what a new block must hold before any kernel runs."""
+        block[: self.zeroed].zero_()
+        if self.first_epoch:
+            block[self.first_epoch : self.first_epoch + 4].view(torch.int32).fill_(1)
 
     def nbytes(self, reaches_all: bool) -> int:
         """Size of each rank's block."""
@@ -189,10 +199,10 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
     agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
     memory: SymmetricMemory
     if world is not None:
-        memory = world.symmetric(size, group.rank, nbytes, size.zeroed)
+        memory = world.symmetric(size, group.rank, nbytes, size.prepare)
     else:
         memory = _provider()(group, nbytes, device)
-        memory.local[: size.zeroed].zero_()
+        size.prepare(memory.local)
         torch.cuda.synchronize(device)
         dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
     return Workspace(group, size, memory, reaches_all, peers.executor.record)

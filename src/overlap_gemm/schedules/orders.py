@@ -91,6 +91,35 @@ class LinearOrder:
 
 
 @dataclass(frozen=True)
+class OwnShardFirst:
+    """All-gather GEMM: whole shards one after the other, the own one first, then ``rank + 1, rank + 2, ...``.
+
+    That is the order in which shards arrive where every rank sends to ``rank - 1, rank - 2, ...``, so that
+    all ranks receive from different ones. Ranks behind the last owner own nothing to begin with.
+
+    Attributes:
+        group: tile rows per band of the raster.
+    """
+
+    group: int = 8
+
+    def num_tiles(self, work: WorkList) -> Int:
+        """Positions in the work list: all tiles of all shards that have rows."""
+        return work.owners * work.grid.rows * work.grid.cols
+
+    def place(self, t: Int, work: WorkList) -> Place:
+        """The tile at position ``t``."""
+        tiles = work.grid.rows * work.grid.cols
+        index = t % tiles
+        m, n = self.tile(index, work)
+        return Place((work.rank + t // tiles) % work.owners, index, m, n)
+
+    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
+        """``(m, n)`` of the tile with this index in its shard."""
+        return grouped_raster(index, work.grid, self.group)
+
+
+@dataclass(frozen=True)
 class DealtShards:
     """GEMM reduce-scatter: tiles are dealt to their owners in turn, rank ``r`` beginning with ``r + 1``.
 

@@ -5,17 +5,12 @@
 
 Starting a process that imports torch costs seconds, a call on a set that is up costs a millisecond, so that
 every case of a test can be a test of its own.
-
-A failure puts the rank that failed first in front: the others' are mostly its consequences. A rank that hangs
-is asked for the stacks of its threads, one that crashes leaves them.
 """
 
-import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -66,15 +61,13 @@ class Ranks:
         # A server process imports torch once, then forks a clean process for every rank.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
+        store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            _stacks_file(self._folder.name, rank).touch()
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(theirs, rank, size, device, self._folder.name, timeout, threads),
-                daemon=True,
+                target=_serve, args=(theirs, rank, size, device, store, timeout, threads), daemon=True
             )
             process.start()
             theirs.close()
@@ -103,14 +96,12 @@ class Ranks:
             pipe.send(message)
         answers = self._collect()
         failures = [
-            f"rank {rank} of {self.size}, after {seconds:.1f} s:\n{value}"
-            for rank, (good, value, seconds) in answers.items()
-            if not good
+            f"rank {rank} of {self.size}:\n{value}" for rank, (good, value) in enumerate(answers) if not good
         ]
         if failures:
             self.close()
             raise RankError("\n".join(failures))
-        return [answers[rank][1] for rank in range(self.size)]
+        return [value for _, value in answers]
 
     @property
     def alive(self) -> bool:
@@ -134,46 +125,23 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self) -> dict[int, tuple[bool, Any, float]]:
-        """(good, result or failure, seconds) by rank, in the order in which they came."""
-        answers: dict[int, tuple[bool, Any, float]] = {}
-        start = time.monotonic()
-        deadline = start + self._limit
+    def _collect(self) -> list[tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + self._limit
         while len(answers) < self.size:
             open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
-            seconds = time.monotonic() - start
             if not ready:
-                for rank in open_pipes.values():
-                    answers[rank] = (False, f"did not end in time\n{self._stacks(rank)}", seconds)
+                answers.update((rank, (False, "did not end in time")) for rank in open_pipes.values())
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                rank = open_pipes[pipe]
                 try:
-                    answers[rank] = (*pipe.recv(), seconds)
-                except (EOFError, OSError):
-                    answers[rank] = (False, f"the process is gone, {self._remains(rank)}", seconds)
-                if not answers[rank][0]:
+                    answers[open_pipes[pipe]] = pipe.recv()
+                except EOFError:
+                    answers[open_pipes[pipe]] = (False, "the process is gone")
+                if not answers[open_pipes[pipe]][0]:
                     deadline = min(deadline, time.monotonic() + self._grace)
-        return answers
-
-    def _remains(self, rank: int) -> str:
-        """How a process ended, and the stacks it left."""
-        process = self._processes[rank]
-        process.join()
-        return f"exit code {process.exitcode}\n{_stacks_file(self._folder.name, rank).read_text()}"
-
-    def _stacks(self, rank: int) -> str:
-        """The stacks of a rank's threads, which it writes at a signal, whatever it is stuck in."""
-        process, file = self._processes[rank], _stacks_file(self._folder.name, rank)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGUSR1)
-        patience = time.monotonic() + 5
-        size = -1
-        while time.monotonic() < patience and not 0 < size == file.stat().st_size:
-            size = file.stat().st_size
-            time.sleep(0.2)
-        return file.read_text()
+        return [answers[rank] for rank in range(self.size)]
 
 
 @contextmanager
@@ -197,18 +165,10 @@ def rank_pools(**options: Any) -> Iterator[Callable[[int], Ranks]]:
             ranks.close()
 
 
-def _stacks_file(folder: str, rank: int) -> Path:
-    """Where a rank writes its threads' stacks when it crashes or is told to."""
-    return Path(folder) / f"stacks-{rank}"
-
-
 def _serve(
-    pipe: Connection, rank: int, size: int, device: str, folder: str, timeout: float, threads: int
+    pipe: Connection, rank: int, size: int, device: str, store: str, timeout: float, threads: int
 ) -> None:
     """A rank's loop: receives functions, answers with results."""
-    stacks = _stacks_file(folder, rank).open("w")
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     own = torch.device(device, rank) if device == "cuda" else None
@@ -217,7 +177,7 @@ def _serve(
     dist.init_process_group(
         "gloo" if own is None else "cpu:gloo,cuda:nccl",
         device_id=own,
-        store=dist.FileStore(str(Path(folder) / "store"), size),
+        store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),

@@ -18,6 +18,7 @@ from ..machine.inject import Faults
 from ..machine.launch import Launch, Machine
 from ..machine.streams import StreamEvent
 from . import nvshmem
+from .copies import copy_launch
 from .cuda_device import hardware_info
 from .graphs import Capture
 from .memory import Symmetric, SymmetricHeap, extent, poison_
@@ -206,6 +207,21 @@ class Emulator:
     def wait_stream(self, rank: int, stream: int, other: int) -> None:
         """Launches on a stream from now on begin when those on another one of the rank so far have ended."""
         self.wait_event(rank, stream, self.record_event(rank, other))
+
+    def copy(self, rank: int, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy by a copy engine, which runs beside the rank's kernels (`host.copies`).
+
+        Args:
+            rank: Whose stream.
+            stream: Its handle.
+            target: Address of any rank's memory that kernels may touch.
+            source: Address; what is not registered there counts as the rank's until the run ends.
+            nbytes: A multiple of 16, or 4: a flag, which all before it in the stream is seen with.
+        """
+        with self._lock:
+            key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")
+            self._pending.append(_Pending(rank, (key,), ()))
+            self.machine.submit(copy_launch(rank, stream, target, source, nbytes))
 
     def _current_rank(self) -> int:
         rank = getattr(self._local, "rank", None)

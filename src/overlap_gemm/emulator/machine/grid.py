@@ -61,7 +61,7 @@ class Grid:
         self.params = self._layout(launch.params)
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.smem_bytes = SMEM_BASE + program.static_smem + launch.dynamic_smem
-        self.residency = machine.residency[launch.rank]
+        self.residency = (machine.engines if launch.engine else machine.residency)[launch.rank]
         cx, cy, cz = launch.cluster
         self.cluster_size = cx * cy * cz
         self._validate()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Dim3 = tuple[int, int, int]
 SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
+COPY_ENGINES = 16  # of each rank; as many copies as streams, for all that can be told
 
 
 @contextmanager
@@ -64,6 +65,7 @@ class Launch:
         cooperative: Every CTA of the grid must be resident at once.
         programmatic: Programmatic dependent launch: may start before its predecessor in the stream ended.
         const_image: Initial bytes of `.const` symbols of this rank (NVSHMEM's device state).
+        engine: A copy engine's work, which takes no room on the rank's SMs.
     """
 
     ptx: str
@@ -78,6 +80,7 @@ class Launch:
     cooperative: bool = False
     programmatic: bool = False
     const_image: Mapping[str, bytes] = field(default_factory=dict)
+    engine: bool = False
 
 
 class Machine:
@@ -102,6 +105,7 @@ class Machine:
         faults: Faults on purpose, see `machine.inject`.
         intercepts: Handlers of device functions by name (see `intercept`).
         residency: Each rank's SMs.
+        engines: Each rank's copy engines.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Machine:
         if limit is not None:
             self.scheduler.limit = limit
         self.residency = [Residency(n, schedule.grids, seed + rank) for rank, n in enumerate(each)]
+        self.engines = [Residency(COPY_ENGINES) for _ in each]
         self.engine.moved = self.scheduler.moved
         self.scheduler.trace = self.engine.trace = trace
         self.faults = self.scheduler.faults
@@ -195,7 +200,7 @@ class Machine:
                 self.scheduler.run()
         finally:
             self._streams.clear()
-            for sms in self.residency:
+            for sms in (*self.residency, *self.engines):
                 sms.clear()
             self.scheduler.reset()
             self.engine.reset()
@@ -223,7 +228,7 @@ class Machine:
         self._fill()
 
     def _fill(self) -> None:
-        for sms in self.residency:
+        for sms in (*self.residency, *self.engines):
             sms.fill()
 
     def _grid(self, launch: Launch, number: int, order: int) -> Grid:

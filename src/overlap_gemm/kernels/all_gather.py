@@ -1,0 +1,267 @@
+"""All-gather GEMM as an op of the fused kernel.
+
+Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
+columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
+``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`) or by the kernel's own warps
+(``peer_bulk``).
+
+    load role       own shard first, read where it lies; then the others in the order in which they are
+                    sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
+                    bounded), fences the asynchronous proxy. Behind its last load: waits for every flag, so
+                    that nothing is under way to this rank any more; the grid's last reader then tells every
+                    peer that this rank *has read*
+    shard role      the receive warps. ``peer_bulk``: send their units of the own shard to every peer; the
+                    grid's last sender releases the flags. ``keep``: copy every shard to a tensor that is the
+                    caller's, and count as readers
+    comm lane       TMA stores of the output. The grid's first, at its end, waits until every peer has read
+
+Progress. Sending waits for nobody: copy engines take no SM, and a sending warp is of a resident CTA that
+stores and counts. So every shard arrives, every gate opens, every tile is loaded, and every rank tells that
+it has read; the wait for that comes behind all else.
+
+**Reuse.** There is one gather buffer, not one for each parity: where copy engines write is fixed on the host,
+and in a captured graph for all its replays, while the parity is the device's. The rule of
+:mod:`overlap_gemm.kernels.call` holds with a distance of one call: a rank's call ``e`` ends behind every
+peer's "has read ``e``", and its copies of call ``e + 1`` begin behind its call ``e``. The flags' values come
+from the word `COMING_OFFSET`, which is stored at the end of a call: behind every peer's "has read", which is
+behind the arrival of this rank's flags, so copied from.
+
+**Several weights** share one gather: they are launches of one call, one behind the other; the first sends,
+the last one tells and ends the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.kernels.call import Call, await_peers, end_warp, enter, order_async_writes
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import Bias, stage_layout
+from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
+from overlap_gemm.kernels.gemm import store_subtile
+from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.surface import Transport
+from overlap_gemm.kernels.work import CtaTile, Work
+from overlap_gemm.schedules import OwnShardFirst, Place
+
+
+class Shards(NamedTuple):
+    """TMA views of the gather buffer, and of the output by shards.
+
+    Attributes:
+        tma: atom.
+        tensor: coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
+    """
+
+    tma: Any
+    tensor: Any
+
+
+class GatherOutput(NamedTuple):
+    """The output, cut into shards, so that a tile is clipped where its shard ends.
+
+    Attributes:
+        full: all shards but the last, which may be shorter.
+        last: that one.
+    """
+
+    full: Shards
+    last: Shards
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """``out = concatenation of the ranks' a @ b.T (+ bias)``.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: raises flags at peers.
+        push: whether the kernel's warps send the own shard; else copy engines do.
+        keep: whether the gathered operand is copied to a tensor of the caller's.
+    """
+
+    config: GemmConfig
+    transport: Transport
+    push: bool = False
+    keep: bool = False
+
+    @property
+    def stage_dtype(self) -> str:
+        """A subtile in the ring is a part of the output."""
+        return self.config.out_dtype
+
+    @property
+    def order(self) -> OwnShardFirst:
+        """Whole shards in the order of their arrival."""
+        return OwnShardFirst(self.config.raster_group)
+
+    @property
+    def epilogue(self) -> tuple[Bias, ...]:
+        """An accumulator is a complete sum."""
+        return (Bias(self.config),) if self.config.bias else ()
+
+    @property
+    def gate(self) -> ArrivalGate:
+        """Opens for a shard when it has arrived."""
+        return ArrivalGate(self)
+
+    @property
+    def receive(self) -> ShardRole | None:
+        """Sends the own shard, keeps all."""
+        if not (self.push or self.keep):
+            return None
+        return ShardRole(self.config, self.transport, self.push, self.keep)
+
+    def place(self, given: Gathering, rows: Any) -> tuple[Any, Any, Any]:
+        """See `KernelOp.place`; A is the own shard here."""
+        return given.rows, given.exchange.rank, given.exchange.shard_rows
+
+    def begin(self, given: Gathering) -> GatherCall:
+        """Reads the epoch."""
+        return GatherCall(Call.begin(given.exchange), given)
+
+    def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
+        """The gather buffer."""
+        return Shards(*mainloop.tma_of_a(given.gathered))
+
+    def output(self, out: cute.Tensor, given: Gathering) -> GatherOutput:
+        """By TMA, from the ring's stages."""
+        cfg, shard = self.config, given.exchange.shard_rows
+        columns, pitch = cute.size(out, mode=[1]), out.stride[0]
+        last = (given.rows + shard - 1) // shard - 1
+        offset = cute.assume(Int64(last) * shard * pitch, divby=128 // out.element_type.width)
+        between = cute.assume(Int64(shard) * pitch, divby=128 // out.element_type.width)
+        full = cute.make_layout((shard, columns, cutlass.max(last, 1)), stride=(pitch, 1, between))
+        rest = cute.make_layout((given.rows - last * shard, columns, 1), stride=(pitch, 1, between))
+
+        def stores(tensor: cute.Tensor) -> Shards:
+            layout = stage_layout(cfg, self.stage_dtype)
+            return Shards(
+                *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, cfg.epi_tile)
+            )
+
+        return GatherOutput(
+            stores(cute.make_tensor(out.iterator, full)),
+            stores(cute.make_tensor(out.iterator + offset, rest)),
+        )
+
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: GatherCall, output: GatherOutput) -> None:
+        """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
+        x, y, _ = cute.arch.block_idx()
+        if cute.arch.lane_idx() == 0:
+            enter(call.call, Op.ALL_GATHER_GEMM)
+            sender = ShardSender(self, work, output, stages)
+            ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
+        cute.arch.sync_warp()
+        if x == 0 and y == 0 and call.given.is_last != 0:
+            await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ)
+
+    @cute.jit
+    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
+        """See `KernelOp.end`."""
+        if call.given.is_last != 0:
+            end_warp(call.call, tally, warps)
+
+
+@dataclass(frozen=True)
+class ArrivalGate:
+    """What the load role does before a tile of A, and behind the last: see the module.
+
+    Attributes:
+        op: the op.
+    """
+
+    op: AllGather
+
+    @cute.jit
+    def load(
+        self,
+        mainloop: cutlass.Constexpr,
+        res: Any,
+        ops: Operands,
+        buffer: Shards,
+        state: pipeline.PipelineState,
+        place: Place,
+        call: GatherCall,
+        opened: Int32,
+    ) -> tuple[pipeline.PipelineState, Int32]:
+        """Loads the tile at ``place``, once its shard has arrived.
+
+        Args:
+            mainloop: loads.
+            res: its resources.
+            ops: A is the own shard.
+            buffer: the gather buffer.
+            state: of the load pipeline.
+            place: of the tile.
+            call: the call's values.
+            opened: the shard for which the gate was opened last; -1 before the first.
+
+        Returns:
+            ``state`` behind the tile, and ``opened``.
+        """
+        tile_m, tile_n = self.op.config.cluster_tile
+        row, column = place.m * tile_m, place.n * tile_n
+        if place.shard == call.call.exchange.rank:
+            state = mainloop.load_tile(res, ops, state, row, column)
+        else:
+            if place.shard != opened:
+                if cute.arch.lane_idx() == 0:
+                    await_shard(call, place.shard)
+                cute.arch.sync_warp()
+                order_async_writes()
+            arrived = buffer.tensor[(None, None, place.shard)]
+            state = mainloop.load_tile(
+                res, Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b), state, row, column
+            )
+        return state, Int32(place.shard)
+
+    @cute.jit
+    def end(self, call: GatherCall) -> None:
+        """Behind the last load."""
+        if call.given.is_last != 0:
+            has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
+
+
+@dataclass(frozen=True)
+class ShardSender:
+    """One clipped TMA tensor store per subtile into the caller's output, by shards (a ``TileSender``).
+
+    Attributes:
+        op: configuration and order.
+        work: this cluster's work.
+        output: the output.
+        stages: the ring's stages.
+    """
+
+    op: AllGather
+    work: Work
+    output: GatherOutput
+    stages: Any
+
+    def locate(self, tile: Any) -> CtaTile:
+        """The CTA tile's place."""
+        return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+
+    @cute.jit
+    def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
+        """One TMA tensor store; rows past the shard's end are clipped by the hardware."""
+        cfg, stages = self.op.config, self.stages
+        if place.owner == self.work.whole.owners - 1:
+            last = self.output.last
+            store_subtile(cfg, last.tma, last.tensor[(None, None, 0)], stages, place, subtile, stage)
+        else:
+            full = self.output.full
+            store_subtile(
+                cfg, full.tma, full.tensor[(None, None, place.owner)], stages, place, subtile, stage
+            )
+
+    def publish(self, tile: Any) -> None:
+        """Nobody waits for the output but the kernel's end."""

@@ -1,0 +1,215 @@
+"""What an all-gather GEMM's roles share: its arguments, its waits, and the role that moves shards.
+
+The protocol is :mod:`overlap_gemm.kernels.all_gather`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
+from overlap_gemm.kernels.call import Call, count_grid
+from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, READERS_OFFSET, SENDERS_OFFSET
+from overlap_gemm.kernels.surface import Transport
+from overlap_gemm.kernels.work import Work
+
+LANES = 32
+LANE_CHUNKS = UNIT_BYTES // CHUNK_BYTES // LANES
+
+
+class Gathering(NamedTuple):
+    """The run-time arguments of an all-gather GEMM.
+
+    Attributes:
+        exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete.
+        rows: ``Int32``: M, rows of all shards together.
+        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
+        own: ``Int64``: address of the own shard.
+        kept: ``Int64``: address of a tensor for all rows, or 0.
+        gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
+        is_first: ``Int32``: whether this is the first launch of the call: it sends.
+        is_last: ``Int32``: whether it is the last one: it ends the call.
+    """
+
+    exchange: Exchange
+    rows: Int32
+    row_bytes: Int64
+    own: Int64
+    kept: Int64
+    gathered: cute.Tensor
+    is_first: Int32
+    is_last: Int32
+
+
+class GatherCall(NamedTuple):
+    """Run-time values that every role of a call shares.
+
+    Attributes:
+        call: those of every op.
+        given: the arguments.
+    """
+
+    call: Call
+    given: Gathering
+
+    @property
+    def buffer(self) -> Any:
+        """Address of the own gather buffer."""
+        return self.call.base + self.call.exchange.slots_offset
+
+    def shard(self, source: Any) -> tuple[Any, Any]:
+        """(offset in a gather buffer, bytes) of the shard of ``source``."""
+        given, rows = self.given, self.call.exchange.shard_rows
+        first = Int32(source) * rows
+        held = cutlass.max(cutlass.min(given.rows - first, rows), 0)
+        return Int64(first) * given.row_bytes, Int64(held) * given.row_bytes
+
+    @property
+    def owners(self) -> Any:
+        """Ranks that have rows."""
+        return (self.given.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
+
+
+@cute.jit
+def await_shard(call: GatherCall, source: Int32) -> None:
+    """One thread: waits until the shard of ``source`` has arrived."""
+    site = call.call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
+    wait_flag(call.call.flag(call.call.base, 0, source), call.call.epoch, call.call.bound, site)
+
+
+@cute.jit
+def await_shards(call: GatherCall) -> None:
+    """All lanes: waits until every peer's shard has arrived."""
+    for source in cutlass.range(cute.arch.lane_idx(), call.owners, LANES, unroll=1):
+        if source != call.call.exchange.rank:
+            await_shard(call, source)
+    cute.arch.sync_warp()
+
+
+def readers(config: GemmConfig, keep: bool) -> int:
+    """Warps of a CTA that read the gather buffer: load, and with ``keep`` the receive warps."""
+    return 1 + keep * config.receive_warps
+
+
+@cute.jit
+def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
+    """One warp's last word on the gather buffer; the grid's last of ``warps`` per CTA tells the peers.
+
+    All lanes. Waits for every shard, read or not: what is still under way to this rank would else be
+    behind its word.
+    """
+    await_shards(call)
+    exchange = call.call.exchange
+    if count_grid(call.call, READERS_OFFSET, warps) != 0:
+        offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
+        for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
+            if peer != exchange.rank:
+                transport.signal(exchange.peers, exchange.rank, peer, offset, call.call.epoch)
+
+
+@dataclass(frozen=True)
+class ShardRole:
+    """What the receive warps do: see the module.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: raises flags at peers.
+        push: whether it sends.
+        keep: whether it keeps.
+    """
+
+    config: GemmConfig
+    transport: Transport
+    push: bool
+    keep: bool
+
+    with_epilogue = False
+
+    @cute.jit
+    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, bias: Any) -> None:
+        """One warp's part."""
+        warps = self.config.receive_warps
+        x, y, _ = cute.arch.block_idx()
+        width, height, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
+        first = (y * width + x) * warps + warp
+        stride = width * height * warps
+        if cutlass.const_expr(self.push):  # noqa: SIM102
+            if call.given.is_first != 0:
+                self._send(call, first, stride)
+        if cutlass.const_expr(self.keep):  # noqa: SIM102
+            if call.given.is_last != 0:
+                self._keep(call, first, stride)
+                has_read(call, self.transport, readers(self.config, True))
+
+    @cute.jit
+    def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Stores this warp's units of the own shard in every peer's buffer; the last sender raises flags."""
+        exchange = call.call.exchange
+        offset, nbytes = call.shard(exchange.rank)
+        for i in cutlass.range(1, exchange.world, unroll=1):
+            peer = (exchange.rank + exchange.world - i) % exchange.world
+            target = exchange.peers[peer] + exchange.slots_offset + offset
+            copy_units(target, call.given.own, nbytes, first, stride)
+        cute.arch.sync_warp()
+        is_last = count_grid(call.call, SENDERS_OFFSET, self.config.receive_warps)
+        if is_last != 0:  # noqa: SIM102
+            if exchange.rank < call.owners:
+                flag = call.call.flag(Int64(0), 0, exchange.rank)
+                for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
+                    if peer != exchange.rank:
+                        self.transport.signal(exchange.peers, exchange.rank, peer, flag, call.call.epoch)
+
+    @cute.jit
+    def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Copies this warp's units of every shard, in the order of arrival."""
+        exchange, owners = call.call.exchange, call.owners
+        for i in cutlass.range(owners, unroll=1):
+            source = (exchange.rank + i) % owners
+            offset, nbytes = call.shard(source)
+            origin = call.buffer + offset
+            if source == exchange.rank:
+                origin = call.given.own
+            else:
+                if cute.arch.lane_idx() == 0:
+                    await_shard(call, source)
+                cute.arch.sync_warp()
+            copy_units(call.given.kept + offset, origin, nbytes, first, stride)
+
+
+@cute.jit
+def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride: Int32) -> None:
+    """All lanes: copies units ``first, first + stride, ...`` of 4 KiB, all loads of one under way at once.
+
+    Args:
+        target: address, a multiple of 16.
+        source: likewise.
+        nbytes: likewise.
+        first: this warp's first unit.
+        stride: warps that share the copy.
+    """
+    units = Int32((nbytes + (UNIT_BYTES - 1)) // UNIT_BYTES)
+    for unit in cutlass.range(first, units, stride, unroll=1):
+        loaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, LANE_CHUNKS), cutlass.Uint32)
+        start = Int64(unit) * UNIT_BYTES + cute.arch.lane_idx() * CHUNK_BYTES
+        for c in cutlass.range_constexpr(LANE_CHUNKS):
+            at = start + c * LANES * CHUNK_BYTES
+            # Behind the end the first chunk is loaded again, and not stored.
+            safe = cutlass.select_(at < nbytes, at, Int64(0))
+            cute.autovec_copy(_chunk(source + safe), loaded[(None, c)])
+        for c in cutlass.range_constexpr(LANE_CHUNKS):
+            at = start + c * LANES * CHUNK_BYTES
+            if at < nbytes:
+                cute.autovec_copy(loaded[(None, c)], _chunk(target + at))
+
+
+def _chunk(address: Any) -> cute.Tensor:
+    return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_BYTES // 4))
