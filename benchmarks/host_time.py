@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.backends import fused
+from overlap_gemm.backends import plans
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -76,7 +76,7 @@ def main() -> None:
         torch.set_num_threads(1)
         x, weight = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
         ways(("torch", "sequential"), x, weight)
-        nothing = mock.patch.object(fused, "compiled_kernel", lambda *_: lambda *_: None)
+        nothing = mock.patch.object(plans, "compiled_kernel", lambda *_: lambda *_: None)
         with nothing, Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
             call = overlap_gemm.gemm_reduce_scatter
             how = {"group": ranks.names[0], "backend": "fused"}

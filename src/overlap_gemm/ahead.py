@@ -16,7 +16,7 @@ from .backends import ahead
 from .backends.base import OPS, Op, Problem
 from .backends.fused import Fused
 from .backends.select import choose
-from .kernels.geometry import ReduceScatterShape
+from .kernels.geometry import ExchangeShape
 from .runtime.group import Group, GroupLike, find
 from .runtime.order import forbid_capture
 from .sharding import Shards
@@ -115,7 +115,7 @@ def reserve(
     problem = Problem.of("gemm_reduce_scatter", max_rows, columns, None, empty, ranks, None, "fused")
     if Fused().why_not(problem) is not None:
         return 0
-    return ahead.reserve(ranks, where, dtype, ReduceScatterShape.even(max_rows, columns, ranks.size))
+    return ahead.reserve(ranks, where, dtype, ExchangeShape.even(max_rows, columns, ranks.size))
 
 
 def _device(group: Group, given: torch.device | str | None) -> torch.device:

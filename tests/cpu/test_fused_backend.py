@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.compiled import transport_for
-from overlap_gemm.backends.fused import Fused, aligned, aligned_bias, major, size_class
+from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.operands import aligned, aligned_bias, major
+from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import ReduceScatterShape
+from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
 
@@ -109,14 +111,14 @@ def test_a_bias_is_taken_as_it_is_or_copied_to_where_16_bytes_can_be_read_at_a_t
 
 def test_a_small_problem_gets_smaller_tiles_than_a_large_one():
     def area(rows):
-        tile = default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, 2048, 2), 148).cta_tile
+        tile = default_config("sm_100a", "bf16", ExchangeShape.even(rows, 2048, 2), 148).cta_tile
         return tile[0] * tile[1]
 
     assert area(256) < area(16384)
 
 
 def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
-    shape = ReduceScatterShape.even(4096, 4096, 4)
+    shape = ExchangeShape.even(4096, 4096, 4)
     with configured(mma="1cta", tile=(128, 64)):
         assert default_config("sm_100a", "bf16", shape, 148).tile == (128, 64)
         with configured(ring_stages=6, inflight=4):
@@ -170,7 +172,7 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 
 @given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8))
 def test_a_workspace_class_holds_every_call_of_it(rows, columns, world):
-    config, shape = GemmConfig(), ReduceScatterShape.even(rows, columns, world)
+    config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world)
     size = size_class(config, shape)
     buffer = size.buffer
     assert size.nbytes(reaches_all=True) == size.zeroed + 2 * buffer

@@ -8,7 +8,7 @@ from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, SMEM_BYTES, TILES, 
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     FLAG_BYTES,
-    ReduceScatterShape,
+    ExchangeShape,
     slots_offset,
     staged_flags_offset,
     workspace_bytes,
@@ -64,7 +64,7 @@ def test_errors_carry_the_value(fields, named):
 @pytest.mark.parametrize("config", EVERY_TILE[::5], ids=lambda c: c.name)
 @pytest.mark.parametrize(("rows", "cols", "world"), [(1, 8, 4), (8192, 4096, 8), (1000, 264, 3)])
 def test_slots_hold_every_tile_of_every_source(config, rows, cols, world):
-    shape = ReduceScatterShape.even(rows, cols, world)
+    shape = ExchangeShape.even(rows, cols, world)
     grid = shape.grid(config)
     per_shard = -(-rows // world)
     assert grid.rows * config.cluster_tile[0] >= per_shard > (grid.rows - 1) * config.cluster_tile[0]

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused, resident_clusters
-from overlap_gemm.kernels.geometry import MAX_WORLD, ReduceScatterShape
+from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.plans import resident_clusters
+from overlap_gemm.kernels.geometry import MAX_WORLD, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group, resolve
@@ -58,7 +59,7 @@ def test_a_rank_that_fails_is_named_to_the_others():
 
 def test_ranks_of_different_sizes_would_have_chosen_differently():
     """The hole that agreement closes: the layout of slots follows from the configuration."""
-    shapes = [ReduceScatterShape.even(m, n, 4) for m in (128, 512, 2048, 8192) for n in (4096, 5120, 8192)]
+    shapes = [ExchangeShape.even(m, n, 4) for m in (128, 512, 2048, 8192) for n in (4096, 5120, 8192)]
     chosen = {sms: [default_config("sm_90a", "bf16", shape, sms) for shape in shapes] for sms in (132, 114)}
     assert chosen[132] != chosen[114]
 

@@ -9,7 +9,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import ReduceScatterShape, slots_offset, workspace_bytes
+from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
 from overlap_gemm.schedules import owned_rows
 
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -38,7 +38,7 @@ class KernelCase:
             matrix = torch.randn(rows, self.depth, generator=generator).to(TORCH[cfg.in_dtype])
             return matrix if major == "k" else matrix.t().contiguous().t()
 
-        self.shape = ReduceScatterShape.even(self.rows, self.cols, self.world)
+        self.shape = ExchangeShape.even(self.rows, self.cols, self.world)
         self.a = [operand(self.rows, cfg.a_major) for _ in range(self.world)]
         self.b = [operand(self.cols, cfg.b_major) for _ in range(self.world)]
         if cfg.bias:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import fused
+from overlap_gemm.backends import fused, plans
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -22,10 +22,10 @@ def launched(monkeypatch):
     """The launches of the kernels that stand in, as (configuration, arguments)."""
     seen = []
 
-    def stand_in(executor, config, transport):
+    def stand_in(executor, config, transport, pattern):
         return lambda *given: seen.append((config, given))
 
-    monkeypatch.setattr(fused, "compiled_kernel", stand_in)
+    monkeypatch.setattr(plans, "compiled_kernel", stand_in)
     return seen
 
 
@@ -49,8 +49,10 @@ def test_a_call_enters_few_python_functions(world, launched, grad, budget):
 
 def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):
     call(world, bias=BIAS)
-    for name in ("plan_for", "aligned", "aligned_bias", "obtain", "size_class", "settings"):
-        monkeypatch.setattr(fused, name, mock.Mock(side_effect=AssertionError(f"{name} again")))
+    helpers = {fused: ("plan_for", "aligned", "aligned_bias"), plans: ("obtain", "size_class", "settings")}
+    for module, names in helpers.items():
+        for name in names:
+            monkeypatch.setattr(module, name, mock.Mock(side_effect=AssertionError(f"{name} again")))
     monkeypatch.setattr("os.environ", {})
     out = call(world, bias=BIAS)
     a, b, result, bias, *_ = launched[-1][1]
@@ -91,9 +93,9 @@ def test_settings_choose_the_kernel_of_every_call(world, launched):
 
 def test_k_is_part_of_the_kind(world, launched, monkeypatch):
     depths = []
-    real = fused.default_config
+    real = plans.default_config
     monkeypatch.setattr(
-        fused,
+        plans,
         "default_config",
         lambda arch, dtype, shape, sms, depth=None, /, **more: (
             depths.append(depth) or real(arch, dtype, shape, sms, depth, **more)
@@ -119,7 +121,7 @@ def test_a_closed_workspace_is_not_used_again(world, launched):
 def test_after_a_warm_up_no_plan_is_made(world, launched, monkeypatch):
     for name in world.names:
         overlap_gemm.warmup("gemm_reduce_scatter", (64, 24, 32), group=name, device="cpu", backend="fused")
-    monkeypatch.setattr(fused, "_make_plan", mock.Mock(side_effect=AssertionError("made after the warm-up")))
+    monkeypatch.setattr(plans, "_make_plan", mock.Mock(side_effect=AssertionError("made after the warm-up")))
     for name in world.names:
         for k in (None, 32):
             overlap_gemm.gemm_reduce_scatter(X, WEIGHT, group=name, k=k, backend="fused")

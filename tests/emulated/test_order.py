@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overlap_gemm.backends import fused
+from overlap_gemm.backends import plans
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.kernels.geometry import ReduceScatterShape
+from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.fixture
 def small_classes(monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     with configured(mma="1cta", tile=(128, 64)):
         yield
 
@@ -88,8 +88,8 @@ def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
         (rows, columns)
         for rows in (64, 128, 256, 384)
         for columns in (64, 128, 256)
-        if default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, columns, 2), sms[0])
-        != default_config("sm_100a", "bf16", ReduceScatterShape.even(rows, columns, 2), sms[1])
+        if default_config("sm_100a", "bf16", ExchangeShape.even(rows, columns, 2), sms[0])
+        != default_config("sm_100a", "bf16", ExchangeShape.even(rows, columns, 2), sms[1])
     ]
     rows, columns = differing[0]
     case = Case("gemm_reduce_scatter", rows, columns, 64, torch.bfloat16)
@@ -132,7 +132,7 @@ def test_sms_that_are_left_to_others_change_no_bit():
 def test_a_call_beside_another_is_an_error_by_name(monkeypatch, first):
     """As a replay of a graph beside a call, which the host does not see: the device's word does."""
     monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     with (
         configured(mma="1cta", tile=(128, 64)),
         Emulator("sm_100a", 2, num_sms=8) as emulator,

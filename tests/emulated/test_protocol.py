@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import fused
+from overlap_gemm.backends import plans
 from overlap_gemm.emulator import Emulator, Schedule
 from overlap_gemm.kernels.geometry import CONTROL_BYTES, EPOCH_OFFSET, TICKET_OFFSET
 from overlap_gemm.runtime import workspace
@@ -66,9 +66,9 @@ def test_50_launches_with_a_rank_that_lags_behind(arch, slow_rank):
 def test_a_peer_that_runs_ahead_needs_the_second_buffer(monkeypatch, buffers):
     """With one buffer it overwrites slots still to be read: the control that the lagging rank really lags."""
     if buffers == 1:
-        double = fused.exchange_arguments
+        double = plans.exchange_arguments
         monkeypatch.setattr(
-            fused, "exchange_arguments", lambda *given: double(*given)._replace(buffer_bytes=0)
+            plans, "exchange_arguments", lambda *given: double(*given)._replace(buffer_bytes=0)
         )
     sizes = case(512, 128, 64)
     lagging = Schedule(starved=lambda rank, cta, warp: rank == 1)
@@ -111,7 +111,7 @@ def test_the_same_arguments_again_and_again(arch):
         x = [torch.empty(130, 32, dtype=torch.bfloat16) for _ in world.names]
         weight = [torch.empty(64, 32, dtype=torch.bfloat16) for _ in world.names]
         recorded = []
-        launch = fused.ReduceScatterPlan.launch
+        launch = plans.Plan.launch
 
         def record(plan, a, b, out, bias):
             recorded.append((plan, a, b, out, bias))
@@ -125,7 +125,7 @@ def test_the_same_arguments_again_and_again(arch):
         first = operands(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False))
         fill(first)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused.ReduceScatterPlan, "launch", record)
+            patch.setattr(plans.Plan, "launch", record)
             for r, name in enumerate(world.names):
                 overlap_gemm.gemm_reduce_scatter(x[r], weight[r], group=name, backend="fused")
         world.synchronize()

@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
-from overlap_gemm.backends import compiled, fused
+from overlap_gemm.backends import compiled, plans
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.kernels import reduce_scatter
+from overlap_gemm.kernels import send
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
@@ -98,14 +98,14 @@ def test_many_calls_of_which_one_rank_owns_everything(arch):
 @pytest.mark.parametrize("starved", [0, 1])
 def test_classes_take_turns(arch, starved, monkeypatch):
     """The calls of each class must reuse its buffers safely, with calls of others in between."""
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
 
 
 @pytest.fixture
 def owners_alone(monkeypatch):
     """The mend taken out: nobody waits for the peers' entries, so a rank without rows waits for nobody."""
-    monkeypatch.setattr(reduce_scatter, "await_entry", lambda call, op: None)
+    monkeypatch.setattr(send, "await_peers", lambda call, op, role: None)
     compiled._cache.cache_clear()
     yield
     compiled._cache.cache_clear()
@@ -138,7 +138,7 @@ def test_random_sequences(arch, seed):
 @both
 @pytest.mark.parametrize("seed", [5, 21])
 def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
 
 
@@ -148,5 +148,5 @@ def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
 @pytest.mark.parametrize("seed", range(200, 260))
 def test_more_random_sequences(arch, seed, classes, monkeypatch):
     if classes == "many":
-        monkeypatch.setattr(fused, "SMALLEST_BUFFER", 1 << 10)
+        monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ReduceScatterShape
+from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..tuning.settings import settings
 from ..tuning.space import possible
-from .fused import DTYPES, peers_for, size_class
+from .plans import DTYPES, peers_for, size_class
 
 
-def reserve(group: Group, device: torch.device, dtype: torch.dtype, shape: ReduceScatterShape) -> int:
+def reserve(group: Group, device: torch.device, dtype: torch.dtype, shape: ExchangeShape) -> int:
     """Allocates one workspace for all calls up to a shape, whichever configurations they get. Collective.
 
     Calls of fewer rows or columns then allocate nothing, and share it.

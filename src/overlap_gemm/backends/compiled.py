@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from ..kernels.config import GemmConfig
+from ..kernels.geometry import Pattern
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import Executor
 from ..runtime.order import forbid_capture
@@ -29,21 +30,23 @@ def transport_for(arch: str, reaches_all: bool) -> str:
     return "staged" if arch == "sm_90a" else "nvshmem"
 
 
-def compiled_kernel(executor: Executor, config: GemmConfig, transport: str) -> Any:
-    """The kernel of a configuration: GEMM reduce-scatter, or a plain GEMM for transport ``"local"``."""
+def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, pattern: Pattern) -> Any:
+    """The kernel of a configuration and an exchange; for transport ``"local"`` a plain GEMM."""
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
         from ..transports import Nvshmem, PeerBulk, Staged
 
+        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged, "nvshmem": Nvshmem}
+        kernel = make_kernel(config, ways[transport](), cooperative, pattern)
         if transport == "nvshmem":
-            return DirectCall(compile_kernel(make_kernel(config, Nvshmem(), cooperative)))
-        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged}
-        return compile_kernel(make_kernel(config, ways[transport](), cooperative), OPTIONS)
+            return DirectCall(compile_kernel(kernel))
+        return compile_kernel(kernel, OPTIONS)
 
     # A grid that cannot be resident at once is refused then, where it would wait for itself for ever.
     cooperative = transport != "local" and executor.is_whole_device
-    return _from_cache(executor, (config, transport, cooperative), build, puts=transport == "nvshmem")
+    exchange = "" if transport == "local" else pattern
+    return _from_cache(executor, (config, transport, exchange, cooperative), build, transport == "nvshmem")
 
 
 def compiled_relay(executor: Executor, config: GemmConfig) -> Any:

@@ -14,7 +14,8 @@ import torch
 from ..tuning.plan import Facts, Prediction, predict
 from .base import OR_AUTO, Backend, Problem
 from .decomposed import Decomposed
-from .fused import DTYPES, Fused
+from .fused import Fused
+from .plans import DTYPES
 from .sequential import Sequential
 from .torch_backend import Torch
 

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..backends.fused import DTYPES
+from ..backends.plans import DTYPES
 from ..kernels.config import InDtype
-from ..kernels.geometry import ReduceScatterShape
+from ..kernels.geometry import ExchangeShape
 from ..testing.cases import Case
 from ..tuning.settings import configured
 from ..tuning.space import default_config
@@ -113,7 +113,7 @@ def run_emulated(
         ) as emulator,
         VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
     ):
-        shape = ReduceScatterShape.even(case.m, case.n, ranks)
+        shape = ExchangeShape.even(case.m, case.n, ranks)
         config = default_config(arch, DTYPES[case.dtype], shape, emulator.device.num_sms)
         try:
             verdicts = [

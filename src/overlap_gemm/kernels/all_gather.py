@@ -47,7 +47,7 @@ from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, awa
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.surface import Transport
-from overlap_gemm.kernels.work import CtaTile, Work
+from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import OwnShardFirst, Place
 
 
@@ -118,9 +118,9 @@ class AllGather:
             return None
         return ShardRole(self.config, self.transport, self.push, self.keep)
 
-    def place(self, given: Gathering, rows: Any) -> tuple[Any, Any, Any]:
-        """See `KernelOp.place`; A is the own shard here."""
-        return given.rows, given.exchange.rank, given.exchange.shard_rows
+    def share(self, given: Gathering, rows: Any, cols: Any, out: Any) -> Share:
+        """All rows, by shards; A is the own one here."""
+        return Share(given.rows, given.exchange.rank, given.exchange.shard_rows, cols, cols)
 
     def begin(self, given: Gathering) -> GatherCall:
         """Reads the epoch."""

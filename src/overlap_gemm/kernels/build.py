@@ -33,6 +33,7 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -47,24 +48,34 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
+from overlap_gemm.kernels.geometry import Pattern
 from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
 from overlap_gemm.kernels.relay import Relay
-from overlap_gemm.kernels.surface import Transport
+from overlap_gemm.kernels.surface import KernelOp, Transport
+
+OPS: dict[Pattern, Callable[[GemmConfig, Any], KernelOp]] = {
+    "reduce_scatter": ReduceScatter,
+}
+"""The kernels' ops by how they exchange tiles."""
 
 
 def make_kernel(
-    config: GemmConfig, transport: Transport | None = None, cooperative: bool = False
+    config: GemmConfig,
+    transport: Transport | None = None,
+    cooperative: bool = False,
+    pattern: Pattern = "reduce_scatter",
 ) -> FusedGemm:
     """Composes the kernel of a configuration.
 
     Args:
         config: compile-time choices.
-        transport: how partial tiles reach their owners (GEMM reduce-scatter), or None for a plain GEMM.
+        transport: how tiles reach peers, or None for a plain GEMM.
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
+        pattern: who sends what to whom.
     """
-    op = PlainGemm(config) if transport is None else ReduceScatter(config, transport)
+    op = PlainGemm(config) if transport is None else OPS[pattern](config, transport)
     return FusedGemm(_mainloop(config), op, cooperative)
 
 
@@ -115,7 +126,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     bias = None
     if cfg.bias:
         bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),), assumed_align=16)
-    exchange: Any = _fake_exchange() if isinstance(kernel.op, ReduceScatter) else None
+    exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
         exchange = _fake_gathering(cfg)
     return (

@@ -178,6 +178,11 @@ class GemmConfig:
         return self.subtiles * self.slot_subtile_bytes
 
     @property
+    def result_bytes(self) -> int:
+        """Bytes of one summed CTA tile on the wire: of its result slot."""
+        return self.tile_bytes // DTYPE_BYTES[self.slot_dtype] * DTYPE_BYTES[self.out_dtype]
+
+    @property
     def units(self) -> int:
         """Parts into which the receive role cuts a CTA tile."""
         return self.tile_bytes // UNIT_BYTES

@@ -80,8 +80,8 @@ class FusedGemm:
         if warp == mainloop.load_warp:
             cpasync.prefetch_descriptor(ops.tma_a)
             cpasync.prefetch_descriptor(ops.tma_b)
-        rows, rank, shard = op.place(exchange, cute.size(ops.a, mode=[0]))
-        work = plan_work(cfg, op.order, rows, cute.size(ops.b, mode=[0]), rank, shard)
+        rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
+        work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
         call = op.begin(exchange)
 
         smem = memory.SmemAllocator()

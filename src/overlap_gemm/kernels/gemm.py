@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, stage_layout
 from overlap_gemm.kernels.surface import Output
-from overlap_gemm.kernels.work import CtaTile, Work
+from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
 
 
@@ -43,9 +43,9 @@ class PlainGemm:
         """An accumulator is a complete sum."""
         return (Bias(self.config),) if self.config.bias else ()
 
-    def place(self, exchange: Any, rows: Any) -> tuple[Any, int, Any]:
-        """See `KernelOp.place`: one rank owns all rows."""
-        return rows, 0, rows
+    def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
+        """One rank computes everything."""
+        return Share(rows, 0, rows, cols, cols)
 
     def more_sources(self, mainloop: Any, exchange: Any) -> None:
         """A is all there is to load."""

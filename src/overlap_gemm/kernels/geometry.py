@@ -6,19 +6,22 @@ base address, which every rank knows for every peer; a workspace has the same si
     0                 control words (local to the rank)
     CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and behind them as many again, of this rank's own
                       staged tiles (transport ``staged``)
-    slots_offset      slot buffer of even epochs: ``[source][tile]``, the own partials included
+    slots_offset      slot buffer of even epochs: ``[source][tile]``, the own ones included, and behind them
+                      (two-shot all-reduce) ``[owner][summed tile]``
     + buffer_bytes    slot buffer of odd epochs
     + 2, 3 x          staging buffers, even and odd, if some peer has no address
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
-shapes.
+shapes. How a call divides the buffer of its epoch is its own affair: no other call uses it at the same time.
+A flag's writer is its index modulo the number of ranks, whatever the call: a later epoch in it is that
+rank's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
@@ -65,49 +68,78 @@ STAGING_BUFFERS = 2
 """Equal buffers behind the flags: slots always, staging where some peer is beyond reach."""
 
 
+Pattern = Literal["reduce_scatter", "one_shot", "two_shot", "output_gather"]
+"""Who sends what to whom:
+
+``"reduce_scatter"``
+    each partial tile to the owner of its rows, who sums (`reduce_scatter`).
+``"one_shot"``
+    each partial tile to every rank, all of whom sum (`all_reduce`).
+``"two_shot"``
+    each partial tile to the owner of its rows, who sums and sends the sum to every rank (`all_reduce`).
+``"output_gather"``
+    each finished tile to every rank (`output_gather`).
+"""
+
+
 @dataclass(frozen=True)
-class ReduceScatterShape:
-    """Sizes of one GEMM reduce-scatter call: global ``rows`` x ``cols`` over ``world`` ranks.
+class ExchangeShape:
+    """Sizes of one call: a product of global ``rows`` x ``cols``, exchanged between ``world`` ranks.
 
     Attributes:
-        rows: M of the product, before scattering; at least 1.
-        cols: N.
+        rows: M of the product over all ranks; at least 1.
+        cols: N of the product over all ranks.
         world: ranks.
-        shard: rows of a full shard; ``shard * world >= rows``.
+        shard: rows of a full shard, or (``"output_gather"``) columns of one; ``shard * world`` covers them.
+        pattern: who sends what to whom.
     """
 
     rows: int
     cols: int
     world: int
     shard: int
+    pattern: Pattern = "reduce_scatter"
 
     @classmethod
-    def even(cls, rows: int, cols: int, world: int) -> ReduceScatterShape:
-        """Rows cut as ``torch.chunk`` does."""
-        return cls(rows, cols, world, shard_rows(rows, world))
+    def even(cls, rows: int, cols: int, world: int, pattern: Pattern = "reduce_scatter") -> ExchangeShape:
+        """Rows (or columns) cut as ``torch.chunk`` does."""
+        cut = cols if pattern == "output_gather" else rows
+        return cls(rows, cols, world, shard_rows(cut, world), pattern)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of what each source has slots for in a buffer."""
+        if self.pattern == "output_gather":
+            return self.rows, self.shard
+        return (self.rows if self.pattern == "one_shot" else self.shard), self.cols
 
     def grid(self, config: GemmConfig) -> TileGrid:
-        """Cluster tiles of one shard."""
-        tile_m, tile_n = config.cluster_tile
-        return TileGrid(ceil_div(self.shard, tile_m), ceil_div(self.cols, tile_n))
+        """Cluster tiles of a block."""
+        (rows, cols), (tile_m, tile_n) = self.block, config.cluster_tile
+        return TileGrid(ceil_div(rows, tile_m), ceil_div(cols, tile_n))
 
     def cta_tiles(self, config: GemmConfig) -> int:
-        """CTA tiles of one shard: the tile index of slots and flags counts these."""
+        """CTA tiles of a block: the tile index of slots and flags counts these."""
         grid = self.grid(config)
         return grid.rows * grid.cols * config.cluster_size
 
     def num_flags(self, config: GemmConfig) -> int:
-        """Arrival flags an owner needs: one per (tile, source)."""
-        return self.cta_tiles(config) * self.world
+        """Arrival flags of a rank: one per (tile, source), and two-shot one per (unit of a sum, owner)."""
+        units = config.units if self.pattern == "two_shot" else 0
+        return self.cta_tiles(config) * (1 + units) * self.world
 
     def buffer_bytes(self, config: GemmConfig) -> int:
-        """Bytes of one slot buffer: a slot per (source, tile)."""
-        return self.world * self.cta_tiles(config) * config.subtiles * config.slot_subtile_bytes
+        """Bytes of one slot buffer: a slot per (source, tile), and two-shot one per (owner, summed tile)."""
+        result = config.result_bytes if self.pattern == "two_shot" else 0
+        return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
 
     def num_clusters(self, config: GemmConfig) -> int:
-        """Cluster tiles of the whole product: more clusters than this in a grid would find no work."""
+        """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
         grid = self.grid(config)
-        return num_owners(self.rows, self.shard) * grid.rows * grid.cols
+        blocks = 1
+        if self.pattern != "one_shot":
+            blocks = num_owners(self.cols if self.pattern == "output_gather" else self.rows, self.shard)
+        return blocks * grid.rows * grid.cols
 
 
 def slots_offset(max_flags: int) -> int:

@@ -113,7 +113,7 @@ class SumRole:
     @cute.jit
     def _sum(self, call: Call, work: Work, tile: CtaTile, unit: Int32, out: cute.Tensor, bias: Any) -> None:
         cfg, world = self.config, call.exchange.world
-        source_bytes = Int64(shard_tiles(cfg, work.whole)) * cfg.tile_bytes
+        source_bytes = Int64(work.slots) * cfg.tile_bytes
         first = unit * (LANE_CHUNKS * LANES) + cute.arch.lane_idx()
         address = call.base + call.buffer + Int64(tile.index) * cfg.tile_bytes + first * CHUNK_BYTES
         part = Part(address, source_bytes, world, first, tile.row, tile.column)

@@ -23,25 +23,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, Int64, cute
+from cutlass import cute
 
-from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.device.route import Route
-from overlap_gemm.kernels.call import (
-    Call,
-    announce,
-    await_peers,
-    end_warp,
-    enter,
-    order_async_writes,
-)
+from overlap_gemm.device.failure import Op
+from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernels.receive import SumRole
+from overlap_gemm.kernels.send import OwnerSender, send_role
 from overlap_gemm.kernels.surface import Output, Transport
-from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
+from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards
 
 
@@ -76,9 +68,9 @@ class ReduceScatter:
         epilogue = (Bias(self.config),) if self.config.bias else ()
         return SumRole(self.config, self.order, epilogue, Op.GEMM_REDUCE_SCATTER)
 
-    def place(self, exchange: Exchange, rows: Any) -> tuple[Any, Any, Any]:
-        """See `KernelOp.place`."""
-        return rows, exchange.rank, exchange.shard_rows
+    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+        """All rows, by the owners' shards."""
+        return Share(rows, exchange.rank, exchange.shard_rows, cols, cols)
 
     def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
         """A is all there is to load."""
@@ -95,68 +87,7 @@ class ReduceScatter:
         """See `KernelOp.end`."""
         end_warp(call, tally, warps)
 
-    @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
-        """One lane sends and publishes every tile; the grid's first warp also greets the peers."""
-        x, y, _ = cute.arch.block_idx()
-        is_first = x == 0 and y == 0
-        if is_first:
-            announce(call, self.transport)
-        if cute.arch.lane_idx() == 0:
-            enter(call, Op.GEMM_REDUCE_SCATTER)
-            order_async_writes()
-            sender = PartialSender(self, work, call, stages)
-            ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
-        cute.arch.sync_warp()
-        if is_first:
-            await_peers(call, Op.GEMM_REDUCE_SCATTER, Role.CALL_ENTERED)
-
-
-@dataclass(frozen=True)
-class PartialSender:
-    """Sends tiles to their owners' slots and releases their flags (a ``TileSender``).
-
-    Attributes:
-        op: the op: configuration, order and transport.
-        work: this cluster's work.
-        call: the call's run-time values.
-        stages: the ring's stages.
-    """
-
-    op: ReduceScatter
-    work: Work
-    call: Call
-    stages: Any
-
-    def locate(self, tile: Any) -> Route:
-        """The tile's route to its owner."""
-        at = CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
-        tiles = shard_tiles(self.op.config, self.work.whole)
-        return route_of(self.op.config, self.call, tiles, at.index, at.owner)
-
-    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile to the owner's slot."""
-        offset = subtile * self.op.config.slot_subtile_bytes
-        self.op.transport.put(place, offset, self.stages.flat[(None, stage)])
-
-    def publish(self, tile: Any) -> None:
-        """Tells the owner that the tile's slot is complete, or completes it."""
-        self.op.transport.publish(self.locate(tile), self.op.config.tile_bytes, self.call.epoch)
-
-
-def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, owner: Any) -> Route:
-    """The way of the CTA tile ``index`` of the shard of ``owner``, of ``tiles`` in each shard."""
-    exchange = call.exchange
-    rank = exchange.rank
-    slot = (Int64(rank) * tiles + index) * config.tile_bytes
-    staging = (Int64(owner) * tiles + index) * config.tile_bytes
-    staged_flags = call.base + staged_flags_offset(exchange.slots_offset)
-    return Route(
-        exchange.peers,
-        rank,
-        owner,
-        call.buffer + slot,
-        call.base + call.buffer + SLOT_BUFFERS * exchange.buffer_bytes + staging,
-        call.flag(Int64(0), index, rank),
-        staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),
-    )
+        """Sends every tile to its owner."""
+        sender = OwnerSender(self.config, self.order, self.transport, work, call, stages)
+        send_role(ring, sender, work, call, Op.GEMM_REDUCE_SCATTER)

@@ -33,7 +33,7 @@ from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET
-from overlap_gemm.kernels.reduce_scatter import route_of
+from overlap_gemm.kernels.send import route_of
 from overlap_gemm.kernels.work import shard_tiles, work_list
 from overlap_gemm.schedules import DealtShards
 

@@ -3,7 +3,7 @@
 A kernel is an **order** of tiles, a **mainloop** that accumulates them, an **epilogue** that fills a ring of
 shared-memory stages, a **comm role** that empties it through a **transport**, and, if peers send something, a
 **receive role** that finishes what has arrived. An op is an object that fills these in (`gemm.PlainGemm`,
-`reduce_scatter.ReduceScatter`); `fused_gemm.FusedGemm` composes them with a mainloop and knows no op.
+`reduce_scatter.ReduceScatter`, ...); `fused_gemm.FusedGemm` composes them with a mainloop and knows no op.
 
 Values of type ``Any`` are traced: run-time values of the kernel, or tuples and dataclasses of them.
 """
@@ -17,7 +17,7 @@ from cutlass import Int32, cute, pipeline
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.work import Work
+from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.pipelines.ring import TileSender
 from overlap_gemm.schedules import Place, WorkList
 
@@ -145,8 +145,8 @@ class KernelOp(Protocol):
     def receive(self) -> ReceiveRole | None:
         """See the attributes."""
 
-    def place(self, exchange: Any, rows: Any) -> tuple[Any, Any, Any]:
-        """(rows of the product, rank, rows of a full shard); ``rows`` are those of A."""
+    def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
+        """What of the product this rank computes; ``rows`` and ``cols`` are those of A and B as given."""
 
     def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
         """Host side: what the gate loads from beside A."""

@@ -10,6 +10,24 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import Place, TileGrid, WorkList, ceil_div, num_owners
 
 
+class Share(NamedTuple):
+    """What of the product a rank computes, and what each rank's tiles are counted in.
+
+    Attributes:
+        rows: rows of the product.
+        rank: this rank, among the owners of rows.
+        shard_rows: rows of a full shard.
+        cols: columns that this rank computes, possibly 0.
+        block_cols: columns of a full share.
+    """
+
+    rows: Any
+    rank: Any
+    shard_rows: Any
+    cols: Any
+    block_cols: Any
+
+
 class Work(NamedTuple):
     """What one cluster computes: positions ``first, first + stride, ...`` of the order's work list.
 
@@ -19,6 +37,7 @@ class Work(NamedTuple):
         num_tiles: this cluster's tiles.
         whole: the list, of all clusters.
         shard_rows: rows of a full shard.
+        slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
     """
 
     first: Any
@@ -26,40 +45,39 @@ class Work(NamedTuple):
     num_tiles: Any
     whole: WorkList
     shard_rows: Any
+    slots: Any
 
     def place(self, order: Any, j: Any) -> Place:
         """Place of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
 
 
-def plan_work(config: GemmConfig, order: Any, rows: Any, cols: Any, rank: Any, shard: Any) -> Work:
-    """This cluster's share, from run-time values and the launch's grid.
+def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
+    """This cluster's part, from run-time values and the launch's grid.
 
     Args:
         config: the kernel's configuration.
         order: the op's order.
-        rows: global rows.
-        cols: columns.
-        rank: this rank.
-        shard: rows of a full shard.
+        share: of the product, this rank's.
     """
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     first, stride = block // config.cluster[0], blocks // config.cluster[0]
-    whole = work_list(config, rows, cols, rank, shard)
+    whole = work_list(config, share.rows, share.cols, share.rank, share.shard_rows)
+    slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
     total = Int32(order.num_tiles(whole))
-    # Not negative: a grid has at most one cluster per tile.
-    return Work(first, stride, (total - first + stride - 1) // stride, whole, shard)
+    # Not negative, also where there are more clusters than tiles: ``first < stride``.
+    return Work(first, stride, (total - first + stride - 1) // stride, whole, share.shard_rows, slots)
 
 
 def work_list(config: GemmConfig, rows: Any, cols: Any, rank: Any, shard: Any) -> WorkList:
-    """The work list of all clusters; arguments as `plan_work`'s."""
+    """The work list of all clusters, of ``rows`` x ``cols`` in shards of ``shard`` rows."""
     grid = TileGrid(ceil_div(shard, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
     return WorkList(grid, rank, num_owners(rows, shard))
 
 
 def shard_tiles(config: GemmConfig, work: WorkList) -> Any:
-    """CTA tiles of one shard: slots that each source has in a buffer."""
+    """CTA tiles of one shard."""
     return work.grid.rows * work.grid.cols * config.cluster_size
 
 

@@ -1,8 +1,10 @@
-"""GEMM reduce-scatter on virtual ranks: launches with changing data, judged against float64.
+"""Fused ops on virtual ranks: launches with changing data, judged against float64.
 
-What the fused kernel promises is narrower than a tolerance, and so is the judgement. Every rank's partial is
-rounded to the slot type once (in a group of one, none is), the sum is taken in float32 in rank order, and the
-result is rounded once. With u the unit roundoff of the two types, every element is within
+What a fused kernel promises is narrower than a tolerance, and so is the judgement. Where an op sums over the
+ranks, every rank's partial is rounded to the slot type once (in a group of one, none is), the sum is taken in
+float32 in rank order, and the result is rounded once. Where it does not, the product is rounded once. What
+every rank gets is the same bit for bit on all of them. With u the unit roundoff of the two types, and the
+first term for sums alone, every element is within
 
     u_slot * sum over ranks of |partial|  +  u_out * |result|  +  float32's own error
 
@@ -52,47 +54,60 @@ class Judgement:
 
 
 def judge(case: Case, given: Operands, outs: Sequence[Tensor], slot: torch.dtype) -> Judgement:
-    """Compares the ranks' results with what the sum over ranks must be.
+    """Compares the ranks' results with what the whole must be.
 
     Args:
         case: what was computed.
         given: on these operands.
-        outs: the ranks' rows, in rank order.
+        outs: the ranks' results, in rank order.
         slot: dtype in which partials travelled.
     """
-    ranks = len(outs)
-    layout = LAYOUTS["gemm_reduce_scatter"]
+    layout, ranks = LAYOUTS[case.op], len(outs)
+    sums = ranks > 1 and layout.x == 1  # K is sharded
     partials = []
     magnitude = given.x.new_zeros(case.m, case.n, dtype=torch.float64)
-    for rank in range(ranks):
-        x = layout.part(given.x, layout.x, rank, ranks)
-        weight = layout.part(given.weight, layout.weight, rank, ranks)
+    for rank in range(ranks if sums else 1):
+        x = layout.part(given.x, layout.x, rank, ranks) if sums else given.x
+        weight = layout.part(given.weight, layout.weight, rank, ranks) if sums else given.weight
         assert x is not None and weight is not None
         partials.append(x.double() @ weight.double().t())
         magnitude += x.double().abs() @ weight.double().abs().t()
     exact = sum(partials, torch.zeros_like(magnitude))
     if given.bias is not None:
         exact = exact + given.bias.double()
-    out = torch.cat(list(outs)).double()
+    out = whole(outs, layout.out)
     assert out.shape == exact.shape, f"{list(out.shape)} rows and columns came back, not {list(exact.shape)}"
-    rounded = sum((p.abs() for p in partials), torch.zeros_like(magnitude)) * (ranks > 1)
+    rounded = sum((p.abs() for p in partials), torch.zeros_like(magnitude)) * sums
     bound = (
         _roundoff(slot) * rounded
         + _roundoff(case.dtype) * exact.abs() * (1 + 2.0**-6)
         + FLOAT32_ROUNDOFF * (case.k + 2 * ranks) * (magnitude + exact.abs())
     )
-    error = (out - exact).abs()
+    error = (out.double() - exact).abs()
     # A comparison with NaN is false: an element that was never written must not pass.
     share = torch.where(error <= bound, error / bound.clamp_min(1e-300), torch.inf)
-    recipe_out = recipe(case, partials, given.bias, slot)
     if not out.numel():
         return Judgement(0.0, 0.0, 1.0)
-    equal = torch.cat(list(outs)) == recipe_out
+    equal = out == recipe(case, partials, given.bias, slot)
     return Judgement(error.max().item(), share.max().item(), equal.double().mean().item())
 
 
+def whole(outs: Sequence[Tensor], dim: int | None) -> Tensor:
+    """The ranks' results as one, sharded along ``dim``; None: all have all of it, the same bit for bit.
+
+    Raises:
+        AssertionError: ranks that should have the same have not.
+    """
+    if dim is not None:
+        return torch.cat(list(outs), dim)
+    for rank, out in enumerate(outs):
+        same = out.view(torch.uint8) == outs[0].view(torch.uint8)
+        assert same.all(), f"rank {rank}: {int((~same).sum())} bytes are not those of rank 0"
+    return outs[0]
+
+
 def recipe(case: Case, partials: Sequence[Tensor], bias: Tensor | None, slot: torch.dtype) -> Tensor:
-    """The sum as the kernel forms it: partials rounded once, added in float32 in rank order."""
+    """The result as the kernel forms it: partials rounded once, added in float32 in rank order."""
     total = torch.zeros_like(partials[0], dtype=torch.float32)
     for partial in partials:
         total += partial.float() if len(partials) == 1 else partial.to(slot).float()
@@ -108,7 +123,7 @@ def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tup
     the protocol lets them.
 
     Args:
-        case: sizes, dtype, bias; `case.seed` counts up from launch to launch.
+        case: op, sizes, dtype, bias; `case.seed` counts up from launch to launch.
         world: the ranks.
         launches: how many.
 
@@ -124,23 +139,24 @@ def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor
     """Calls the op on every virtual rank, which queues its kernel.
 
     Args:
-        case: sizes, dtype, bias, seed.
+        case: op, sizes, dtype, bias, seed.
         world: the ranks.
 
     Returns:
         The operands, and the ranks' results, which are there after `VirtualWorld.synchronize`.
     """
-    layout, size = LAYOUTS["gemm_reduce_scatter"], len(world.ranks)
+    layout, size = LAYOUTS[case.op], len(world.ranks)
     given = operands(case).to(world.executor(0).device)
+    # Virtual ranks cannot ask each other for lengths.
+    extents = {"gemm_all_gather": {"columns": case.n}, "all_gather_gemm": {"rows": case.m}}.get(case.op, {})
     outs = []
     with poisoned_allocations():
         for rank, name in enumerate(world.names):
             x = layout.part(given.x, layout.x, rank, size)
             weight = layout.part(given.weight, layout.weight, rank, size)
-            assert x is not None and weight is not None
-            outs.append(
-                overlap_gemm.gemm_reduce_scatter(x, weight, group=name, bias=given.bias, backend="fused")
-            )
+            bias = layout.part(given.bias, layout.bias, rank, size)
+            call = getattr(overlap_gemm, case.op)
+            outs.append(call(x, weight, group=name, bias=bias, backend="fused", **extents))
     return given, outs
 
 

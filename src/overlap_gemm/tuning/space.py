@@ -11,10 +11,18 @@ from functools import lru_cache
 from typing import Any
 
 from ..kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig, MmaKind
-from ..kernels.geometry import ReduceScatterShape
+from ..kernels.geometry import ExchangeShape, Pattern
 from .machine import Machine, machine_for
 from .model import Facts, efficiency_key, fused_reduce_scatter
 from .settings import settings
+
+OPS: dict[Pattern, str] = {
+    "reduce_scatter": "gemm_reduce_scatter",
+    "one_shot": "gemm_all_reduce",
+    "two_shot": "gemm_all_reduce",
+    "output_gather": "gemm_all_gather",
+}
+"""Which op exchanges tiles so."""
 
 
 def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[GemmConfig]:
@@ -56,7 +64,7 @@ def _config(
 def default_config(
     arch: str,
     dtype: str,
-    shape: ReduceScatterShape,
+    shape: ExchangeShape,
     num_sms: int,
     depth: int | None = None,
     /,
@@ -75,7 +83,7 @@ def default_config(
     Raises:
         ValueError: the overridden fields make a configuration no kernel exists for.
     """
-    facts = Facts("gemm_reduce_scatter", shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
+    facts = Facts(OPS[shape.pattern], shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
     return choose_config(facts, constants(arch), arch, num_sms, **operands)
 
 

@@ -1,0 +1,228 @@
+"""Plans: all that fused calls of one kind have in common, made at the first of them and kept with the group.
+
+A configuration (`tuning.space`) and a transport make a kernel (`kernels.build`), the compile cache keeps it,
+a workspace (`runtime.workspace`) is what it exchanges tiles through, and an executor (`runtime.executor`)
+runs it on a CUDA device or in the emulator. Nothing here knows one op from another but by its
+`ExchangeShape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.config import GemmConfig
+from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, slots_offset
+from ..runtime.executor import Executor
+from ..runtime.group import Group
+from ..runtime.peers import Peers, peers_of
+from ..runtime.workspace import SizeClass, Workspace, obtain
+from ..tuning.settings import settings
+from ..tuning.space import constants, default_config
+from .compiled import compiled_kernel, compiled_relay, transport_for
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+SMALLEST_BUFFER = 1 << 20
+SMALLEST_FLAGS = 1 << 12
+"""Size classes begin with this slot buffer (bytes) and these flags; each further class has twice as much."""
+
+MOST_PLANS = 4096
+"""Plans kept for a group; one is made again in a fraction of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that calls of one op and kind have in common: a call is a plan and its tensors.
+
+    In a group of one it is a plain GEMM's.
+
+    Attributes:
+        executor: where.
+        config: which kernel; its majors, dtypes and bias are those of the tensors.
+        shape: global sizes, the same on all ranks.
+        gemm: the compiled kernel.
+        num_clusters: its grid.
+        workspace: what tiles are exchanged through; None in a group of one.
+        exchange: where that is and what bounds waits, as the kernel takes it.
+        relay: the compiled kernel that puts staged tiles, if there is one.
+    """
+
+    executor: Executor
+    config: GemmConfig
+    shape: ExchangeShape
+    gemm: Any
+    num_clusters: int
+    workspace: Workspace | None = None
+    exchange: Any = None
+    relay: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
+        return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
+
+    def launch(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        """Starts a call of this rank, behind every other fused launch of its device.
+
+        Args:
+            a: `[M, K]`, see `operands.aligned`.
+            b: The rows of the weight that this rank multiplies, likewise.
+            out: The op's result, of one row at least.
+            bias: One element per row of `b`, or None, see `operands.aligned_bias`.
+
+        Raises:
+            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+        """
+        workspace, executor, order = self.workspace, self.executor, self.executor.order
+        with executor.active(a, b, out, bias) as stream:
+            if workspace is None:  # waits for nobody, so it may run beside whatever it likes
+                self.gemm(a, b, out, bias, None, self.num_clusters, stream)
+                return
+            assert workspace.is_open, "a plan of a closed workspace"
+            workspace.raise_if_failed()
+            with order.lock:
+                workspace.captured |= order.follow(stream)
+                exchange = self.exchange._replace(call=order.next_call())
+                if self.relay is None:
+                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
+                    return
+                with executor.fork() as second:
+                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
+                    self.relay(self.shape.rows, self.shape.cols, exchange, second)
+
+
+def peers_for(group: Group, device: torch.device) -> Peers:
+    """This rank's side of a group; the ranks agree at the first call for it, which is collective."""
+    return peers_of(group, device, lambda arch: constants(arch).digest)
+
+
+def plan_for(
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: ExchangeShape,
+    a_major: str,
+    b_major: str,
+    bias: bool,
+    depth: int | None = None,
+) -> Plan:
+    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+
+    Holds while `Plan.is_open` and the caller's `settings` are the same.
+
+    Args:
+        group: the ranks.
+        device: where this one's tensors are.
+        dtype: of them.
+        shape: of the call.
+        a_major: see `operands.major`.
+        b_major: see `operands.major`.
+        bias: whether there is one.
+        depth: K over all ranks, where they have agreed on it.
+
+    Raises:
+        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
+        CaptureError: something had to be made during CUDA graph capture.
+        ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+    """
+    peers, asked = peers_for(group, device), settings()
+    key = (dtype, shape, a_major, b_major, bias, depth, asked)
+    plan: Plan | None = peers.plans.get(key)
+    if plan is not None:
+        return plan
+    operands = {"a_major": a_major, "b_major": b_major, "bias": bias}
+    agreed = peers.agreed
+    config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
+    reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    with peers.lock:
+        if (plan := peers.plans.get(key)) is None:
+            if len(peers.plans) >= MOST_PLANS:
+                peers.plans.clear()
+            plan = peers.plans[key] = _make_plan(peers, config, shape, reserve)
+        return plan
+
+
+def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
+    executor, group = peers.executor, peers.group
+    work = shape.num_clusters(config)
+    if group.size == 1:
+        resident = resident_clusters(executor, config.cluster_size, reserve)
+        gemm = compiled_kernel(executor, config, "local", shape.pattern)
+        return Plan(executor, config, shape, gemm, min(resident, work))
+    workspace = obtain(peers, size_class(config, shape))
+    transport = transport_for(config.arch, workspace.reaches_all)
+    if transport != "peer_bulk" and shape.pattern != "reduce_scatter":
+        raise RuntimeError(
+            f"the fused kernel for {shape.pattern} needs peers within reach of loads and stores, and some of "
+            f"group {group.name!r} are not: use another backend"
+        )
+    staged = transport == "staged"
+    resident = resident_clusters(executor, config.cluster_size, reserve, beside=staged)
+    return Plan(
+        executor,
+        config,
+        shape,
+        compiled_kernel(executor, config, transport, shape.pattern),
+        min(resident, work),
+        workspace,
+        exchange_arguments(workspace, shape, peers.agreed.timeout_ns, executor),
+        compiled_relay(executor, config) if staged else None,
+    )
+
+
+def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
+    """Clusters of a persistent grid, all of which must be resident at once, since they wait for each other.
+
+    Args:
+        executor: where.
+        size: CTAs of a cluster.
+        reserve: SMs to leave to others.
+        beside: whether one cluster's place is left to the relay kernel.
+
+    Raises:
+        ValueError: not one cluster fits.
+    """
+    fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - beside
+    if fit < 1:
+        relay = " beside the relay kernel" if beside else ""
+        raise ValueError(
+            f"no room{relay} for a cluster of {size} CTAs on {executor.num_sms} SMs less "
+            f"reserve_sms={reserve}: the device holds {executor.max_clusters(size)} such clusters"
+        )
+    return fit
+
+
+def size_class(config: GemmConfig, shape: ExchangeShape) -> SizeClass:
+    """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
+    flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
+    buffer = _power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
+    return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def exchange_arguments(
+    workspace: Workspace, shape: ExchangeShape, timeout_ns: int, executor: Executor
+) -> Any:
+    """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
+    from ..kernels.exchange import Exchange
+
+    size = workspace.size
+    return Exchange(
+        workspace.memory.bases,
+        workspace.group.rank,
+        workspace.group.size,
+        shape.shard,
+        size.zeroed,
+        size.buffer,
+        timeout_ns,
+        workspace.record.data_ptr(),
+        executor.order.word.data_ptr(),
+        0,  # each launch has its own number
+    )

@@ -1,0 +1,97 @@
+"""Sending tiles: what the comm warp of every op that exchanges tiles does, and where tiles go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.route import Route
+from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
+from overlap_gemm.kernels.surface import Transport
+from overlap_gemm.kernels.work import CtaTile, Work
+
+
+@cute.jit
+def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
+    """All lanes of the comm warp: one sends and publishes every tile; the grid's first warp greets the peers.
+
+    It waits for the ring, which the epilogue fills without waiting for any peer, and for peers only when
+    everything is sent.
+
+    Args:
+        ring: the ring.
+        sender: a ``TileSender`` with attributes ``config`` and ``transport``.
+        work: this cluster's work.
+        call: the call's run-time values.
+        op: the op, for failure records (`Op`).
+    """
+    x, y, _ = cute.arch.block_idx()
+    is_first = x == 0 and y == 0
+    if is_first:
+        announce(call, sender.transport)
+    if cute.arch.lane_idx() == 0:
+        enter(call, op)
+        order_async_writes()
+        ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
+    cute.arch.sync_warp()
+    if is_first:
+        await_peers(call, op, Role.CALL_ENTERED)
+
+
+@dataclass(frozen=True)
+class OwnerSender:
+    """Sends each tile to the slot of its owner and releases its flag there (a ``TileSender``).
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        transport: how a tile reaches its owner.
+        work: this cluster's work.
+        call: the call's run-time values.
+        stages: the ring's stages.
+    """
+
+    config: GemmConfig
+    order: Any
+    transport: Transport
+    work: Work
+    call: Call
+    stages: Any
+
+    def locate(self, tile: Any) -> Route:
+        """The tile's route to its owner."""
+        at = CtaTile.at(self.config, self.work.place(self.order, tile))
+        return route_of(self.config, self.call, self.work.slots, at.index, at.owner)
+
+    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile to the owner's slot."""
+        offset = subtile * self.config.slot_subtile_bytes
+        self.transport.put(place, offset, self.stages.flat[(None, stage)])
+
+    def publish(self, tile: Any) -> None:
+        """Tells the owner that the tile's slot is complete, or completes it."""
+        self.transport.publish(self.locate(tile), self.config.tile_bytes, self.call.epoch)
+
+
+def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, owner: Any) -> Route:
+    """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each source has slots for."""
+    exchange = call.exchange
+    rank = exchange.rank
+    slot = (Int64(rank) * tiles + index) * config.tile_bytes
+    staging = (Int64(owner) * tiles + index) * config.tile_bytes
+    staged_flags = call.base + staged_flags_offset(exchange.slots_offset)
+    return Route(
+        exchange.peers,
+        rank,
+        owner,
+        call.buffer + slot,
+        call.base + call.buffer + SLOT_BUFFERS * exchange.buffer_bytes + staging,
+        call.flag(Int64(0), index, rank),
+        staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),
+    )
