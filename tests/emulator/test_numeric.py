@@ -1,5 +1,6 @@
 """Number formats against exact rational arithmetic and against torch."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -86,10 +87,9 @@ def test_tf32_nearest_by_exact_distance(x):
         assert abs(Fraction(float(got))) == want and (x == 0 or got == 0 or (got < 0) == (x < 0))
 
 
-@pytest.mark.parametrize(
-    "fmt, dtype", [(numeric.E4M3, torch.float8_e4m3fn), (numeric.E5M2, torch.float8_e5m2)]
-)
-def test_small_floats_equal_torch(fmt, dtype):
+@pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_small_floats_equal_torch(name, dtype):
+    fmt = numeric.SMALL_FLOATS[name]
     codes = torch.arange(256, dtype=torch.uint8)
     np.testing.assert_array_equal(fmt.decode(codes.numpy()), codes.view(dtype).float().numpy())
     x = np.concatenate([all_tops(20), all_tops(21), all_tops(16)[::5], SPECIALS.view(np.float32)])
@@ -100,11 +100,58 @@ def test_small_floats_equal_torch(fmt, dtype):
     assert (got[np.isnan(x)] == 0x7F).all()
 
 
-@pytest.mark.parametrize("fmt, largest, tiny", [(numeric.E2M3, 7.5, 0.125), (numeric.E3M2, 28.0, 0.0625)])
-def test_six_bit_formats_round_trip(fmt, largest, tiny):
-    codes = np.arange(64, dtype=np.uint8)
-    np.testing.assert_array_equal(fmt.encode(fmt.decode(codes)), codes)
-    assert (fmt.values[:64].max(), fmt.values[1]) == (largest, tiny)
+@pytest.mark.parametrize(
+    "name, exponent_bits, mantissa_bits, bias", [("e2m3", 2, 3, 1), ("e3m2", 3, 2, 3), ("e2m1", 2, 1, 1)]
+)
+def test_formats_without_nan_by_exact_distance(name, exponent_bits, mantissa_bits, bias):
+    fmt, width = numeric.SMALL_FLOATS[name], 1 + exponent_bits + mantissa_bits
+
+    def value(code):
+        exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
+        hidden = Fraction(exponent > 0) + Fraction(mantissa, 1 << mantissa_bits)
+        return hidden * Fraction(2) ** (max(exponent, 1) - bias) * (-1 if code >> width - 1 else 1)
+
+    values = [value(code) for code in range(1 << width)]
+    codes = np.arange(256, dtype=np.uint8)  # what lies above the pattern is ignored
+    np.testing.assert_array_equal(
+        fmt.decode(codes), np.float32([float(values[c % (1 << width)]) for c in codes])
+    )
+    positive = values[: 1 << width - 1]
+    x = [float(v) for v in positive] + [float((a + b) / 2) for a, b in itertools.pairwise(positive)]
+    x = np.float32(
+        [
+            *x,
+            *np.nextafter(np.float32(x), np.float32(9)),
+            *np.nextafter(np.float32(x), np.float32(-9)),
+            1e9,
+            np.inf,
+        ]
+    )
+    for number, got in zip(x, fmt.encode(x), strict=True):
+        near = min(Fraction(float(number)), positive[-1]) if np.isfinite(number) else positive[-1]
+        best = min(range(len(positive)), key=lambda c: (abs(positive[c] - near), c & 1))
+        assert int(got) & ~(1 << width - 1) == best, (name, number)
+        assert int(fmt.encode(-np.float32([number]))[0]) & ~(1 << width - 1) == best
+    assert fmt.encode(np.float32([np.nan]))[0] == len(positive) - 1
+
+
+@given(PATTERNS)
+def test_scale_exponents_by_exact_comparison(bits):
+    x = np.concatenate(
+        [bits.reshape(-1), SPECIALS, np.uint32([0x00400000, 0x00400001, 0x7F000000, 0x7F000001])]
+    )
+    x = x.view(np.float32)
+    for rounding, number, code in [
+        (r, n, c) for r in ("rz", "rp") for n, c in zip(x, numeric.f32_to_ue8m0(x, r), strict=True)
+    ]:
+        if np.isnan(number):
+            assert code == 0xFF and np.isnan(numeric.ue8m0_to_f32(code))
+            continue
+        scales = [Fraction(2) ** e for e in range(-127, 128)]
+        magnitude = min(abs(Fraction(float(number))), scales[-1]) if np.isfinite(number) else scales[-1]
+        fits = [s for s in scales if (s <= magnitude if rounding == "rz" else s >= magnitude)]
+        want = (max(fits) if rounding == "rz" else min(fits)) if fits else scales[0]
+        assert Fraction(float(numeric.ue8m0_to_f32(code))) == want, (rounding, number)
 
 
 def test_half_specials_and_saturation():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_gemm.emulator.units import tma
+from overlap_gemm.emulator.units.tma_encode import encode_tiled
 
 API = {"u8": 0, "u16": 1, "u32": 2, "f16": 6, "f32": 7, "f64": 8, "bf16": 9}
 SIZES = {"u8": 1, "u16": 2, "u32": 4, "f16": 2, "f32": 4, "f64": 8, "bf16": 2}
@@ -62,7 +63,7 @@ def reference(name, dims, strides, box, steps, mode, at, smem):
 def test_plan_moves_the_right_bytes(case):
     name, dims, strides, box, steps, mode, at, smem_address, length = case
     base = 4096
-    tensor = tma.encode_tiled(API[name], base, dims, strides, box, steps, swizzle_mode=mode)
+    tensor = encode_tiled(API[name], base, dims, strides, box, steps, swizzle_mode=mode)
     plan = tma.TensorMap.decode(tensor.encode()).plan(at, smem_address)
     source = np.random.default_rng(1).integers(0, 256, length, np.uint8)
     got = np.full(1 << 15, 0xA5, np.uint8)
@@ -88,7 +89,7 @@ def test_plan_moves_the_right_bytes(case):
 def test_codec_round_trips(case, l2_promotion, nan):
     name, dims, strides, box, steps, mode, *_ = case
     nan = nan and name in ("f16", "bf16", "f32", "f64")
-    tensor = tma.encode_tiled(
+    tensor = encode_tiled(
         API[name], 0x7F0012345670, dims, strides, box, steps, 0, mode, l2_promotion, int(nan)
     )
     raw = tensor.encode()[:64] + np.random.default_rng(0).bytes(
@@ -99,7 +100,7 @@ def test_codec_round_trips(case, l2_promotion, nan):
 
 
 def test_fields_lie_where_the_hardware_reads_them():
-    tensor = tma.encode_tiled(9, 0x1000, [100, 200, 3], [2 << 36, 1 << 37], [64, 128, 2], [1, 1, 1], 0, 3, 2)
+    tensor = encode_tiled(9, 0x1000, [100, 200, 3], [2 << 36, 1 << 37], [64, 128, 2], [1, 1, 1], 0, 3, 2)
     w = np.frombuffer(tensor.encode(), np.uint64).tolist()
     assert w[0] == 0x1000
     assert w[1] & 0xFFFF == 2 | 2 << 4 | 10 << 7 | 3 << 13
@@ -110,9 +111,9 @@ def test_fields_lie_where_the_hardware_reads_them():
 
 
 def test_fill_patterns():
-    half = tma.encode_tiled(6, 0, [8], [], [8], [1], oob_fill=1)
+    half = encode_tiled(6, 0, [8], [], [8], [1], oob_fill=1)
     assert half.fill_pattern(16).tobytes() == b"\xff\x7f" * 8
-    assert tma.encode_tiled(6, 0, [8], [], [8], [1]).fill_pattern(4).tobytes() == bytes(4)
+    assert encode_tiled(6, 0, [8], [], [8], [1]).fill_pattern(4).tobytes() == bytes(4)
 
 
 LEGAL = {
@@ -144,13 +145,13 @@ LEGAL = {
     ],
 )
 def test_encoder_refuses_what_the_driver_refuses(change, rule):
-    tma.encode_tiled(**LEGAL)
+    encode_tiled(**LEGAL)
     with pytest.raises(ValueError, match=rule):
-        tma.encode_tiled(**(LEGAL | change))
+        encode_tiled(**(LEGAL | change))
 
 
 def test_plan_and_decode_refuse_nonsense():
-    tensor = tma.encode_tiled(**LEGAL)
+    tensor = encode_tiled(**LEGAL)
     with pytest.raises(ValueError, match="rank 2"):
         tensor.plan([0], 0)
     with pytest.raises(ValueError, match="multiple of 128"):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -156,79 +158,74 @@ class SmallFloat:
 
     Attributes:
         name: PTX spelling.
-        exponent_bits: width of the exponent field.
-        mantissa_bits: width of the mantissa field.
-        bias: exponent bias.
-        special: which patterns of the top exponent are not numbers: `ieee` (inf and NaN), `nan` (only all
-            ones is NaN) or `none`.
+        dtype: NumPy type of `ml_dtypes`.
+        nan_code: what NaN converts to; formats without NaN take the largest finite value.
     """
 
     name: str
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    special: str
-
-    @property
-    def _sign_shift(self) -> int:
-        return self.exponent_bits + self.mantissa_bits
+    dtype: np.dtype[Any]
+    nan_code: int
 
     @cached_property
-    def values(self) -> F32:
-        """The value of every pattern; `values[bits]` decodes."""
-        code = np.arange(256, dtype=np.int64) & ((2 << self._sign_shift) - 1)
-        magnitude = code & ((1 << self._sign_shift) - 1)
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
-        fraction = mantissa / (1 << self.mantissa_bits)
-        value = np.where(
-            exponent == 0,
-            fraction * 2.0 ** (1 - self.bias),
-            (1 + fraction) * 2.0 ** (exponent - self.bias).astype(np.float64),
-        )
-        top = (1 << self.exponent_bits) - 1
-        if self.special == "ieee":
-            value = np.where(exponent == top, np.where(mantissa == 0, np.inf, np.nan), value)
-        elif self.special == "nan":
-            value = np.where(magnitude == (1 << self._sign_shift) - 1, np.nan, value)
-        value = np.where(code >> self._sign_shift & 1, -value, value).astype(np.float32)
-        value.setflags(write=False)
-        return value
+    def bits(self) -> int:
+        """Width of a pattern."""
+        return int(ml_dtypes.finfo(self.dtype).bits)
 
     @cached_property
-    def max_code(self) -> int:
-        """The pattern of the largest finite value."""
-        finite = self.values[: 1 << self._sign_shift]
-        return int(np.argmax(np.where(np.isfinite(finite), finite, -1)))
-
-    @property
-    def nan_code(self) -> int:
-        """The canonical NaN pattern; formats without NaN convert it to the largest finite value."""
-        return 0x7F if self.special != "none" else self.max_code
+    def max(self) -> np.float32:
+        """The largest finite value."""
+        return np.float32(ml_dtypes.finfo(self.dtype).max)
 
     def decode(self, bits: Bits) -> F32:
-        """Widens patterns (one byte each) to `float32`, exactly."""
-        return self.values[np.asarray(bits, np.uint8)]
+        """Widens patterns (one byte each, higher bits ignored) to `float32`, exactly."""
+        bits = np.asarray(bits, np.uint8)
+        if self.bits < 8:
+            bits = bits & np.uint8((1 << self.bits) - 1)
+        return bits.view(self.dtype).astype(np.float32)
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
         """`cvt.rn.satfinite`: nearest even; beyond the largest finite value, inf included, clamps to it."""
         x = np.asarray(x, np.float32)
-        is_nan = np.isnan(x)
-        magnitude = np.minimum(np.abs(np.where(is_nan, np.float32(0), x)), self.values[self.max_code])
-        exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - self.bias)
-        exponent = np.where(magnitude == 0, 1 - self.bias, exponent)
-        steps = np.rint(np.ldexp(magnitude, self.mantissa_bits - exponent)).astype(np.int64)
-        # `steps` carries the hidden bit: adding it to the exponent field makes a round-up to the next binade
-        # right.
-        code = ((exponent + self.bias - 1) << self.mantissa_bits) + steps
-        code = np.minimum(code, self.max_code) | (np.signbit(x).astype(np.int64) << self._sign_shift)
-        return np.where(is_nan, self.nan_code, code).astype(np.uint8)
+        with np.errstate(invalid="ignore"):  # NaN, which is put right below
+            out = np.clip(x, -self.max, self.max).astype(self.dtype).view(np.uint8)
+        return _canonical_nan(out, x, np.uint8(self.nan_code))
 
 
-E4M3 = SmallFloat("e4m3", 4, 3, 7, "nan")
-E5M2 = SmallFloat("e5m2", 5, 2, 15, "ieee")
-E2M3 = SmallFloat("e2m3", 2, 3, 1, "none")
-E3M2 = SmallFloat("e3m2", 3, 2, 3, "none")
-E2M1 = SmallFloat("e2m1", 2, 1, 1, "none")
+SMALL_FLOATS = {
+    name: SmallFloat(name, np.dtype(getattr(ml_dtypes, dtype)), nan_code)
+    for name, dtype, nan_code in (
+        ("e4m3", "float8_e4m3fn", 0x7F),
+        ("e5m2", "float8_e5m2", 0x7F),
+        ("e2m3", "float6_e2m3fn", 0x1F),
+        ("e3m2", "float6_e3m2fn", 0x1F),
+        ("e2m1", "float4_e2m1fn", 0x7),
+    )
+}
+
+
+def ue8m0_to_f32(bits: Bits) -> F32:
+    """Widens powers of two, `2**(bits - 127)`; 0xFF is NaN."""
+    return np.asarray(bits, np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+
+
+def f32_to_ue8m0(x: F32, rounding: str, satfinite: bool = True) -> NDArray[np.uint8]:
+    """The power of two of a magnitude: `rz` (not above it) or `rp` (not below it). NaN becomes 0xFF.
+
+    As `cuda_fp8.h` computes it where there is no instruction: the sign is dropped, and what is at most
+    2**-127 becomes that.
+
+    Raises:
+        ValueError: another rounding.
+    """
+    if rounding not in ("rz", "rp"):
+        raise ValueError(f"{rounding=} is not a ue8m0 rounding; use 'rz' or 'rp'")
+    magnitude = as_u32(x) & np.uint32(0x7FFFFFFF)
+    code = magnitude >> np.uint32(23)
+    if rounding == "rp":
+        up = ((magnitude & np.uint32(0x7FFFFF)) != 0) & (magnitude > np.uint32(0x400000))
+        code = code + up.astype(np.uint32)
+    code = np.minimum(code, np.uint32(0xFE if satfinite else 0xFF)).astype(np.uint8)
+    return _canonical_nan(code, np.asarray(x, np.float32), np.uint8(0xFF))
 
 
 def widen(bits: Bits, kind: str) -> F32:
@@ -236,7 +233,7 @@ def widen(bits: Bits, kind: str) -> F32:
 
     Args:
         bits: element patterns, one per array element.
-        kind: `bf16`, `f16`, `tf32` (low 13 bits ignored), `f32`, or the name of a small format.
+        kind: `bf16`, `f16`, `tf32` (low 13 bits ignored), `f32`, `u8`, `s8`, or the name of a small format.
     """
     if kind == "bf16":
         return bf16_to_f32(bits)
@@ -246,10 +243,12 @@ def widen(bits: Bits, kind: str) -> F32:
         return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     if kind == "f32":
         return as_f32(bits)
+    if kind in INTEGERS:
+        return np.asarray(bits).view(INTEGERS[kind]).astype(np.float32)
     return SMALL_FLOATS[kind].decode(bits)
 
 
-SMALL_FLOATS = {f.name: f for f in (E4M3, E5M2, E2M3, E3M2, E2M1)}
+INTEGERS = {"u8": np.uint8, "s8": np.int8}
 ELEMENT_BYTES = {
     "bf16": 2,
     "f16": 2,
@@ -260,6 +259,8 @@ ELEMENT_BYTES = {
     "e2m3": 1,
     "e3m2": 1,
     "e2m1": 1,
+    "u8": 1,
+    "s8": 1,
 }
 
 

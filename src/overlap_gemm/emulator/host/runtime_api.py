@@ -22,7 +22,7 @@ from ..machine.launch import Dim3
 from ..machine.residency import Footprint
 from ..ptx.parse import entry_params
 from ..ptx.program import program
-from ..units.tma import encode_tiled
+from ..units.tma_encode import encode_tiled
 from .capture import ptx_of
 
 SUCCESS = 0

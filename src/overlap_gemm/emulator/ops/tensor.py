@@ -17,6 +17,7 @@ from overlap_gemm.emulator.ptx.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Mem, Vec
 from overlap_gemm.emulator.ptx.lanes import FULL, as_array, one
 from overlap_gemm.emulator.units import smem_desc, tcgen05, tmem
+from overlap_gemm.emulator.units.block_scale import BLOCKS
 
 _WINDOW, _OFFSET = 0xFFFFFFFF, 0xFFFFFF
 
@@ -249,17 +250,22 @@ def _note_product(group: Group, product: tcgen05.Mma, ctas: list[Cta], line: int
         d, a = product.d_cells(len(ctas)), product.a_cells()
         if unit.first_time((c.rank_in_cluster, "d", d)):
             shared.tensor(agent, c, _cells(*d), line, True, unit)
-        if a[1] and unit.first_time((c.rank_in_cluster, "a", a)):
-            shared.tensor(agent, c, _cells(*a), line, False, unit)
+        for cells in (a, *product.scale_cells(len(ctas))):
+            if cells[1] and unit.first_time((c.rank_in_cluster, "a", cells)):
+                shared.tensor(agent, c, _cells(*cells), line, False, unit)
 
 
 @instruction("tcgen05.mma")
 def _mma(program: Any, f: Function, ins: Instruction) -> Op:
     kind = next(p.split("::")[1] for p in ins.parts if p.startswith("kind::"))
-    if kind not in ("f16", "tf32", "f8f6f4") or {"sp", "ws"} & set(ins.parts) or "block_scale" in ins.opcode:
+    if kind not in tcgen05.KINDS or {"sp", "ws"} & set(ins.parts):
         raise Unsupported(ins.opcode)
     pair = "cta_group::2" in ins.parts
     d, a, b, descriptor, *rest = ins.operands
+    block = 0
+    if "block_scale" in ins.parts:
+        block = next((BLOCKS[p] for p in ins.parts if p in BLOCKS), 32)
+    scale_a, scale_b = (rest.pop(0), rest.pop(0)) if block else (Imm(0), Imm(0))
     disabled = rest.pop(0) if rest and isinstance(rest[0], Vec) else None
     enable, *scale = rest
     shift = scale[0] if scale else Imm(0)
@@ -275,6 +281,8 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         disabled: Any,
         enable: Any,
         shift: Any,
+        scale_a: Any,
+        scale_b: Any,
     ) -> None:
         lane = mask & -mask
         cta = group.warp.cta
@@ -290,6 +298,8 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
                 one(descriptor, lane),
                 bool(_predicate(enable, lane)),
                 one(shift, lane),
+                block,
+                (one(scale_a, lane), one(scale_b, lane)) if block else None,
             )
             off = _disabled(disabled, lane, len(ctas))
             if off is not None:
@@ -310,7 +320,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         put = engine.enqueue if "tmem" in checks.enabled else engine.hold
         put(("tensor", cta), _Products(group, ins, ctas, product))
 
-    return Op(run, (d, a, b, descriptor, disabled, enable, shift))
+    return Op(run, (d, a, b, descriptor, disabled, enable, shift, scale_a, scale_b))
 
 
 def _predicate(value: Any, lane: int) -> Any:
@@ -329,18 +339,32 @@ def _disabled(vector: Any, lane: int, ctas: int) -> Any:
 
 @instruction("tcgen05.cp")
 def _cp(program: Any, f: Function, ins: Instruction) -> Op:
-    shape = ".".join(p for p in ins.parts if p[:1].isdigit() or p.startswith("warpx"))
-    if any(p.startswith(("b8x16", "b6x16", "b4x16")) for p in ins.parts):
-        raise Unsupported(ins.opcode)
+    shape = ".".join(p for p in ins.parts if p[0].isdigit() or p.startswith("warpx"))
+    unpacks = next((int(p[1]) for p in ins.parts if p in ("b6x16_p32", "b4x16_p64")), 0)
+    form = tmem.copy_source(shape)
 
     def run(group: Group, mask: int, address: Any, descriptor: Any) -> None:
         cta, lane = group.warp.cta, mask & -mask
         ctas = _group_of(cta, ins)
-        source, at = smem_desc.decode_umma(one(descriptor, lane)), one(address, lane)
+        try:
+            source, at = smem_desc.decode_umma(one(descriptor, lane)), one(address, lane)
+        except ValueError as why:
+            raise fail(group, ins, str(why)) from None
+        checks = cta.grid.checks
+        for c in ctas:
+            if "proxy" in checks.enabled and c.written_in([source.span(*form)]):
+                checks.smem_read(group, c, source.chunk_addresses(*form) >> 4, "tcgen05.cp", ins.line)
+            if checks.shared is not None:
+                unit, atoms = _pipe(group.warp), source.atoms(*form)
+                checks.shared.async_read(group.warp.agent, c, atoms, ins.line, unit.number, unit.issued)
+                _touch(group, c, _cells(at & 0xFFFF, form[1]), ins.line, True, unit)
 
         def copy() -> None:
             for c in ctas:
-                tmem.copy_from_smem(c.smem, c.tmem, source, at, shape)
+                try:
+                    tmem.copy_from_smem(c.smem, c.tmem, source, at, shape, unpacks)
+                except (ValueError, IndexError) as why:
+                    raise fail(group, ins, str(why)) from None
 
         cta.grid.engine.enqueue(
             ("tensor", cta), Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}", "tensor")

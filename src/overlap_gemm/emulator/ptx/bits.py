@@ -1,8 +1,10 @@
-"""Bit-field functions of PTX 9.7.1, lane by lane: rare, so simple beats fast."""
+"""Bit-field functions of PTX 9.7.1, lane by lane: rare, so simple beats fast; and dot products of bytes."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from overlap_gemm.emulator.ptx.lanes import MASK, Value, _each
 
@@ -74,4 +76,26 @@ def prmt(a: Value, b: Value, selector: Value) -> Value:
     return _each(permute, 32, a, b, selector)
 
 
-FUNCTIONS: dict[str, Any] = {f.__name__: f for f in (popc, clz, brev, bfe, bfi, bfind, prmt)}
+def _elements(word: Value, size: int, sign: bool) -> Any:
+    """The parts of 32-bit patterns as `int64 [..., 4 / size]`."""
+    patterns = np.asarray(word).astype(np.uint32)[..., None]
+    return patterns.view(f"{'i' if sign else 'u'}{size}").astype(np.int64)
+
+
+def _sum(products: Any, c: Value) -> Value:
+    out: Any = (products.sum(-1) + np.asarray(c, np.int64)).astype(np.uint32)
+    return int(out) if out.ndim == 0 else out
+
+
+def dp4a(a: Value, b: Value, c: Value, a_sign: bool, b_sign: bool, high: bool) -> Value:
+    """`dp4a`: the dot product of four bytes of `a` and of `b`, added to `c`."""
+    return _sum(_elements(a, 1, a_sign) * _elements(b, 1, b_sign), c)
+
+
+def dp2a(a: Value, b: Value, c: Value, a_sign: bool, b_sign: bool, high: bool) -> Value:
+    """`dp2a`: the same of two halves of `a` and the lower or upper two bytes of `b`."""
+    right = _elements(b, 1, b_sign)
+    return _sum(_elements(a, 2, a_sign) * (right[..., 2:] if high else right[..., :2]), c)
+
+
+FUNCTIONS: dict[str, Any] = {f.__name__: f for f in (popc, clz, brev, bfe, bfi, bfind, prmt, dp4a, dp2a)}

@@ -292,6 +292,9 @@ def _set(e: Emitter, ins: Instruction) -> None:
 # -- conversion ----------------------------------------------------------------------------------
 
 
+_SMALL = ("e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2", "ue8m0x2")
+
+
 @op("cvt")
 def _cvt(e: Emitter, ins: Instruction) -> None:
     kinds = [p for p in ins.parts[1:] if p in TYPE_BYTES]
@@ -305,11 +308,11 @@ def _cvt(e: Emitter, ins: Instruction) -> None:
         _cvt_integers(e, ins, target, source)
     elif len(ins.operands) == 3:
         _cvt_packed(e, ins, target)
-    elif target == "f16x2" and source in ("e4m3x2", "e5m2x2"):
-        e.assign(d, f"unpack_fp8({e.i(a, 16)}, {source!r})", 32)
-    elif target in ("e4m3x2", "e5m2x2"):
+    elif target in ("f16x2", "bf16x2") and source in _SMALL:
+        e.assign(d, f"unpack_small({e.i(a, 8 * TYPE_BYTES[source])}, {source!r}, {ins.parts[1:]})", 32)
+    elif target in _SMALL:
         pair = e.new(f"unpack2({e.i(a, 32)}, {source!r})")
-        e.assign(d, f"pack_fp8({pair}[1], {pair}[0], {target!r})", 16)
+        e.assign(d, f"pack_small({pair}[1], {pair}[0], {target!r}, {ins.parts[1:]})", 8 * TYPE_BYTES[target])
     elif target == "tf32":
         e.assign(d, f"tf32({e.f(a)}, {next(p for p in ins.parts if p in ('rna', 'rn', 'rz'))!r})", form="f")
     else:
@@ -330,12 +333,10 @@ def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
     d, hi, lo = ins.operands
     plain = target == "bf16x2" and "relu" not in ins.parts
     x, y = (e.either(hi), e.either(lo)) if plain else (e.f(hi), e.f(lo))
-    if "relu" in ins.parts and target[0] == "e":
-        raise Unsupported(ins.opcode)
     if target in ("bf16x2", "f16x2"):
         e.assign(d, f"pack2({x}, {y}, {target!r}, {_rounding(ins)!r}, {'relu' in ins.parts})", 32)
-    elif target in ("e4m3x2", "e5m2x2"):
-        e.assign(d, f"pack_fp8({x}, {y}, {target!r})", 16)
+    elif target in _SMALL:
+        e.assign(d, f"pack_small({x}, {y}, {target!r}, {ins.parts[1:]})", 8 * TYPE_BYTES[target])
     else:
         raise Unsupported(ins.opcode)
 

@@ -211,18 +211,34 @@ def _number(value: Any) -> Number:
     return value.view(np.float32) if value.dtype == np.uint32 else value
 
 
-def pack_fp8(hi: Number, lo: Number, kind: str) -> Value:
-    """`cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32`: `hi` in the upper byte."""
-    encode = numeric.SMALL_FLOATS[kind[:4]].encode
-    out = encode(hi).astype(np.uint16) << np.uint16(8) | encode(lo).astype(np.uint16)
+def pack_small(hi: Number, lo: Number, kind: str, modifiers: tuple[str, ...]) -> Value:
+    """`cvt.rn.satfinite.{e4m3x2,..,e2m1x2}` and `cvt.rp.ue8m0x2`: `hi` in the upper byte, or half a byte."""
+    if "relu" in modifiers:
+        hi, lo = numeric.relu(hi), numeric.relu(lo)
+    name = kind[:-2]
+    if name == "ue8m0":
+        rounding, satfinite = "rp" if "rp" in modifiers else "rz", "satfinite" in modifiers
+        high, low = (numeric.f32_to_ue8m0(x, rounding, satfinite) for x in (hi, lo))
+    else:
+        high, low = map(numeric.SMALL_FLOATS[name].encode, (hi, lo))
+    if name == "e2m1":
+        out: Any = high << np.uint8(4) | low
+    else:
+        out = high.astype(np.uint16) << np.uint16(8) | low.astype(np.uint16)
     return int(out) if np.ndim(out) == 0 else out
 
 
-def unpack_fp8(word: Value, kind: str) -> Value:
-    """`cvt.rn.f16x2.{e4m3x2,e5m2x2}`."""
-    word = np.asarray(word, np.uint16)
-    decode = numeric.SMALL_FLOATS[kind[:4]].decode
-    out = numeric.f32_to_f16x2(decode((word >> np.uint16(8)).astype(np.uint8)), decode(word.astype(np.uint8)))
+def unpack_small(word: Value, kind: str, modifiers: tuple[str, ...]) -> Value:
+    """`cvt.rn.{f16x2,bf16x2}.{e4m3x2,..,e2m1x2,ue8m0x2}`."""
+    name, word = kind[:-2], np.asarray(word, np.uint16)
+    decode = numeric.ue8m0_to_f32 if name == "ue8m0" else numeric.SMALL_FLOATS[name].decode
+    hi, lo = (
+        decode((word >> np.uint16(4 if name == "e2m1" else 8)).astype(np.uint8)),
+        decode(word.astype(np.uint8)),
+    )
+    if "relu" in modifiers:
+        hi, lo = numeric.relu(hi), numeric.relu(lo)
+    out = numeric.f32_to_bf16x2(hi, lo) if "bf16x2" in modifiers else numeric.f32_to_f16x2(hi, lo)
     return int(out) if np.ndim(out) == 0 else out
 
 
@@ -252,7 +268,7 @@ FUNCTIONS: dict[str, Any] = {
     for f in (
         fma32, directed, ftz, sat, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
         bf16_low, bf16_high, bf16_run, unpack_half, pack_half, unpack2, pack2, pack2_run,
-        pack2_words, pack_fp8, unpack_fp8, tf32, round_integral, clamp_int,
+        pack2_words, pack_small, unpack_small, tf32, round_integral, clamp_int,
     )
 } | {
     "ex2": ex2, "lg2": lg2, "fsin": sin, "fcos": cos, "ftanh": tanh, "rcp": rcp, "rsqrt": rsqrt,

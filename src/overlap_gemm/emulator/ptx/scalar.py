@@ -39,7 +39,7 @@ def type_of(ins: Instruction) -> str:
 
 def is_float(kind: str) -> bool:
     """Whether a type's arithmetic belongs to `floats`."""
-    return kind.startswith(("f", "bf")) or kind in ("e4m3x2", "e5m2x2", "tf32")
+    return kind.startswith(("f", "bf", "e", "ue8m0")) or kind == "tf32"
 
 
 def _integer(ins: Instruction) -> tuple[int, bool]:
@@ -73,8 +73,22 @@ def _binary(expression: str) -> Emit:
 
 add_int = _binary("({a} + {b}) & {M}")
 sub_int = _binary("({a} - {b}) & {M}")
-min_int = _binary("extreme({a}, {b}, {w}, {s}, False)")
-max_int = _binary("extreme({a}, {b}, {w}, {s}, True)")
+
+
+def _extreme(largest: bool) -> Emit:
+    def emit(e: Emitter, ins: Instruction) -> None:
+        only(ins, "relu")
+        width, sign = _integer(ins)
+        d, a, b = ins.operands
+        value = f"extreme({e.i(a, width)}, {e.i(b, width)}, {width}, {sign}, {largest})"
+        if "relu" in ins.parts:
+            value = f"extreme({e.new(value)}, 0, {width}, True, True)"
+        e.assign(d, value, width, sign)
+
+    return emit
+
+
+min_int, max_int = _extreme(False), _extreme(True)
 div_int = _binary("divide({a}, {b}, {w}, {s}, False)")
 TABLE["rem"] = _binary("divide({a}, {b}, {w}, {s}, True)")
 
@@ -413,6 +427,14 @@ def _lop3(e: Emitter, ins: Instruction) -> None:
     e.assign(d, " | ".join(terms) or "0", 32)
 
 
-@op("fns", "dp4a", "dp2a", "szext", "bmsk", "addc", "subc", "madc")
+@op("dp4a", "dp2a")
+def _dot(e: Emitter, ins: Instruction) -> None:
+    name, *mode, left, right = ins.parts
+    d, *sources = ins.operands
+    a, b, c = (e.i(o, 32) for o in sources)
+    e.assign(d, f"{name}({a}, {b}, {c}, {left == 's32'}, {right == 's32'}, {'hi' in mode})", 32)
+
+
+@op("fns", "szext", "bmsk", "addc", "subc", "madc")
 def _missing(e: Emitter, ins: Instruction) -> None:
     raise Unsupported(ins.opcode)

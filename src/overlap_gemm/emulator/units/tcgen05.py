@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.units import operands
+from overlap_gemm.emulator.units.block_scale import Scaling
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_umma, gather_steps
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
@@ -34,28 +36,40 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 _Any = TypeVar("_Any", bound=np.generic)
 
+_F8F6F4 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
 _OPERAND_TYPES = {
     "f16": {0: "f16", 1: "bf16"},
     "tf32": {2: "tf32"},
-    "f8f6f4": {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"},
+    "i8": {0: "u8", 1: "s8"},
+    "f8f6f4": _F8F6F4,
+    "mxf8f6f4": _F8F6F4,
+    "mxf4": {1: "e2m1"},
+    "mxf4nvf4": {1: "e2m1"},
 }
+KINDS = tuple(_OPERAND_TYPES)
+"""Kinds of `tcgen05.mma` that are modelled."""
 _K_BYTES = 32  # one instruction covers 32 bytes of K, dense, whatever the type
+_SHAPES = {(1, 64): 8, (1, 128): 16, (2, 128): 32, (2, 256): 32}  # CTAs and M: step of N
+_EXACT_K = 1024  # so many products of bytes have a sum that float32 holds exactly
 
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """A decoded 32-bit instruction descriptor (PTX ISA 9.7.16.4.2, table for kinds f16, tf32 and f8f6f4).
+    """A decoded 32-bit instruction descriptor (PTX ISA 9.7.16.4.2).
 
     Attributes:
         m: rows of D over all CTAs of the group.
         n: columns of D.
         a_type: element type of A, a name `numeric.widen` knows.
         b_type: element type of B.
-        d_type: `f32` or `f16`.
+        d_type: `f32`, `f16` or `s32`.
         a_mn_major: whether A's rows are contiguous in shared memory (the "transpose" bit).
         b_mn_major: the same for B.
         negate_a: whether A is negated.
         negate_b: whether B is negated.
+        packed: whether 4-bit elements lie two to a byte.
+        saturate: whether an integer D saturates.
+        scaling: how blocks of the operands are scaled, or `None`.
     """
 
     m: int
@@ -67,21 +81,30 @@ class InstructionDescriptor:
     b_mn_major: bool
     negate_a: bool = False
     negate_b: bool = False
+    packed: bool = False
+    saturate: bool = False
+    scaling: Scaling | None = None
 
     @property
     def k(self) -> int:
         """K extent of one instruction."""
+        return self.k_holders * (2 if self.packed else 1)
+
+    @property
+    def k_holders(self) -> int:
+        """The same in elements, or in the bytes that hold two of them."""
         return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
 
 
 @lru_cache(maxsize=256)
-def decode_instruction(descriptor: int, kind: str, cta_group: int) -> InstructionDescriptor:
+def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 0) -> InstructionDescriptor:
     """Decodes an instruction descriptor and checks the shape it asks for.
 
     Args:
         descriptor: the 32-bit register operand.
-        kind: `f16`, `tf32` or `f8f6f4`.
+        kind: `f16`, `tf32`, `i8`, `f8f6f4`, `mxf8f6f4`, `mxf4` or `mxf4nvf4`.
         cta_group: 1 or 2.
+        block: elements of K that share a scale factor, 0 where there are none.
 
     Raises:
         ValueError: a reserved value, an illegal shape, or a kind that is not modelled.
@@ -89,16 +112,29 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int) -> Instructio
     where = f"tcgen05.mma kind::{kind} cta_group::{cta_group}, instruction descriptor {descriptor:#010x}"
     if kind not in _OPERAND_TYPES:
         raise ValueError(f"{where}: this kind is not modelled ({', '.join(_OPERAND_TYPES)} are)")
-    if descriptor & 0b111:
+    if descriptor >> 2 & 1:
         raise ValueError(f"{where}: sparsity is not modelled")
-    types, d_code = _OPERAND_TYPES[kind], descriptor >> 4 & 3
-    a_code, b_code = descriptor >> 7 & 7, descriptor >> 10 & 7
-    if a_code not in types or b_code not in types or d_code > 1 or (kind == "tf32" and d_code == 0):
+    types, d_code = _OPERAND_TYPES[kind], 1 if block else descriptor >> 4 & 3
+    four_bits = kind in ("mxf4", "mxf4nvf4")
+    a_code, b_code = descriptor >> 7 & 7, descriptor >> 10 & (3 if four_bits else 7)
+    d_types = {"i8": {2: "s32"}, "f16": {0: "f16", 1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}}.get(
+        kind, {1: "f32"}
+    )
+    if a_code not in types or b_code not in types or d_code not in d_types:
         raise ValueError(f"{where}: reserved types D={d_code} A={a_code} B={b_code}")
-    if {a_code, b_code} & {3, 4, 5}:
-        raise ValueError(f"{where}: operands of 6 and 4 bits are not modelled")
-    m, n = (descriptor >> 24 & 0x1F) << 4, (descriptor >> 17 & 0x3F) << 3
-    step = {(1, 64): 8, (1, 128): 16, (2, 128): 32, (2, 256): 32}.get((cta_group, m))
+    scaling = None
+    if block:
+        if descriptor >> 31 & 1 or (four_bits and descriptor >> 3 & 1):
+            raise ValueError(f"{where}: another K than that of sm_100 is not modelled")
+        scale = "ue8m0" if descriptor >> 23 & 1 else "e4m3"
+        if scale == "e4m3" and kind != "mxf4nvf4":
+            raise ValueError(f"{where}: scale factors of this kind are ue8m0")
+        scaling = Scaling(block, scale, descriptor >> 29 & 3, descriptor >> 4 & 3)
+        m, shapes = (descriptor >> 27 & 3) << 7, {(1, 128): 8, (2, 128): 16, (2, 256): 16}
+    else:
+        m, shapes = (descriptor >> 24 & 0x1F) << 4, _SHAPES
+    n = (descriptor >> 17 & 0x3F) << 3
+    step = shapes.get((cta_group, m))
     if step is None or n % step or not step <= n <= 256:
         raise ValueError(
             f"{where}: no shape M={m} N={n}" + (f"; N is a multiple of {step} up to 256" if step else "")
@@ -109,11 +145,14 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int) -> Instructio
         n=n,
         a_type=types[a_code],
         b_type=types[b_code],
-        d_type="f32" if d_code else "f16",
+        d_type=d_types[d_code],
         negate_a=bits[0],
         negate_b=bits[1],
         a_mn_major=bits[2],
         b_mn_major=bits[3],
+        packed=four_bits,
+        saturate=kind == "i8" and bool(descriptor >> 3 & 1),
+        scaling=scaling,
     )
 
 
@@ -128,6 +167,7 @@ class Mma:
         b: shared-memory descriptor of B.
         accumulate: whether D is an input (`enable-input-d`).
         scale_d: the exponent s of `scale-input-d`: D enters as D * 2**-s.
+        scales: TMEM addresses of the scale factors of A and of B, or `None`.
         disabled_lanes: `bool [128]` per CTA in order, lanes of D to leave alone, or `None`.
         further: shared-memory descriptors of A and of B in the K steps that follow.
     """
@@ -138,6 +178,7 @@ class Mma:
     b: SmemDescriptor
     accumulate: bool
     scale_d: int = 0
+    scales: tuple[int, int] | None = None
     disabled_lanes: NDArray[np.bool_] | None = None
     further: tuple[tuple[SmemDescriptor | int, SmemDescriptor], ...] = ()
 
@@ -163,11 +204,16 @@ class Mma:
                 f"tcgen05.mma: D of M={shape.m} N={shape.n} at tensor memory {self.d:#x} does not fit"
             )
         halves = [self._operand_b(s, shape.n // ctas) for s in smem]
-        b = halves[0] if ctas == 1 else np.concatenate(halves)
+        b: NDArray[np.floating] = halves[0] if ctas == 1 else np.concatenate(halves)
+        if shape.d_type == "s32" and b.shape[1] > _EXACT_K:
+            b = b.astype(np.float64)
         for cta in range(ctas):
-            a = self._operand_a(smem[cta], tmem[cta], rows, ctas)
+            a: NDArray[np.floating] = self._operand_a(smem[cta], tmem[cta], rows, ctas)
+            right = b
+            if shape.scaling is not None:
+                a, right = self._scaled(shape.scaling, tmem[cta], a, b, blocks)
             with np.errstate(all="ignore"):
-                product = a @ b.T
+                product = a @ right.T
                 for block, cells in enumerate(_split_lanes(tmem[cta], lane, rows, ctas)):
                     d = cells[..., column : column + columns]
                     part = product[:, block * columns : (block + 1) * columns].reshape(d.shape)
@@ -186,12 +232,21 @@ class Mma:
     def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
         """The tiles of B and A in each CTA's shared memory: descriptor, rows, k, bytes, whether MN-major."""
         shape = self.shape
-        size = numeric.ELEMENT_BYTES[shape.b_type]
-        tiles = [(self.b, (shape.n // ctas, shape.k, size, shape.b_mn_major))]
+        size, k = numeric.ELEMENT_BYTES[shape.b_type], shape.k_holders
+        tiles = [(self.b, (shape.n // ctas, k, size, shape.b_mn_major))]
         if isinstance(self.a, SmemDescriptor):
             size = numeric.ELEMENT_BYTES[shape.a_type]
-            tiles.append((self.a, (shape.m // ctas, shape.k, size, shape.a_mn_major)))
+            tiles.append((self.a, (shape.m // ctas, k, size, shape.a_mn_major)))
         return tiles
+
+    def scale_cells(self, ctas: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """As `d_cells`, of the scale factors of A and of B."""
+        scaling, shape = self.shape.scaling, self.shape
+        if scaling is None or self.scales is None:
+            return []
+        split = 2 if (ctas, shape.m) == (2, 128) else 1
+        rows = shape.m // ctas, shape.n // split
+        return [(at & 0xFFFF, scaling.columns(r), (0, 1)) for at, r in zip(self.scales, rows, strict=True)]
 
     def d_cells(self, ctas: int) -> tuple[int, int, tuple[int, ...]]:
         """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
@@ -209,7 +264,8 @@ class Mma:
         shape = self.shape
         size = numeric.ELEMENT_BYTES[shape.b_type]
         steps = (self.b, *[b for _, b in self.further])
-        b = numeric.widen(gather_steps(smem, steps, rows, shape.k, size, shape.b_mn_major), shape.b_type)
+        tile = gather_steps(smem, steps, rows, shape.k_holders, size, shape.b_mn_major)
+        b = operands.from_smem(tile, shape.b_type, shape.packed, shape.b_mn_major)
         return -b if shape.negate_b else b
 
     def _operand_a(self, smem: Smem, tmem: Tmem, rows: int, ctas: int) -> F32:
@@ -217,7 +273,8 @@ class Mma:
         size = numeric.ELEMENT_BYTES[shape.a_type]
         if isinstance(self.a, SmemDescriptor):
             steps = (self.a, *[a for a, _ in self.further if isinstance(a, SmemDescriptor)])
-            bits = gather_steps(smem, steps, rows, shape.k, size, shape.a_mn_major)
+            tile = gather_steps(smem, steps, rows, shape.k_holders, size, shape.a_mn_major)
+            a = operands.from_smem(tile, shape.a_type, shape.packed, shape.a_mn_major)
         else:
             words = _K_BYTES // 4
             lane, column = self.a >> 16, self.a & 0xFFFF
@@ -228,15 +285,34 @@ class Mma:
             if lane > (16 if rows == 64 else 0) or column + words > TMEM_COLUMNS:
                 raise ValueError(f"tcgen05.mma: A at tensor memory {self.a:#x} does not fit")
             (cells,) = _split_lanes(tmem, lane, rows, ctas)
-            cells = np.ascontiguousarray(cells[..., column : column + words])
-            bits = cells.reshape(rows, words).view(f"u{size}")
-        a = numeric.widen(bits, shape.a_type)
+            cells = np.ascontiguousarray(cells[..., column : column + words]).reshape(rows, words)
+            a = operands.from_tmem(cells, shape.a_type, shape.packed)
         return -a if shape.negate_a else a
 
-    def _accumulate(self, d: Tmem, product: F32) -> None:
+    def _scaled(
+        self, scaling: Scaling, tmem: Tmem, a: NDArray[np.floating], b: NDArray[np.floating], splits: int
+    ) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+        """A and B times their scale factors; `splits` is 2 where D's lanes split its columns."""
+        assert self.scales is not None
+        shape, every = self.shape, (0, 1, 2, 3)
+        left = scaling.factors(tmem, self.scales[0], a.shape[0], shape.k, scaling.a, every)
+        size = 4 // splits
+        parts = [every[n * size : (n + 1) * size] for n in range(splits)]
+        right = [
+            scaling.factors(tmem, self.scales[1], shape.n // splits, shape.k, scaling.b, q) for q in parts
+        ]
+        return scaling.apply(a, left), scaling.apply(b, np.concatenate(right))
+
+    def _accumulate(self, d: Tmem, product: NDArray[np.floating]) -> None:
+        if self.shape.d_type == "s32":
+            total = product.astype(np.int64) + (d.view(np.int32) if self.accumulate else 0)
+            if self.shape.saturate:
+                total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+            d[...] = total.astype(np.uint32)
+            return
         if self.shape.d_type == "f16":
             old = numeric.f16_to_f32(d) if self.accumulate else np.float32(0)
-            d[...] = numeric.f32_to_f16(product + np.ldexp(old, -self.scale_d))
+            d[...] = numeric.f32_to_f16((product + np.ldexp(old, -self.scale_d)).astype(np.float32))
             return
         values = d.view(np.float32)
         if not self.accumulate:
@@ -258,15 +334,17 @@ def decode_mma(
     descriptor: int,
     accumulate: bool,
     scale_d: int,
+    block: int = 0,
+    scales: tuple[int, int] | None = None,
 ) -> Mma:
     """A `tcgen05.mma` of no disabled lanes from its operands. A main loop issues the same few all the time.
 
     Raises:
         ValueError: a descriptor that is reserved or not modelled.
     """
-    shape = decode_instruction(descriptor, kind, ctas)
+    shape = decode_instruction(descriptor, kind, ctas, block)
     left = a if a_in_tmem else decode_umma(a)
-    return Mma(shape, d, left, decode_umma(b), accumulate, scale_d)
+    return Mma(shape, d, left, decode_umma(b), accumulate, scale_d, scales)
 
 
 @lru_cache(maxsize=1024)
@@ -295,7 +373,9 @@ def continues(mma: Mma, later: Mma) -> bool:
         and not later.scale_d
         and mma.disabled_lanes is None
         and later.disabled_lanes is None
-        and mma.shape.d_type == "f32"
+        and mma.scales is None
+        and mma.shape.d_type in ("f32", "s32")
+        and not mma.shape.saturate
         and isinstance(a, SmemDescriptor)
         and isinstance(mma.a, SmemDescriptor)
         and a.differs_in_start(mma.a)

@@ -1,7 +1,7 @@
 """Tensor maps and the addresses that a tiled TMA operation touches.
 
 The host encodes a tensor map as the 128 bytes the hardware reads (CuTe DSL writes them without the driver),
-so this module holds the codec for that layout, and an encoder with `cuTensorMapEncodeTiled`'s arguments.
+so this module holds the codec for that layout.
 The layout is not published: fields marked "inferred" were not seen set in a map that CuTe DSL wrote.
 
 word 0       global address
@@ -31,42 +31,30 @@ from overlap_gemm.emulator.units.swizzle import Swizzle
 
 I64 = NDArray[np.int64]
 
-# Hardware type code -> (name, bytes). Signed and 8-bit float types are moved as unsigned ones of their size,
-# except where a reduction must know the type. 0, 2, 6, 7 and 10 were seen; the rest is inferred from their
-# order.
+# Hardware type code -> (name, bits). Signed and 8-bit float types are moved as unsigned ones of their size,
+# except where a reduction must know the type. The order is that of CuTe DSL's TmaDataFormat.
 TYPES = {
-    0: ("u8", 1),
-    1: ("u16", 2),
-    2: ("u32", 4),
-    3: ("s32", 4),
-    4: ("u64", 8),
-    5: ("s64", 8),
-    6: ("f16", 2),
-    7: ("f32", 4),
-    8: ("f32.ftz", 4),
-    9: ("f64", 8),
-    10: ("bf16", 2),
+    0: ("u8", 8),
+    1: ("u16", 16),
+    2: ("u32", 32),
+    3: ("s32", 32),
+    4: ("u64", 64),
+    5: ("s64", 64),
+    6: ("f16", 16),
+    7: ("f32", 32),
+    8: ("f32.ftz", 32),
+    9: ("f64", 64),
+    10: ("bf16", 16),
+    11: ("b4x16", 4),
+    12: ("b4x16_p64", 4),
+    13: ("b6x16_p32", 6),
 }
-_CODES = {name: code for code, (name, _) in TYPES.items()}
-# CUtensorMapDataType of the driver API, in its order; the last two set bit 16.
-API_TYPES = (
-    "u8",
-    "u16",
-    "u32",
-    "s32",
-    "u64",
-    "s64",
-    "f16",
-    "f32",
-    "f64",
-    "bf16",
-    "f32.ftz",
-    "tf32",
-    "tf32.ftz",
-)
+PADDED = ("b4x16_p64", "b6x16_p32")
+"""Types of which 16 elements, packed in global memory, begin a chunk of 16 bytes in shared memory each."""
+CODES = {name: code for code, (name, _) in TYPES.items()}
 # CUtensorMapSwizzle, in its order; the hardware splits the last one into mode 3 and a unit of 32 bytes.
-_SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128, swizzle.SW128_BASE32)
-_FLOAT_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32.ftz": 0x7FFFFFFF, "f64": (1 << 63) - 1}
+SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128, swizzle.SW128_BASE32)
+FLOAT_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32.ftz": 0x7FFFFFFF, "f64": (1 << 63) - 1}
 _PLANS = 512  # cached plans: one per geometry, position relative to the edge and phase of the shared address
 
 CHUNK_DTYPE = {16: np.complex128, 8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
@@ -111,7 +99,8 @@ class Plan(NamedTuple):
 class _Geometry(NamedTuple):
     """What the shape of a plan depends on; maps of one geometry share plans wherever their tensor lies."""
 
-    element_bytes: int
+    element_bits: int
+    padded: bool
     counts: tuple[int, ...]
     steps: tuple[int, ...]
     strides: tuple[int, ...]
@@ -154,14 +143,14 @@ class TensorMap:
         return len(self.dims)
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes per element."""
-        return TYPES[_CODES[self.type]][1]
+    def element_bits(self) -> int:
+        """Bits per element in global memory."""
+        return TYPES[CODES[self.type]][1]
 
     @cached_property
     def box_bytes(self) -> int:
-        """Bytes that one operation moves, out-of-bounds elements included."""
-        return self.element_bytes * int(np.prod(self._box_counts))
+        """Bytes that one operation moves, out-of-bounds elements included and padding not."""
+        return self.element_bits * int(np.prod(self._box_counts)) // 8
 
     @property
     def _box_counts(self) -> tuple[int, ...]:
@@ -175,12 +164,18 @@ class TensorMap:
     def _geometry(self) -> _Geometry:
         if self.interleave:
             raise ValueError(f"interleave mode {self.interleave} of a tensor map is not modelled")
-        return _Geometry(self.element_bytes, self._box_counts, self._steps, self.strides, self.swizzle)
+        padded = self.type in PADDED
+        return _Geometry(self.element_bits, padded, self._box_counts, self._steps, self.strides, self.swizzle)
 
     @cached_property
     def _room(self) -> tuple[int, ...]:
         """The last coordinates at which a box lies inside."""
         return tuple(dim - box for dim, box in zip(self.dims, self.box, strict=True))
+
+    @cached_property
+    def _granule(self) -> int:
+        """What the innermost coordinate must be a multiple of."""
+        return 128 if self.type in PADDED else 2 if self.element_bits == 4 else 1
 
     @cached_property
     def _inside(self) -> tuple[None, ...]:
@@ -204,11 +199,12 @@ class TensorMap:
         w = [0] * 16
         w[0] = self.address
         strides = [*self.strides] + [0] * (4 - len(self.strides))
-        w[1] = 2 | (self.rank - 1) << 4 | _CODES[self.type] << 7 | self.interleave << 11
-        mode = _SWIZZLES.index(self.swizzle)
+        w[1] = 2 | (self.rank - 1) << 4 | CODES[self.type] << 7 | self.interleave << 11
+        mode = SWIZZLES.index(self.swizzle)
         mode, unit = (3, 1) if mode == 4 else (mode, 0)
         w[1] |= mode << 13 | self.fill_nan << 15 | self.tf32 << 16 | self.l2_promotion << 17 | unit << 19
-        extent = max(d * s for d, s in zip(self.dims, (self.element_bytes, *self.strides), strict=True))
+        sizes = (self.element_bits / 8, *self.strides)
+        extent = max(d * s for d, s in zip(self.dims, sizes, strict=True))
         w[1] |= (extent >= 1 << 17) << 21
         units = [s >> 4 for s in strides]
         low = [u & 0xFFFFFFFF for u in units]
@@ -241,7 +237,9 @@ class TensorMap:
             raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}")
         if smem_address % 128:
             raise ValueError(f"TMA shared-memory address {smem_address:#x} is not a multiple of 128 bytes")
-        first = coordinates[0] * self.element_bytes
+        if coordinates[0] % self._granule:
+            raise ValueError(f"coordinate {coordinates[0]} of {self.type} is no multiple of {self._granule}")
+        first = coordinates[0] * self.element_bits // 8
         # The plan depends on the position only through the innermost alignment, and, at an edge, on the
         # overlap.
         overlap: tuple[tuple[int, int] | None, ...] = self._inside
@@ -269,9 +267,10 @@ class TensorMap:
 
     def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
         """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
-        value = _FLOAT_NAN.get(self.type, 0) if self.fill_nan else 0
-        element = value.to_bytes(self.element_bytes, "little")
-        return np.frombuffer(element * (chunk // self.element_bytes), CHUNK_DTYPE[chunk]).reshape(())
+        value = FLOAT_NAN.get(self.type, 0) if self.fill_nan else 0
+        size = max(1, self.element_bits // 8)
+        element = value.to_bytes(size, "little")
+        return np.frombuffer(element * (chunk // size), CHUNK_DTYPE[chunk]).reshape(())
 
 
 @lru_cache(maxsize=256)
@@ -299,7 +298,7 @@ def _decode(raw: bytes) -> TensorMap:
         strides=tuple(strides[: rank - 1]),
         box=tuple(b + 1 for b in box[:rank]),
         element_strides=tuple(s + 1 for s in steps[:rank]),
-        swizzle=_SWIZZLES[4 if unit else mode],
+        swizzle=SWIZZLES[4 if unit else mode],
         tf32=bool(w[1] >> 16 & 1),
         fill_nan=bool(w[1] >> 15 & 1),
         l2_promotion=w[1] >> 17 & 3,
@@ -312,10 +311,11 @@ def _box_plan(
     geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
 ) -> tuple[I64, slice | I64, NDArray[np.bool_] | None, int, tuple[int, int]]:
     """The first fields of a `Plan`, addresses relative and numbers from the repeat's start."""
-    size, counts, steps, strides, mode = geometry
-    row = counts[0] * size
-    edges = [] if overlap[0] is None else [e * size for e in overlap[0]]
-    chunk = next(c for c in (16, 8, 4, 2, 1) if all(x % c == 0 for x in (row, alignment, *edges)))
+    bits, padded, counts, steps, strides, mode = geometry
+    row = counts[0] * bits // 8
+    edges = [] if overlap[0] is None else [e * bits // 8 for e in overlap[0]]
+    group = 2 * bits if padded else 16  # bytes of global memory that stay together in shared memory
+    chunk = next(c for c in (16, 8, 4, 2, 1) if all(x % c == 0 for x in (row, alignment, group, *edges)))
     # Innermost dimension in chunks, outer ones in traversal steps; dimension 0 is fastest in shared memory.
     axes = [np.arange(0, row, chunk, dtype=np.int64)]
     axes += [np.arange(n, dtype=np.int64) * s for n, s in zip(counts[1:], steps[1:], strict=True)]
@@ -325,15 +325,18 @@ def _box_plan(
         relative += axis * stride
     # A swizzled row is as wide as the pattern even where the box is narrower (CUDA programming guide,
     # "Swizzle pattern": shared memory must "accommodate the full swizzle width").
-    pitch = max(row, mode.row_bytes) if mode.bits else row
+    width = row // group * 16 if padded else row
+    pitch = max(width, mode.row_bytes) if mode.bits else width
     rows = np.arange(relative.size // axes[0].size, dtype=np.int64) * pitch
-    linear = (rows[:, None] + axes[0][None, :]).reshape(-1) + phase
+    in_row = axes[0] // group * 16 + axes[0] % group if padded else axes[0]
+    linear = (rows[:, None] + in_row[None, :]).reshape(-1) + phase
     valid = None
     if any(o is not None for o in overlap):
         valid = np.ones(relative.shape, np.bool_)
-        for position, o, unit in zip(grid, overlap, (size, 1, 1, 1, 1)[: len(counts)], strict=True):
+        for n, (position, o) in enumerate(zip(grid, overlap, strict=True)):
             if o is not None:
-                valid &= (position >= o[0] * unit) & (position < o[1] * unit)
+                low, high = edges if n == 0 else o
+                valid &= (position >= low) & (position < high)
     inside = relative.reshape(-1) if valid is None else relative[valid]
     bounds = (int(inside.min()), int(inside.max())) if len(inside) else (0, 0)
     numbers = mode.apply(linear) // chunk
@@ -344,83 +347,3 @@ def _box_plan(
     first, end = int(numbers[0]), int(numbers[-1]) + 1
     smem = slice(first, end) if end - first == len(numbers) else numbers
     return relative, smem, valid, chunk, bounds
-
-
-def encode_tiled(
-    data_type: int,
-    address: int,
-    dims: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    element_strides: Sequence[int],
-    interleave: int = 0,
-    swizzle_mode: int = 0,
-    l2_promotion: int = 0,
-    oob_fill: int = 0,
-) -> TensorMap:
-    """`cuTensorMapEncodeTiled`: checks the driver's conditions and builds the map.
-
-    Args:
-        data_type: `CUtensorMapDataType` (its bf16 is 9, the hardware's 10).
-        address: global address, 16-byte aligned.
-        dims: extents, 1 to 2**32 each.
-        strides: byte strides of dimensions 1.., multiples of 16 below 2**40.
-        box: box extents, 1 to 256 each; the inner one a multiple of 16 bytes.
-        element_strides: traversal strides, 1 to 8.
-        interleave: `CUtensorMapInterleave`; only none (0) is modelled.
-        swizzle_mode: `CUtensorMapSwizzle`, 0 to 4.
-        l2_promotion: `CUtensorMapL2promotion`.
-        oob_fill: `CUtensorMapFloatOOBfill`: 0 zero, 1 NaN (float types only).
-
-    Raises:
-        ValueError: where the driver returns `CUDA_ERROR_INVALID_VALUE`, with the rule.
-    """
-    if not 0 <= data_type < len(API_TYPES):
-        raise ValueError(
-            f"{data_type=} is no CUtensorMapDataType this emulator knows (0..{len(API_TYPES) - 1})"
-        )
-    api = API_TYPES[data_type]
-    name = {"tf32": "f32", "tf32.ftz": "f32.ftz"}.get(api, api)
-    size = TYPES[_CODES[name]][1]
-    rank = len(dims)
-    if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
-        raise ValueError(
-            f"rank {rank} (1..5) needs {rank - 1} strides, {rank} box extents, {rank} element strides, got "
-            f"{len(strides)}, {len(box)} and {len(element_strides)}"
-        )
-    if address % 16:
-        raise ValueError(f"{address=:#x} must be a multiple of 16")
-    for what, values, low, high in (("dims", dims, 1, 1 << 32), ("box", box, 1, 256)):
-        if any(not low <= v <= high for v in values):
-            raise ValueError(f"{what}={tuple(values)}: each must be in {low}..{high}")
-    if any(not 1 <= v <= 8 for v in element_strides):
-        raise ValueError(f"element_strides={tuple(element_strides)}: each must be in 1..8")
-    if any(s % 16 or not 0 <= s < 1 << 40 for s in strides):
-        raise ValueError(f"strides={tuple(strides)}: each must be a multiple of 16 below 2**40")
-    if interleave:
-        raise ValueError(f"{interleave=}: only CU_TENSOR_MAP_INTERLEAVE_NONE (0) is modelled")
-    if not 0 <= swizzle_mode < len(_SWIZZLES):
-        raise ValueError(
-            f"{swizzle_mode=}: none, 32B, 64B, 128B and 128B in 32-byte units (0..4) are modelled"
-        )
-    if box[0] * size % 16:
-        raise ValueError(f"inner box of {box[0]} x {size} bytes must be a multiple of 16 bytes")
-    mode = _SWIZZLES[swizzle_mode]
-    if mode.bits and box[0] * size > mode.row_bytes:
-        raise ValueError(
-            f"inner box of {box[0] * size} bytes exceeds the {mode.row_bytes} of swizzle {mode.name}"
-        )
-    if oob_fill and name not in _FLOAT_NAN:
-        raise ValueError(f"oob_fill NaN needs a float type, not {api}")
-    return TensorMap(
-        address=address,
-        type=name,
-        dims=tuple(dims),
-        strides=tuple(strides),
-        box=tuple(box),
-        element_strides=tuple(element_strides),
-        swizzle=mode,
-        tf32=api.startswith("tf32"),
-        fill_nan=bool(oob_fill),
-        l2_promotion=l2_promotion,
-    )

@@ -21,6 +21,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.units import operands
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
 from overlap_gemm.emulator.units.tcgen05 import TMEM_COLUMNS, TMEM_LANES, Tmem
 
@@ -116,10 +117,27 @@ _COPIES: dict[str, tuple[int, int, Callable[[I64], list[I64]]]] = {
 }
 
 
+def copy_source(shape: str) -> tuple[int, int, int, bool]:
+    """The matrix that `tcgen05.cp` reads, as `SmemDescriptor.atoms` takes it: rows, cells, 4 bytes, K-major.
+
+    Raises:
+        ValueError: an unknown shape.
+    """
+    if shape not in _COPIES:
+        raise ValueError(f"tcgen05.cp shape {shape!r} is not one of {', '.join(_COPIES)}")
+    rows, row_bytes, _ = _COPIES[shape]
+    return rows, row_bytes // 4, 4, False
+
+
 def copy_from_smem(
-    smem: NDArray[np.uint8], tmem: Tmem, descriptor: SmemDescriptor, address: int, shape: str
+    smem: NDArray[np.uint8],
+    tmem: Tmem,
+    descriptor: SmemDescriptor,
+    address: int,
+    shape: str,
+    unpacks: int = 0,
 ) -> None:
-    """`tcgen05.cp` without decompression: copies a K-major matrix of 32-bit cells to tensor memory.
+    """`tcgen05.cp`: copies a K-major matrix of 32-bit cells to tensor memory.
 
     Args:
         smem: the CTA's shared memory.
@@ -127,16 +145,17 @@ def copy_from_smem(
         descriptor: the source matrix.
         address: TMEM address of the destination; its lane must be 0.
         shape: shape with multicast, e.g. `128x256b` or `32x128b.warpx4`.
+        unpacks: bits of the elements in padded chunks that get a byte each (4 or 6), or 0.
 
     Raises:
         ValueError: an unknown shape, or the destination does not fit.
     """
-    if shape not in _COPIES:
-        raise ValueError(f"tcgen05.cp shape {shape!r} is not one of {', '.join(_COPIES)}")
-    rows, row_bytes, lanes_of = _COPIES[shape]
-    cells, column = row_bytes // 4, address & 0xFFFF
+    rows, cells, size, mn_major = copy_source(shape)
+    lanes_of, column = _COPIES[shape][2], address & 0xFFFF
     if address >> 16 or column + cells > TMEM_COLUMNS:
         raise ValueError(f"tcgen05.cp.{shape} to tensor memory {address:#x} does not fit")
-    matrix = descriptor.gather(smem, rows, cells, 4, mn_major=False)
+    matrix = descriptor.gather(smem, rows, cells, size, mn_major)
+    if unpacks:
+        matrix = operands.hold(operands.split_chunks(matrix.view(np.uint8), unpacks), unpacks).view(np.uint32)
     for lanes in lanes_of(np.arange(rows, dtype=np.int64)):
         tmem[lanes, column : column + cells] = matrix

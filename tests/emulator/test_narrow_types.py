@@ -1,0 +1,96 @@
+"""Conversions of formats of 8 bits and fewer, and integer dot products, against ml_dtypes and NumPy."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from .handwritten import per_lane
+
+rng = np.random.default_rng(11)
+EDGES = [0, -0.0, 1, -1, 0.25, 0.75, 5, -6, 7, 449, -1e9, np.inf, -np.inf, 2.0**-126, 3e38, 1e-40]
+X = np.float32([*EDGES, *(rng.standard_normal(16) * 2.0 ** rng.integers(-8, 9, 16))])
+Y = rng.permutation(X)
+FORMATS = {
+    "e4m3x2": ml_dtypes.float8_e4m3fn,
+    "e5m2x2": ml_dtypes.float8_e5m2,
+    "e2m3x2": ml_dtypes.float6_e2m3fn,
+    "e3m2x2": ml_dtypes.float6_e3m2fn,
+    "e2m1x2": ml_dtypes.float4_e2m1fn,
+}
+
+
+def nearest(x, dtype):
+    """Clamped to the largest finite value, then rounded by ml_dtypes: bit patterns."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.float32([min(max(v, -largest), largest) for v in x]).astype(dtype).view(np.uint8)
+
+
+def packed(hi, lo, name):
+    if name == "e2m1x2":
+        return hi.astype(np.uint32) << 4 | lo
+    return hi.astype(np.uint32) << 8 | lo
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_pairs_of_floats(name, relu):
+    x, y = (np.maximum(v, 0) + np.float32(0) if relu else v for v in (X, Y))
+    want = packed(nearest(x, FORMATS[name]), nearest(y, FORMATS[name]), name)
+    if name == "e2m1x2":  # the destination is a byte
+        text = f".reg .b8 small; cvt.rn.satfinite{relu}.{name}.f32 small, %r0, %r1; cvt.u32.u8 %r2, small;"
+    else:
+        text = f"cvt.rn.satfinite{relu}.{name}.f32 %h9, %r0, %r1; cvt.u32.u16 %r2, %h9;"
+    got = per_lane(text, [X, Y], np.uint32, "%r2", "b32")
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pairs_to_halves(name):
+    bits = 4 if name == "e2m1x2" else 8
+    codes = rng.permutation(1 << {"e2m1x2": 4, "e2m3x2": 6, "e3m2x2": 6}.get(name, 8))
+    hi, lo = np.resize(codes, 32).astype(np.uint8), np.resize(codes[::-1], 32).astype(np.uint8)
+    words = hi.astype(np.uint32) << bits | lo
+    source = "mov.b16 {small, other}, %h9; " if name == "e2m1x2" else ""
+    operand = "small" if source else "%h9"
+    text = f".reg .b8 small, other; cvt.u16.u32 %h9, %r0; {source}cvt.rn.f16x2.{name} %r2, {operand};"
+    got = per_lane(text, [words], np.uint32, "%r2", "b32").view(np.float16).reshape(32, 2)
+    want = np.stack([lo.view(FORMATS[name]), hi.view(FORMATS[name])], 1).astype(np.float32)
+    np.testing.assert_array_equal(got.astype(np.float32), want)
+
+
+@pytest.mark.parametrize("rounding", ["rz", "rp"])
+def test_scale_exponents(rounding):
+    x = np.abs(np.where(np.isinf(X) | (X == 0), np.float32(3), X))
+    x = np.where(x < 2.0**-126, np.float32(0.3), x)
+    exponent = (np.floor if rounding == "rz" else np.ceil)(np.log2(x.astype(np.float64)))
+    text = f"cvt.{rounding}.satfinite.ue8m0x2.f32 %h9, %r0, %r1; cvt.rn.bf16x2.ue8m0x2 %r2, %h9;"
+    got = per_lane(text, [x, x[::-1].copy()], np.uint32, "%r2", "b32")
+    low, high = ((w.astype(np.uint32) << 16).view(np.float32) for w in (got & 0xFFFF, got >> 16))
+    exponent = np.minimum(exponent, 127)
+    np.testing.assert_array_equal(high, np.exp2(exponent))
+    np.testing.assert_array_equal(low, np.exp2(exponent[::-1]))
+
+
+WORDS = rng.integers(0, 1 << 32, (3, 32), np.uint32)
+
+
+@pytest.mark.parametrize("a_type, b_type", [("s32", "s32"), ("u32", "s32"), ("s32", "u32"), ("u32", "u32")])
+def test_dot_products_of_bytes(a_type, b_type):
+    a, b, c = WORDS
+    size = {"s32": "i", "u32": "u"}
+    got = per_lane(f"dp4a.{a_type}.{b_type} %r3, %r0, %r1, %r2;", [a, b, c], np.uint32, "%r3", "b32")
+    x, y = (w.view(f"{size[t]}1").reshape(32, 4).astype(object) for w, t in ((a, a_type), (b, b_type)))
+    np.testing.assert_array_equal(got, ((x * y).sum(1) + c.astype(object)) % 2**32)
+    for half in ("lo", "hi"):
+        text = f"dp2a.{half}.{a_type}.{b_type} %r3, %r0, %r1, %r2;"
+        got = per_lane(text, [a, b, c], np.uint32, "%r3", "b32")
+        wide = a.view(f"{size[a_type]}2").reshape(32, 2).astype(object)
+        part = y[:, :2] if half == "lo" else y[:, 2:]
+        np.testing.assert_array_equal(got, ((wide * part).sum(1) + c.astype(object)) % 2**32)
+
+
+def test_extremes_clamped_at_zero():
+    a, b, _ = WORDS.view(np.int32)
+    for name, f in (("min", np.minimum), ("max", np.maximum)):
+        got = per_lane(f"{name}.relu.s32 %r2, %r0, %r1;", [a, b], np.int32, "%r2", "b32")
+        np.testing.assert_array_equal(got, np.maximum(f(a, b), 0))
