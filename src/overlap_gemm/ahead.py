@@ -31,6 +31,7 @@ def warmup(
     bias: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
     backward: bool = False,
 ) -> None:
     """Makes calls of `op` on each shape, so that later ones compile, allocate and ask the ranks nothing.
@@ -48,6 +49,7 @@ def warmup(
         bias: Whether the calls will have one.
         backend: As for the op.
         deterministic: As for the op.
+        reserve_sms: As for the op.
         backward: Warm the gradients up, too.
 
     Raises:
@@ -73,7 +75,8 @@ def warmup(
             for way in [backend] if captured == eager else [backend, captured]:
                 given = [t.requires_grad_(backward) for t in (x, weight, own_bias)]
                 how: dict[str, Any] = {"bias": given[2] if bias else None, "backend": way, **extents}
-                out = call(given[0], given[1], group=group, deterministic=deterministic, **how)
+                how |= {"deterministic": deterministic, "reserve_sms": reserve_sms}
+                out = call(given[0], given[1], group=group, **how)
                 if backward:
                     torch.autograd.grad(out, given[: 2 + bias], torch.empty_like(out))
                 del out

@@ -1,6 +1,7 @@
 """`torch.autocast` for the ops: the dtype rules of `nn.Linear`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,3 +35,11 @@ def autocast(
         return tensor.to(dtype) if eligible else tensor
 
     return cast(x), [cast(weight) for weight in weights], [cast(bias) for bias in biases]
+
+
+def autocast_call(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    """`autocast` of what an op is called with: a weight and a bias or None, or a list of each."""
+    if isinstance(weight, list):
+        return autocast(x, weight, bias)
+    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
+    return x, weight, biases[0] if biases else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .autocast import autocast
+from .autocast import autocast, autocast_call
 from .backends.base import DUAL, OPS, BackendName, Problem
 from .backends.select import Choice, choose, preferring
 from .calls import is_plain, keep, layouts, needs_grad, state
@@ -49,6 +49,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Tensor: ...
 
 
@@ -66,6 +67,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -83,6 +85,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> list[Tensor]: ...
 
 
@@ -100,6 +103,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
@@ -117,6 +121,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Any: ...
 
 
@@ -133,6 +138,7 @@ def all_gather_gemm(
     save_gathered: bool = False,
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -158,6 +164,8 @@ def all_gather_gemm(
             None: what `auto` chooses then does not depend on it.
         deterministic: Whether the sums of the gradient must come out bitwise the same from call to call, as
             for `gemm_reduce_scatter`.
+        reserve_sms: SMs that fused kernels leave to others on this rank, for the gradient's, too; None: what
+            `configured` or ``OVERLAP_GEMM_RESERVE_SMS`` says. Other backends take what their libraries take.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
@@ -171,7 +179,7 @@ def all_gather_gemm(
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
     single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
-    how = (backend, deterministic, dim, columns, single, return_gathered, kept)
+    how = (backend, deterministic, dim, columns, single, return_gathered, kept, reserve_sms)
     return _call(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, how, rows)
 
 
@@ -185,6 +193,7 @@ def gemm_reduce_scatter(
     dim: int = 0,
     k: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
@@ -202,6 +211,7 @@ def gemm_reduce_scatter(
             `auto` chooses then does not depend on it.
         deterministic: True keeps `auto` to backends that sum in rank order; None asks
             `torch.are_deterministic_algorithms_enabled()`. The same on every rank.
+        reserve_sms: As for `all_gather_gemm`.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
@@ -209,7 +219,7 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic, dim, k)
+    how = (backend, deterministic, dim, k, reserve_sms)
     return _call(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, how)
 
 
@@ -222,6 +232,7 @@ def gemm_all_reduce(
     backend: BackendName = "auto",
     k: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
@@ -236,6 +247,7 @@ def gemm_all_reduce(
         backend: "auto" or a backend's name; see `explain`.
         k: As for `gemm_reduce_scatter`.
         deterministic: As for `gemm_reduce_scatter`.
+        reserve_sms: As for `all_gather_gemm`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -243,7 +255,7 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic, k)
+    how = (backend, deterministic, k, reserve_sms)
     return _call(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, how)
 
 
@@ -256,6 +268,7 @@ def gemm_all_gather(
     backend: BackendName = "auto",
     columns: Length = None,
     deterministic: bool | None = None,
+    reserve_sms: int | None = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -268,6 +281,7 @@ def gemm_all_gather(
         backend: "auto" or a backend's name; see `explain`.
         columns: N; as `rows` of `all_gather_gemm`.
         deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
+        reserve_sms: As for `all_gather_gemm`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -275,7 +289,7 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic)
+    how = (backend, deterministic, reserve_sms)
     return _call(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, how, columns)
 
 
@@ -323,18 +337,20 @@ def explain(
     x, weights, _biases = autocast(x, weights, [])
     ranks = group_name(group)
     if name == "all_gather_gemm":
-        how: tuple[Any, ...] = (backend, deterministic, dim, columns, True, False, False)
+        how: tuple[Any, ...] = (backend, deterministic, dim, columns, True, False, False, None)
         lowered = lower_all_gather_gemm(ranks, x, weights, [], how, rows)
         batch, _, _, across, *_rest = lowered.arguments
         features = x.shape[-1]
     elif name == "gemm_all_gather":
-        lowered = lower_gemm_all_gather(ranks, x, weights[0], None, (backend, deterministic), columns)
+        lowered = lower_gemm_all_gather(ranks, x, weights[0], None, (backend, deterministic, None), columns)
         batch, features, across = lowered.flat[0], lowered.arguments[0], x.shape[-1]
     elif name == "gemm_reduce_scatter":
-        lowered = lower_gemm_reduce_scatter(ranks, x, weights[0], None, (backend, deterministic, dim, k))
+        lowered = lower_gemm_reduce_scatter(
+            ranks, x, weights[0], None, (backend, deterministic, dim, k, None)
+        )
         batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[1]
     else:
-        lowered = lower_gemm_all_reduce(ranks, x, weights[0], None, (backend, deterministic, k))
+        lowered = lower_gemm_all_reduce(ranks, x, weights[0], None, (backend, deterministic, k, None))
         batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[0]
     problem = Problem.of(name, batch, features, across, x, resolve(ranks), deterministic, backend)
     choice = choose(problem, backend)
@@ -397,7 +413,7 @@ def _call(
         *extent: The sharded extent, of ops that have one: rows or columns.
     """
     if not is_plain(x, weight, bias):
-        x, weight, bias = _autocast(x, weight, bias)
+        x, weight, bias = autocast_call(x, weight, bias)
         lowered = lower(group_name(group), x, weight, bias, how, *extent)
         through = getattr(torch.ops.overlap_gemm, op.name)
         result = through(lowered.flatten(x), weight, bias, *lowered.arguments)
@@ -429,10 +445,3 @@ def _prepare(
     lowered = lower(group.name, x, weight, bias, how, *extent)
     agree.same(group, x.device, (*lowered.facts, ("extent", extent)))
     return _Prepared(op.bound((lowered.flatten(x), weight, bias), lowered.arguments), lowered)
-
-
-def _autocast(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
-    if isinstance(weight, list):
-        return autocast(x, weight, bias)
-    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
-    return x, weight, biases[0] if biases else None

@@ -12,7 +12,7 @@ from .backends.select import check_name
 from .runtime import agree
 from .runtime.group import group_rank, group_size, resolve
 from .sharding import Shards
-from .tuning.settings import settings
+from .tuning.settings import check_reserve_sms, settings
 
 Length: TypeAlias = int | Literal["equal"] | None
 """A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
@@ -48,8 +48,8 @@ def lower_all_gather_gemm(
 ) -> Lowered:
     """`functional.all_gather_gemm`. `how`: see there."""
     op = "all_gather_gemm"
-    backend, deterministic, dim, columns, single, return_gathered, kept = how
-    dim = _check(op, group, x, weights, biases, backend, dim, deterministic)
+    backend, deterministic, dim, columns, single, return_gathered, kept, reserve_sms = how
+    dim = _check(op, group, x, weights, biases, backend, dim, deterministic, reserve_sms)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     width, unit = x.shape[-1], math.prod(inner)
     facts = _facts(op, x, width, biases, dim, how[:2], weights=len(weights), inner=tuple(inner), kept=kept)
@@ -68,7 +68,7 @@ def lower_all_gather_gemm(
     return Lowered(
         (length * unit, width),
         None if x.ndim == 2 else dim,
-        (shards.total, shards.chunk, kept, across, group, backend, deterministic),
+        (shards.total, shards.chunk, kept, across, group, backend, deterministic, reserve_sms),
         finish,
         facts,
     )
@@ -79,9 +79,9 @@ def lower_gemm_reduce_scatter(
 ) -> Lowered:
     """`functional.gemm_reduce_scatter`. `how`: see there."""
     op = "gemm_reduce_scatter"
-    backend, deterministic, dim, k = how
+    backend, deterministic, dim, k, reserve_sms = how
     biases = [] if bias is None else [bias]
-    dim = _check(op, group, x, [weight], biases, backend, dim, deterministic)
+    dim = _check(op, group, x, [weight], biases, backend, dim, deterministic, reserve_sms)
     across = _across(op, "k", k, x.shape[-1], group)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     unit, columns = math.prod(inner), weight.shape[0]
@@ -90,7 +90,7 @@ def lower_gemm_reduce_scatter(
     return Lowered(
         (length * unit, x.shape[-1]),
         None if x.ndim == 2 else dim,
-        (shards.chunk, across, group, backend, deterministic),
+        (shards.chunk, across, group, backend, deterministic, reserve_sms),
         None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
         _facts(op, x, columns, biases, dim, how[:2], rows=length * unit, shape=tuple(x.shape[:-1]), k=k),
     )
@@ -101,14 +101,14 @@ def lower_gemm_all_reduce(
 ) -> Lowered:
     """`functional.gemm_all_reduce`. `how`: see there."""
     op = "gemm_all_reduce"
-    backend, deterministic, k = how
+    backend, deterministic, k, reserve_sms = how
     biases = [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, backend, 0, deterministic)
+    _check(op, group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
     rows, columns, batch = math.prod(x.shape[:-1]), weight.shape[0], x.shape[:-1]
     return Lowered(
         (rows, x.shape[-1]),
         None if x.ndim == 2 else 0,
-        (_across(op, "k", k, x.shape[-1], group), group, backend, deterministic),
+        (_across(op, "k", k, x.shape[-1], group), group, backend, deterministic, reserve_sms),
         None if x.ndim == 2 else lambda out: out.view(*batch, columns),
         _facts(op, x, columns, biases, 0, how[:2], rows=rows, shape=tuple(batch), k=k),
     )
@@ -119,16 +119,16 @@ def lower_gemm_all_gather(
 ) -> Lowered:
     """`functional.gemm_all_gather`. `how`: see there."""
     op = "gemm_all_gather"
-    backend, deterministic = how
+    backend, deterministic, reserve_sms = how
     biases = [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, backend, 0, deterministic)
+    _check(op, group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
     rows, batch = math.prod(x.shape[:-1]), x.shape[:-1]
-    facts = _facts(op, x, x.shape[-1], biases, 0, how, rows=rows, shape=tuple(batch))
+    facts = _facts(op, x, x.shape[-1], biases, 0, how[:2], rows=rows, shape=tuple(batch))
     total = _total(op, "columns", columns, weight.shape[0], x, group, facts)
     return Lowered(
         (rows, x.shape[-1]),
         None if x.ndim == 2 else 0,
-        (total, group, backend, deterministic),
+        (total, group, backend, deterministic, reserve_sms),
         None if x.ndim == 2 else lambda out: out.view(*batch, total),
         facts,
     )
@@ -160,6 +160,7 @@ def _check(
     backend: str,
     dim: int,
     deterministic: bool | None,
+    reserve_sms: int | None,
 ) -> int:
     """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
 
@@ -180,6 +181,7 @@ def _check(
                     f"it serves {sorted(ranks.device_types)}"
                 )
         check_name(backend, bool(deterministic))
+        check_reserve_sms(reserve_sms)
     except (ValueError, TypeError) as error:
         agree.report(op, resolve(group), error)
         raise

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from . import moves, ops
-from .autocast import autocast
+from .autocast import autocast_call
 from .backends.base import BackendName
 from .backends.select import check_name
 from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
 from .runtime.group import GroupLike, group_name, group_rank, group_size
 from .sharding import Shards
+from .tuning.settings import check_reserve_sms
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -39,6 +40,7 @@ class ColumnParallelLinear(nn.Module):
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         rows: As for `overlap_gemm.all_gather_gemm`.
         backend: As for `overlap_gemm.all_gather_gemm`.
+        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -57,17 +59,18 @@ class ColumnParallelLinear(nn.Module):
         tp_group: GroupLike = None,
         rows: Length = None,
         backend: BackendName = "auto",
+        reserve_sms: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if gather_output and sequence_parallel:
             raise ValueError("gather_output=True and sequence_parallel=True cannot go together")
-        _check_options(sequence_dim, backend)
+        _check_options(sequence_dim, backend, reserve_sms)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.sequence_parallel, self.sequence_dim, self.rows = sequence_parallel, sequence_dim, rows
-        self.backend, self.tp_group = backend, group_name(tp_group)
+        self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
         self.shard_dims = {"weight": 0, "bias": 0}
         self.register_load_state_dict_pre_hook(_shard_incoming)
         _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
@@ -92,6 +95,7 @@ class ColumnParallelLinear(nn.Module):
                 rows=self.rows,
                 columns=self.output_size,
                 backend=self.backend,
+                reserve_sms=self.reserve_sms,
             )
         elif self.gather_output:
             out = gemm_all_gather(
@@ -101,9 +105,10 @@ class ColumnParallelLinear(nn.Module):
                 group=self.tp_group,
                 columns=self.output_size,
                 backend=self.backend,
+                reserve_sms=self.reserve_sms,
             )
         else:
-            out = column_parallel_gemm(x, self.weight, bias, self.tp_group, self.backend)
+            out = column_parallel_gemm(x, self.weight, bias, self.tp_group, self.backend, self.reserve_sms)
         return (out, self.bias) if self.skip_bias_add else out
 
     def extra_repr(self) -> str:
@@ -134,6 +139,7 @@ class RowParallelLinear(nn.Module):
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         backend: As for `overlap_gemm.all_gather_gemm`.
+        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -151,15 +157,16 @@ class RowParallelLinear(nn.Module):
         sequence_dim: int = 0,
         tp_group: GroupLike = None,
         backend: BackendName = "auto",
+        reserve_sms: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _check_options(sequence_dim, backend)
+        _check_options(sequence_dim, backend, reserve_sms)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.backend, self.tp_group = backend, group_name(tp_group)
+        self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
         self.shard_dims = {"weight": 1}
         self.register_load_state_dict_pre_hook(_shard_incoming)
         _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
@@ -185,10 +192,17 @@ class RowParallelLinear(nn.Module):
                 dim=self.sequence_dim,
                 k=self.input_size,
                 backend=self.backend,
+                reserve_sms=self.reserve_sms,
             )
         else:
             out = gemm_all_reduce(
-                x, self.weight, bias=bias, group=self.tp_group, k=self.input_size, backend=self.backend
+                x,
+                self.weight,
+                bias=bias,
+                group=self.tp_group,
+                k=self.input_size,
+                backend=self.backend,
+                reserve_sms=self.reserve_sms,
             )
         return (out, self.bias) if self.skip_bias_add else out
 
@@ -216,6 +230,7 @@ class ParallelMLP(nn.Module):
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         rows: As for `overlap_gemm.all_gather_gemm`.
         backend: As for `overlap_gemm.all_gather_gemm`.
+        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -232,14 +247,15 @@ class ParallelMLP(nn.Module):
         tp_group: GroupLike = None,
         rows: Length = None,
         backend: BackendName = "auto",
+        reserve_sms: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         common: dict[str, Any] = {
             "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend, "device": device,
-            "dtype": dtype,
+            "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend,
+            "reserve_sms": reserve_sms, "device": device, "dtype": dtype,
         }  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
@@ -276,6 +292,7 @@ class ParallelMLP(nn.Module):
                 rows=first.rows,
                 columns=first.output_size + second.output_size,
                 backend=first.backend,
+                reserve_sms=first.reserve_sms,
             )
         else:
             gate, up = first(x), second(x)
@@ -283,7 +300,12 @@ class ParallelMLP(nn.Module):
 
 
 def column_parallel_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, backend: BackendName = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: GroupLike,
+    backend: BackendName = "auto",
+    reserve_sms: int | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
@@ -293,13 +315,13 @@ def column_parallel_gemm(
         bias: `[N_local]` or None.
         group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         backend: For the gemm_all_reduce of backward.
+        reserve_sms: The same.
 
     Returns:
         `[..., N_local]`.
     """
-    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
-    bias = biases[0] if biases else None
-    out = ops.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None)
+    x, weight, bias = autocast_call(x, weight, bias)
+    out = ops.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None, reserve_sms)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -324,10 +346,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _check_options(sequence_dim: int, backend: str) -> None:
+def _check_options(sequence_dim: int, backend: str, reserve_sms: int | None) -> None:
     if sequence_dim not in (0, 1):
         raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
     check_name(backend)
+    check_reserve_sms(reserve_sms)
 
 
 def _full_linear(

@@ -26,6 +26,7 @@ from .registered import Registered, Run
 from .runtime import agree
 from .runtime.group import resolve
 from .sharding import Shards
+from .tuning.settings import configured
 
 _ops = torch.ops.overlap_gemm
 
@@ -39,7 +40,7 @@ def _bind(
     features: int,
     across: int | None,
     shards: Callable[[int], Shards],
-    how: tuple[str, str, bool | None],
+    how: tuple[str, str, bool | None, int | None],
 ) -> Run:
     """Chooses the backend, in debug mode after all ranks have compared notes; it says what there is to do.
 
@@ -52,14 +53,17 @@ def _bind(
         features: As for `Problem`.
         across: As for `Problem`.
         shards: P -> the division that the backend wants.
-        how: Group, backend and determinism, as the ops take them.
+        how: Group, backend, determinism and reserved SMs, as the ops take them.
     """
-    group, backend, deterministic = how
+    group, backend, deterministic, reserve_sms = how
     ranks = resolve(group)
     problem = Problem.of(op, rows, features, across, x, ranks, deterministic, backend)
     agree.same(ranks, x.device, (*vars(problem).items(), ("backend", backend)))
     choice = announce(choose(problem, backend))
-    run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+    with configured(reserve_sms=reserve_sms):
+        run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+    if reserve_sms is not None:
+        run = configured(reserve_sms=reserve_sms)(run)
     extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
     return _ranged(f"overlap_gemm {op} {extents} {choice.backend.name}", run)
 
@@ -76,10 +80,10 @@ def _ranged(name: str, run: Run) -> Run:
     return ranged
 
 
-def _for_backward(how: Sequence[Any]) -> tuple[str, bool | None]:
-    """The forward's `(backend, deterministic)` as its backward passes it on."""
-    backend, deterministic = how
-    return preferring(backend), deterministic
+def _for_backward(how: Sequence[Any]) -> tuple[Any, ...]:
+    """The forward's `(backend, deterministic, reserve_sms)` as its backward passes it on."""
+    backend, *others = how
+    return preferring(backend), *others
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -140,7 +144,7 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
         if grad_gathered is None:
             grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *how)
         else:
-            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *how)
+            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *how[:3])
     if any(needs_weights):
         gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.group)
         grad_weights = [
@@ -153,7 +157,8 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
 
 all_gather_gemm = Registered(
     "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
-    "bool keep_gathered, SymInt? across, str group, str backend, bool? deterministic) -> Tensor[]",
+    "bool keep_gathered, SymInt? across, str group, str backend, bool? deterministic, int? reserve_sms) "
+    "-> Tensor[]",
     bind=_bind_all_gather_gemm,
     fake=_fake_all_gather_gemm,
     save=_save_all_gather_gemm,
@@ -198,7 +203,7 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
 
 gemm_reduce_scatter = Registered(
     "gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, str group, "
-    "str backend, bool? deterministic) -> Tensor",
+    "str backend, bool? deterministic, int? reserve_sms) -> Tensor",
     bind=_bind_gemm_reduce_scatter,
     fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
         own_rows(chunk, x.shape[0], group), weight.shape[0]
@@ -265,7 +270,7 @@ def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tenso
 
 gemm_all_reduce = Registered(
     "gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, str group, str backend, "
-    "bool? deterministic) -> Tensor",
+    "bool? deterministic, int? reserve_sms) -> Tensor",
     bind=_bind_gemm_all_reduce,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_gemm_all_reduce,
@@ -273,8 +278,8 @@ gemm_all_reduce = Registered(
 )
 
 local_gemm = Registered(
-    "local_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str backend, bool? deterministic) "
-    "-> Tensor",
+    "local_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str backend, bool? deterministic, "
+    "int? reserve_sms) -> Tensor",
     bind=lambda *_: gemm,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_local_gemm,
@@ -283,7 +288,7 @@ local_gemm = Registered(
 
 gemm_all_gather = Registered(
     "gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, str group, str backend, "
-    "bool? deterministic) -> Tensor",
+    "bool? deterministic, int? reserve_sms) -> Tensor",
     bind=_bind_gemm_all_gather,
     fake=lambda x, weight, bias, columns, *_: x.new_empty(x.shape[0], columns),
     save=_save_gemm_all_gather,

@@ -15,18 +15,19 @@ from overlap_gemm import nn, parallel, pipelines
 SIGNATURES = {
     "all_gather_gemm": (
         "x_shard", "weight", "*", "group=None", "bias=None", "return_gathered=False", "backend='auto'",
-        "rows=None", "dim=0", "save_gathered=False", "columns=None", "deterministic=None",
+        "rows=None", "dim=0", "save_gathered=False", "columns=None", "deterministic=None", "reserve_sms=None",
     ),
     "gemm_reduce_scatter": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "dim=0", "k=None",
-        "deterministic=None",
+        "deterministic=None", "reserve_sms=None",
     ),
     "gemm_all_reduce": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "k=None", "deterministic=None",
+        "reserve_sms=None",
     ),
     "gemm_all_gather": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "columns=None",
-        "deterministic=None",
+        "deterministic=None", "reserve_sms=None",
     ),
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),
@@ -35,7 +36,7 @@ SIGNATURES = {
     "reserve": ("*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",
-        "backend='auto'", "deterministic=None", "backward=False",
+        "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",
     ),
     "workspace_bytes": ("group=None",),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from overlap_gemm.registered import Bound
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
 from overlap_gemm.testing.counting import python_calls
+from overlap_gemm.tuning.settings import settings
 
 X, WEIGHT, BIAS = torch.randn(6, 4), torch.randn(8, 4), torch.randn(8)
 
@@ -50,7 +51,7 @@ def test_a_call_enters_few_python_functions(op, monkeypatch):
 
 def test_a_column_parallel_product_enters_few_python_functions(monkeypatch):
     monkeypatch.delitem(sys.modules, "overlap_gemm.emulator", raising=False)
-    for grad, budget in ((False, 26), (True, 39)):
+    for grad, budget in ((False, 27), (True, 40)):
         weight = WEIGHT.clone().requires_grad_(grad)
         found = python_calls(lambda weight=weight: column_parallel_gemm(X, weight, None, None))
         assert found.total() <= budget, (found.total(), found)
@@ -104,6 +105,33 @@ def test_what_is_kept_is_bounded(monkeypatch):
     for rows in range(1, 30):
         overlap_gemm.gemm_all_reduce(torch.randn(rows, 4), WEIGHT)
         assert len(resolve(LOCAL).calls) <= 10
+
+
+@pytest.mark.parametrize("way", ["plain", "dispatched", "compiled"])
+@pytest.mark.parametrize("op", [*OPS, "column_parallel_gemm"])
+def test_sms_left_to_others_reach_the_backend_in_both_passes(op, way, monkeypatch):
+    seen, real = [], Torch.bind
+    monkeypatch.setattr(Torch, "bind", lambda *given: seen.append(settings().reserve_sms) or real(*given))
+    if op == "column_parallel_gemm":  # its forward is torch's product alone
+
+        def call(x, reserve):
+            return column_parallel_gemm(x, WEIGHT, None, None, "torch", reserve)
+    else:
+
+        def call(x, reserve):
+            return getattr(overlap_gemm, op)(x, WEIGHT, backend="torch", reserve_sms=reserve)
+
+    if way == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with mock.patch("overlap_gemm.functional.is_plain", lambda *_: way == "plain"):
+        for reserve in (8, None, 3):
+            x = X.clone().requires_grad_()
+            call(x, reserve).sum().backward()
+    forward = op != "column_parallel_gemm"
+    backward = op not in ("gemm_all_reduce",)  # whose gradient is a product alone
+    assert seen == [reserve for reserve in (8, None, 3) for _ in range(forward + backward)]
+    assert settings().reserve_sms is None
 
 
 # --- who must see a call ---

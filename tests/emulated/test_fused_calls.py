@@ -91,6 +91,30 @@ def test_settings_choose_the_kernel_of_every_call(world, launched):
     assert tiles[0] == tiles[3] == (128, 128) and tiles[1] == (128, 256)
 
 
+def test_sms_left_to_others_are_part_of_the_kind(world, launched):
+    """By the call, or else by the block around it."""
+    full = world.executor(0).num_sms
+    shape = {"x": torch.randn(4096, 16).to(DTYPE), "weight": torch.randn(1024, 16).to(DTYPE)}
+
+    def grids(reserve, **options):
+        launched.clear()
+        out = overlap_gemm.gemm_reduce_scatter(
+            group=world.names[0], backend="fused", reserve_sms=reserve, **shape, **options
+        )
+        return out, [given[5] for _, given in launched]
+
+    for reserve, left in ((None, full), (8, full - 8), (0, full), (8, full - 8)):
+        assert grids(reserve)[1] == [left // launched[-1][0].cluster_size]
+    with configured(reserve_sms=4):
+        assert grids(None)[1] == [(full - 4) // launched[-1][0].cluster_size]
+        assert grids(8)[1] == [(full - 8) // launched[-1][0].cluster_size]
+    shape["x"] = torch.randn(4096 * 16 + 1).to(DTYPE)[1:].view(4096, 16)  # one that is copied first
+    assert grids(8)[1] == [(full - 8) // launched[-1][0].cluster_size]
+    for wrong in (-1, 1.5, "8"):
+        with pytest.raises(ValueError, match="must be a number of SMs, 0 or more"):
+            grids(wrong)
+
+
 def test_k_is_part_of_the_kind(world, launched, monkeypatch):
     depths = []
     real = plans.default_config

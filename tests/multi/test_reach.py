@@ -1,5 +1,6 @@
 """Ranks find out together whether fused kernels could serve them, and all come to the same answer."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -68,3 +69,26 @@ def refused_in_capture(rank, size):
 
 def test_a_capture_is_no_time_to_find_out(ranks):
     ranks(2).run(refused_in_capture)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "num_sms", "why_not"),
+    [
+        (None, 132, None),
+        ("20", 112, None),
+        ("132", 0, "OVERLAP_GEMM_RESERVE_SMS=132 leaves no SM"),
+        ("many", 132, "OVERLAP_GEMM_RESERVE_SMS must be a number of SMs, got 'many'"),
+    ],
+)
+def test_predictions_count_the_sms_that_kernels_may_fill(monkeypatch, reserved, num_sms, why_not):
+    """As `runtime.peers` does for the kernels; a rank that cannot tells the others, who wait for it."""
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="gpu-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(reach, "why_no_cuda", lambda index: None)
+    if reserved is None:
+        monkeypatch.delenv("OVERLAP_GEMM_RESERVE_SMS", raising=False)
+    else:
+        monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", reserved)
+    own = reach.this_device(CUDA)
+    assert own.num_sms == num_sms
+    assert (own.why_not or "").startswith(why_not or "") and (own.why_not is None) == (why_not is None)

@@ -15,6 +15,7 @@ import torch
 from ..runtime.executor import ARCH_OF_CAPABILITY, why_no_cuda
 from ..runtime.group import Group
 from ..runtime.order import forbid_capture
+from ..runtime.peers import reserved_sms
 from ..runtime.symmetric import TorchSymmetric
 from ..tuning.machine import machine_for
 
@@ -27,7 +28,8 @@ class Reach:
 
     Attributes:
         arch: What kernels are compiled for; empty where no kernel of ours runs on all ranks.
-        num_sms: SMs that every rank has.
+        num_sms: SMs that every rank's kernels may fill: less ``OVERLAP_GEMM_RESERVE_SMS``. What a call asks
+            for (`configured`, ``reserve_sms=``) may differ between ranks, so no choice looks at it.
         why_not: Why `auto` leaves fused kernels alone; None where it may take them.
     """
 
@@ -43,7 +45,7 @@ class Device:
     Attributes:
         why_not: Why no kernel of ours runs on it, None if one does.
         arch: What kernels are compiled for.
-        num_sms: Its SMs.
+        num_sms: Its SMs, less those reserved by the environment.
         constants: `Machine.digest` of what its times are predicted with; empty if there is nothing.
         host: The machine it is in.
         uuid: Its identity.
@@ -99,10 +101,16 @@ def this_device(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(index)
     arch = ARCH_OF_CAPABILITY.get((properties.major, properties.minor), "")
     machine = machine_for(arch) if arch else None
+    why_not, usable = why_no_cuda(index), properties.multi_processor_count
+    try:
+        usable -= reserved_sms()
+        short = None if usable > 0 else f"OVERLAP_GEMM_RESERVE_SMS={reserved_sms()} leaves no SM"
+    except ValueError as error:  # the other ranks are waiting to hear of it
+        short = str(error)
     return Device(
-        why_no_cuda(index),
+        why_not or short,
         arch,
-        properties.multi_processor_count,
+        usable,
         "" if machine is None else machine.digest,
         socket.gethostname(),
         str(properties.uuid),

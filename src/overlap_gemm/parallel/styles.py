@@ -143,32 +143,37 @@ class OverlapSharedGather(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linears = [module.get_submodule(name) for name in self.children]
-
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            x = args[0] if args else kwargs[self.argument]
-            stand_in = self._multiply(x, linears, device_mesh)
-            if args:
-                return (stand_in, *args[1:]), kwargs
-            return args, {**kwargs, self.argument: stand_in}
-
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_pre_hook(_SharedGather(self, linears, device_mesh), with_kwargs=True)
         return module
 
-    def _multiply(self, x: Tensor, linears: list[nn.Module], mesh: DeviceMesh) -> Tensor:
-        for name, linear in zip(self.children, linears, strict=True):
+
+class _SharedGather:
+    """Pre-forward hook of a module styled `OverlapSharedGather`; unlike a closure, copied with the module."""
+
+    def __init__(self, style: OverlapSharedGather, linears: list[nn.Module], mesh: DeviceMesh):
+        self.style, self.linears, self.mesh = style, linears, mesh
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        argument = self.style.argument
+        stand_in = self._multiply(args[0] if args else kwargs[argument])
+        return ((stand_in, *args[1:]), kwargs) if args else (args, {**kwargs, argument: stand_in})
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        style, linears = self.style, self.linears
+        for name, linear in zip(style.children, linears, strict=True):
             if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
-        x, rows = _local(x, mesh, self.layout, self.rows)
+        x, rows = _local(x, self.mesh, style.layout, style.rows)
         biases = [local(linear.bias) for linear in linears if linear.bias is not None]
         outs = all_gather_gemm(
             x,
             [local(linear.weight) for linear in linears],
             bias=biases or None,
-            group=mesh,
-            dim=self.layout.dim,
+            group=self.mesh,
+            dim=style.layout.dim,
             rows=rows,
             columns=sum(_extent(linear, 0) for linear in linears),
-            backend=self.backend,
+            backend=style.backend,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
         for linear, out in zip(linears, outs, strict=True):

@@ -70,8 +70,7 @@ def configured(*, reserve_sms: int | None = None, **fields: Any) -> Iterator[Non
     Raises:
         ValueError: ``reserve_sms`` is no number of SMs.
     """
-    if reserve_sms is not None and reserve_sms < 0:
-        raise ValueError(f"reserve_sms={reserve_sms} must be a number of SMs, 0 or more")
+    check_reserve_sms(reserve_sms)
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
     _keep(Settings(tuple({**dict(before.fields), **fields}.items()), reserve))
@@ -79,3 +78,9 @@ def configured(*, reserve_sms: int | None = None, **fields: Any) -> Iterator[Non
         yield
     finally:
         _keep(before)
+
+
+def check_reserve_sms(given: int | None) -> None:
+    """Raises a ValueError unless ``given`` is a number of SMs, or None."""
+    if given is not None and (not isinstance(given, int) or given < 0):
+        raise ValueError(f"reserve_sms={given!r} must be a number of SMs, 0 or more")

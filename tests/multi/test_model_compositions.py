@@ -1,0 +1,303 @@
+"""Random sequences of what users do to one model, each step compared with the unsharded model's."""
+
+import copy
+import random
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from overlap_gemm.parallel import exportable, full_state_dict, parallelize
+from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+
+SINGLE = {"rtol": 2e-4, "atol": 2e-5}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12}  # of 1, 2, 3 and 4 ranks
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-2}
+"""With a small eps AdamW makes steps of the rounding of gradients that should be zero."""
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(found, expected, what):
+    torch.testing.assert_close(found, expected, **SINGLE, msg=lambda text: f"{what}: {text}")
+
+
+class Pair:
+    """The unsharded model and the sharded one; every step does the same to both and compares."""
+
+    def __init__(self, size, family, dice, mesh=None):
+        self.size, self.family, self.dice = size, family, dice
+        # Gemma2's own attention makes NaN of padding in float64; see test_model_serving.py.
+        self.dtype = torch.float32 if family == "gemma2" else torch.float64
+        plain = tiny(family, size, dtype=self.dtype, **HEADS)
+        sharded = parallelize(
+            copy.deepcopy(plain),
+            mesh or init_device_mesh("cpu", (size,)),
+            sequence_parallel=dice.random() < 0.7,
+            backend=dice.choice(["auto", "torch", "decomposed"]),
+        )
+        self.take(plain, sharded)
+
+    def take(self, plain, sharded):
+        self.models = [plain, sharded]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), **OPTIMIZER) for model in self.models]
+
+    def tokens(self, least=1):
+        shape = self.dice.randint(1, 3), self.dice.randint(least, 11)
+        return torch.randint(3, VOCABULARY, shape)
+
+    def padding(self, ids, side):
+        mask = torch.ones_like(ids)
+        width = self.dice.randint(0, ids.shape[1] - 1)
+        if width:
+            mask[0, slice(width) if side == "left" else slice(-width, None)] = 0
+        return mask
+
+    def same_weights(self):
+        found, expected = full_state_dict(self.models[1]), self.models[0].state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            close(found[name], value, name)
+
+    # --- the steps ---
+
+    def train(self):
+        """Microbatches, in the order of any schedule; recomputed, masked, under autocast, clipped, or not."""
+        dice = self.dice
+        batches = [self.tokens(2) for _ in range(dice.randint(1, 3))]
+        masks = [self.padding(ids, "right") for ids in batches]
+        recompute = dice.choice([None, True, False])
+        low, clip = dice.random() < 0.2, dice.random() < 0.5
+        late, frozen = dice.random() < 0.5, dice.choice([None, None, "q_proj", "norm", "embed"])
+        peek = dice.random() < 0.3
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(frozen is None or frozen not in name)
+            if recompute is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": recompute})
+            losses = []
+            with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+                for ids, mask in zip(batches, masks, strict=True):
+                    labels = ids.masked_fill(mask == 0, -100)
+                    losses.append(model(ids, attention_mask=mask, labels=labels).loss)
+                    if not late:
+                        losses.pop().backward()
+                    if peek:
+                        with torch.no_grad():
+                            model(ids[:, :1])
+            for loss in reversed(losses):
+                loss.backward()
+            model.gradient_checkpointing_disable()
+        gradients = [{n: p.grad for n, p in model.named_parameters()} for model in self.models]
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, expected in gradients[0].items():
+            found = gradients[1][name]
+            assert (found is None) == (expected is None), name
+            if found is not None and not low:
+                close(whole(found), expected, name)
+        if clip and not low:
+            norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in self.models]
+            close(whole(norms[1]), norms[0], "norm")
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if not low:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            model.requires_grad_(True)
+
+    def generate(self):
+        ids = self.tokens(2)
+        mask = self.padding(ids, "left")
+        options = self.dice.choice(
+            [{"do_sample": False}, {"do_sample": True, "top_k": 9}, {"num_beams": 2}, {"use_cache": False}]
+        )
+        seed, was_training = self.dice.random(), self.models[0].training
+        texts = []
+        for model in self.models:
+            torch.manual_seed(int(seed * 1e6))
+            model.eval()
+            texts.append(
+                model.generate(ids, attention_mask=mask, max_new_tokens=3, pad_token_id=0, **options)
+            )
+            model.train(was_training)
+        assert torch.equal(*texts), options
+
+    def prefill_in_chunks(self):
+        ids = self.tokens(4)
+        cut = self.dice.randint(1, ids.shape[1] - 1)
+        results = []
+        with torch.inference_mode() if self.dice.random() < 0.5 else torch.no_grad():
+            for model in self.models:
+                first = model(ids[:, :cut], use_cache=True)
+                results.append(model(ids[:, cut:], past_key_values=first.past_key_values).logits)
+        close(results[1], results[0], "second chunk")
+
+    def prompts(self):
+        """Gradients of embeddings that the user made."""
+        ids, grads = self.tokens(2), []
+        for model in self.models:
+            embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+            loss = model(inputs_embeds=embedded, labels=ids).loss
+            grads.append(torch.autograd.grad(loss, embedded)[0])
+        close(grads[1], grads[0], "prompt")
+
+    def go_on_with_a_copy(self):
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.take(self.models[0], copy.deepcopy(self.models[1]))
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def reload(self):
+        """Into a model that is sharded anew, in another way, by itself or from the whole state."""
+        state = full_state_dict(self.models[1]) if self.dice.random() < 0.5 else self.models[1].state_dict()
+        fresh = tiny(self.family, self.size, dtype=self.dtype, **HEADS)
+        torch.nn.init.constant_(fresh.lm_head.weight, float("nan"))
+        mesh = init_device_mesh("cpu", (self.size,))
+        parallelize(fresh, mesh, sequence_parallel=self.dice.random() < 0.5).load_state_dict(state)
+        self.take(self.models[0], fresh)
+
+    def compile(self):
+        torch._dynamo.reset()
+        ids = self.tokens(3)
+        compiled = torch.compile(self.models[1], backend="aot_eager", dynamic=self.dice.random() < 0.5)
+        for length in (ids.shape[1], ids.shape[1] - 1):
+            own = ids[:, :length]
+            losses = [model(own, labels=own, use_cache=False).loss for model in (self.models[0], compiled)]
+            close(losses[1], losses[0], "compiled loss")
+            for loss in losses:
+                loss.backward()
+        for (name, expected), found in zip(
+            self.models[0].named_parameters(), self.models[1].parameters(), strict=True
+        ):
+            close(whole(found.grad), expected.grad, name)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def export(self):
+        ids = self.tokens(2)
+        with torch.no_grad(), exportable(self.models[1]):
+            program = torch.export.export(self.models[1], (ids,), {"use_cache": False})
+        with torch.no_grad():
+            expected = self.models[0](ids, use_cache=False).logits
+        close(program.module()(ids, use_cache=False).logits, expected, "exported")
+
+
+STEPS = ("train", "generate", "prefill_in_chunks", "prompts", "go_on_with_a_copy", "reload")
+SLOW_STEPS = ("compile", "export")
+
+
+def composes(rank, size, family, seed, count, steps):
+    dice = random.Random(f"{family} {size} {seed}")
+    torch.manual_seed(seed)
+    pair, done = Pair(size, family, dice), []
+    with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        for _ in range(count):
+            done.append(dice.choice(steps))
+            try:
+                getattr(pair, done[-1])()
+                pair.same_weights()
+            except Exception as error:
+                raise AssertionError(f"{family}, seed {seed}: after {', '.join(done)}: {error}") from error
+    everyone = [None] * size
+    own = {n: p.to_local() for n, p in pair.models[1].named_parameters() if p.placements[0].is_replicate()}
+    dist.all_gather_object(everyone, own)
+    for other in everyone:
+        for name, value in own.items():
+            assert torch.equal(other[name], value), f"{name}: ranks have drifted apart"
+
+
+@pytest.mark.parametrize(("family", "world"), [("qwen3", 3), ("gemma2", 2)])
+def test_compositions(ranks, family, world):
+    ranks(world).run(composes, family, 0, 6, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_compositions(ranks, family, world, seed):
+    steps = STEPS + SLOW_STEPS if seed == 0 else STEPS
+    ranks(world).run(composes, family, seed, 8, steps)
+
+
+def copies(rank, size, family):
+    """A copy's hooks work with its own parameters, not with those of the model it was copied from."""
+    plain = tiny(family, size)
+    first = parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (size,)))
+    second = copy.deepcopy(copy.deepcopy(first))
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.fill_(float("nan"))
+    ids = torch.arange(5).view(1, 5)
+    for model in (plain, second):
+        model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is None for parameter in first.parameters())
+    for (name, parameter), expected in zip(second.named_parameters(), plain.parameters(), strict=True):
+        close(whole(parameter.grad), expected.grad, name)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama"])
+def test_a_copy_is_a_model_of_its_own(ranks, family):
+    ranks(2).run(copies, family)
+
+
+# --- a checkpoint between meshes of other shapes ---
+
+
+def fsdp_saves(rank, size, family, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = Pair(2, family, random.Random(0), mesh["tp"])
+    model = pair.models[1]
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    pair.take(pair.models[0], model)
+    _train_once(pair)
+    model_state, optimizer_state = get_state_dict(model, pair.optimizers[1])
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def tp_goes_on(rank, size, family, folder):
+    """The same two steps, the first of them read from the other mesh's checkpoint."""
+    pair = Pair(size, family, random.Random(0))
+    for parameter in pair.models[1].parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    model_state, optimizer_state = get_state_dict(pair.models[1], pair.optimizers[1])
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        pair.models[1],
+        pair.optimizers[1],
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    first, pair.models = pair.models[1], pair.models[:1]
+    _train_once(pair)
+    pair.models.append(first)
+    pair.same_weights()
+    _train_once(pair)
+    pair.same_weights()
+
+
+def _train_once(pair):
+    torch.manual_seed(3)
+    ids = torch.randint(VOCABULARY, (2, 7))
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=False):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("family", "world"), [("qwen3", 3), ("gemma3", 1)])
+def test_fsdp_checkpoint_of_tied_weights_for_another_mesh(ranks, tmp_path, family, world):
+    ranks(4).run(fsdp_saves, family, str(tmp_path))
+    ranks(world).run(tp_goes_on, family, str(tmp_path))
