@@ -91,11 +91,7 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
     arch, fields, (rows, columns, _), num_sms = KERNELS[kind]
     check = checking(arch, fields, (rows, columns, 64), num_sms)
     tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(2))]
-    outcomes = [
-        outcome
-        for select in FLAGS_AND_WAITS
-        for outcome in mutate.run(check, tried, select=select, reasons=REASONS | TWO_CALLS)
-    ]
+    outcomes = mutate.run(check, tried, select=FLAGS_AND_WAITS, reasons=REASONS | TWO_CALLS)
     print(*outcomes, sep="\n")
     assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
     detected = {o.mutation.key.split(": ")[1] for o in outcomes if o.verdict == "detected"}

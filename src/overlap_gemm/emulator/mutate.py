@@ -231,7 +231,7 @@ def run(
     check: Check,
     tried: Sequence[Setting],
     *,
-    select: str = "*",
+    select: str | Sequence[str] = "*",
     reasons: Mapping[str, str] | None = None,
     exhaustive: bool = False,
     part: tuple[int, int] = (0, 1),
@@ -243,12 +243,13 @@ def run(
         check: runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and raises where a
             result is wrong. It must be a function of its options alone.
         tried: how to run it, usually `settings(...)`; those that detect most come first.
-        select: only mutations whose key matches this pattern (`fnmatch`).
+        select: only mutations whose key matches this pattern (`fnmatch`), or one of these.
         reasons: for mutations that may go undetected, why: pattern of keys -> reason.
         exhaustive: go on after the first setting that detects a mutation.
         part: (i, n): the i-th of n parts that together are the whole run, for processes side by side. A part
             tries the unmodified check under every n-th setting, and every n-th mutation under all settings.
-        progress: called before each mutation with its number, their total and itself.
+        progress: called before each mutation, once for the first setting and once for the others, with a
+            number that counts up, the total of these and the mutation.
 
     Returns:
         One outcome per mutation.
@@ -280,25 +281,45 @@ def run(
             return error
         return None
 
-    work = [(p, m) for p in modules for m in enumerate_mutations(p) if fnmatch.fnmatchcase(m.key, select)]
-    work = work[part[0] :: part[1]]
+    patterns = [select] if isinstance(select, str) else select
+    work = [
+        (ptx, mutation)
+        for ptx in modules
+        for mutation in enumerate_mutations(ptx)
+        if any(fnmatch.fnmatchcase(mutation.key, pattern) for pattern in patterns)
+    ][part[0] :: part[1]]
+    runs: Counter[Mutation] = Counter()
+
+    def detect(ptx: str, mutation: Mutation, under: Sequence[Setting]) -> list[tuple[Setting, str]]:
+        changed, found = apply(ptx, mutation), []
+        for setting in under:
+            runs[mutation] += 1
+            if (error := attempt(setting, ptx, changed)) is not None:
+                found.append((setting, describe(error)))
+                if not exhaustive:
+                    break
+        return found
+
+    detections: dict[tuple[str, Mutation], list[tuple[Setting, str]]] = {}
+    for number, (ptx, mutation) in enumerate(work):
+        if progress is not None:
+            progress(number, 2 * len(work), mutation)
+        detections[ptx, mutation] = detect(ptx, mutation, tried[:1])
+    # What is not executed cannot be noticed, under no setting: only the others are tried on.
+    reached = {
+        ptx: _reached(attempt, tried, ptx, [m for p, m in work if p == ptx and not detections[p, m]])
+        for ptx in modules
+    }
     outcomes = []
     for number, (ptx, mutation) in enumerate(work):
         if progress is not None:
-            progress(number, len(work), mutation)
-        changed = apply(ptx, mutation)
-        detections: list[tuple[Setting, str]] = []
-        runs = 0
-        for setting in tried:
-            runs += 1
-            error = attempt(setting, ptx, changed)
-            if error is not None:
-                detections.append((setting, describe(error)))
-                if not exhaustive:
-                    break
-        reached = bool(detections) or _is_reached(attempt, tried, ptx, mutation)
-        reason = "" if detections else _reason(mutation, reasons or {})
-        outcomes.append(Outcome(mutation, tuple(detections), runs, reached, reason))
+            progress(len(work) + number, 2 * len(work), mutation)
+        found = detections[ptx, mutation]
+        is_reached = bool(found) or mutation.start in reached[ptx]
+        if is_reached and (exhaustive or not found):
+            found += detect(ptx, mutation, tried[1:])
+        reason = "" if found else _reason(mutation, reasons or {})
+        outcomes.append(Outcome(mutation, tuple(found), runs[mutation], is_reached, reason))
     return outcomes
 
 
@@ -313,16 +334,34 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:100]}"
 
 
-def _is_reached(
+def _reached(
     attempt: Callable[[Setting, str, str], Exception | None],
     tried: Iterable[Setting],
     ptx: str,
-    mutation: Mutation,
-) -> bool:
-    statement = _STATEMENT.match(ptx, mutation.start)
-    assert statement is not None
-    probe = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
-    return any(isinstance(attempt(setting, ptx, apply(ptx, probe)), KernelTrap) for setting in tried)
+    mutations: Iterable[Mutation],
+) -> set[int]:
+    """Where the statements begin that are executed under some setting.
+
+    All of them trap; the one that a run ends at is taken out, until a run ends by itself.
+    """
+    traps = {}
+    for mutation in mutations:
+        statement = _STATEMENT.match(ptx, mutation.start)
+        assert statement is not None
+        traps[mutation.start] = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
+    every = set(traps)
+    for setting in tried:
+        while traps:
+            changed = ptx
+            for start in sorted(traps, reverse=True):
+                changed = apply(changed, traps[start])
+            error = attempt(setting, ptx, changed)
+            line = error.line if isinstance(error, KernelTrap) else None
+            ends = [start for start in sorted(traps) if traps[start].line == line]
+            if not ends:
+                break
+            del traps[ends[0]]
+    return every - set(traps)
 
 
 def _reason(mutation: Mutation, reasons: Mapping[str, str]) -> str:

@@ -23,7 +23,15 @@ class UnsupportedInstruction(EmulatorError):
 
 
 class KernelTrap(EmulatorError):
-    """The kernel executed `trap`."""
+    """The kernel executed `trap`.
+
+    Attributes:
+        line: in its PTX.
+    """
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def _trap(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
         lanes = lane_list(mask)
         place = group.warp.grid.program.place(ins.line)
-        raise KernelTrap(f"{group.where()}, line {place}: trap in lane(s) {lanes[0]}..{lanes[-1]}")
+        where = f"{group.where()}, line {place}: trap in lane(s) {lanes[0]}..{lanes[-1]}"
+        raise KernelTrap(where, ins.line)
 
     return Op(run)
 
