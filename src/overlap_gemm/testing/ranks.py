@@ -5,16 +5,22 @@
 
 Starting a process that imports torch costs seconds, a call on a set that is up costs a millisecond, so that
 every case of a test can be a test of its own.
+
+A failure puts the rank that failed first in front: the others' are mostly its consequences. A rank that hangs
+is asked for the stacks of its threads, one that crashes leaves them.
 """
 
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,9 +32,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
+"""Exit codes of processes that native code ended."""
+
 
 class RankError(AssertionError):
-    """A function failed on some rank; the message holds each failing rank's traceback."""
+    """A function failed on some rank; the message holds each failing rank's traceback.
+
+    Attributes:
+        is_crash: Whether native code ended some process.
+    """
+
+    def __init__(self, message: str, is_crash: bool = False) -> None:
+        super().__init__(message)
+        self.is_crash = is_crash
+
+
+class RankCrashWarning(UserWarning):
+    """A process crashed, and the function was run again on new ones."""
 
 
 class Ranks:
@@ -42,6 +63,9 @@ class Ranks:
         threads: Intra-op threads of torch in each process.
         preload: Modules that the functions import, to be imported once for all processes. The first set of a
             process decides.
+        again: Whether a function in which a process crashes is run once more, on new processes, with a
+            `RankCrashWarning` that holds the stacks. Right where nothing but torch has native code to crash
+            in, as on CPUs, and wrong where the functions build on what earlier ones left.
     """
 
     def __init__(
@@ -49,25 +73,36 @@ class Ranks:
         size: int,
         *,
         device: str = "cpu",
-        timeout: float = 30,
-        limit: float = 120,
+        timeout: float = 60,
+        limit: float = 240,
         threads: int = 1,
         preload: Sequence[str] = (),
+        again: bool = False,
     ):
+        # A function takes seconds on a machine of its own. On two cores that others use as well, 15 processes
+        # that wanted to run at once made it ten times that; these bounds are a few times more.
         self.size = size
+        self._settings = (device, timeout, threads)
         self._limit = limit
         self._grace = 10.0
+        self._preload = preload
+        self._again = again
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="overlap-gemm-ranks-")
         # A server process imports torch once, then forks a clean process for every rank.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *preload])
-        store = str(Path(self._folder.name) / "store")
+        context.set_forkserver_preload([__name__, *self._preload])
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(self.size):
+            _stacks_file(self._folder.name, rank).touch()
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, size, device, store, timeout, threads), daemon=True
+                target=_serve,
+                args=(theirs, rank, self.size, self._folder.name, *self._settings),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -89,6 +124,18 @@ class Ranks:
                 then: their peers may be stuck in the middle of anything.
             RuntimeError: The processes are ended.
         """
+        try:
+            return self._run(function, *args)
+        except RankError as error:
+            if not (self._again and error.is_crash):
+                raise
+            warnings.warn(
+                f"{function.__qualname__} runs again, since {error}", RankCrashWarning, stacklevel=2
+            )
+            self._start()
+            return self._run(function, *args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._pipes:
             raise RuntimeError("these ranks have been closed, or ended by a failure")
         message = (inspect.getfile(function), function.__qualname__, args)
@@ -96,12 +143,15 @@ class Ranks:
             pipe.send(message)
         answers = self._collect()
         failures = [
-            f"rank {rank} of {self.size}:\n{value}" for rank, (good, value) in enumerate(answers) if not good
+            f"rank {rank} of {self.size}, after {seconds:.1f} s:\n{value}"
+            for rank, (good, value, seconds) in answers.items()
+            if not good
         ]
         if failures:
+            is_crash = any(process.exitcode in CRASHES for process in self._processes)
             self.close()
-            raise RankError("\n".join(failures))
-        return [value for _, value in answers]
+            raise RankError("\n".join(failures), is_crash)
+        return [answers[rank][1] for rank in range(self.size)]
 
     @property
     def alive(self) -> bool:
@@ -125,23 +175,46 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self) -> list[tuple[bool, Any]]:
-        answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + self._limit
+    def _collect(self) -> dict[int, tuple[bool, Any, float]]:
+        """(good, result or failure, seconds) by rank, in the order in which they came."""
+        answers: dict[int, tuple[bool, Any, float]] = {}
+        start = time.monotonic()
+        deadline = start + self._limit
         while len(answers) < self.size:
             open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            seconds = time.monotonic() - start
             if not ready:
-                answers.update((rank, (False, "did not end in time")) for rank in open_pipes.values())
+                for rank in open_pipes.values():
+                    answers[rank] = (False, f"did not end in time\n{self._stacks(rank)}", seconds)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
+                rank = open_pipes[pipe]
                 try:
-                    answers[open_pipes[pipe]] = pipe.recv()
-                except EOFError:
-                    answers[open_pipes[pipe]] = (False, "the process is gone")
-                if not answers[open_pipes[pipe]][0]:
+                    answers[rank] = (*pipe.recv(), seconds)
+                except (EOFError, OSError):
+                    answers[rank] = (False, f"the process is gone, {self._remains(rank)}", seconds)
+                if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + self._grace)
-        return [answers[rank] for rank in range(self.size)]
+        return answers
+
+    def _remains(self, rank: int) -> str:
+        """How a process ended, and the stacks it left."""
+        process = self._processes[rank]
+        process.join()
+        return f"exit code {process.exitcode}\n{_stacks_file(self._folder.name, rank).read_text()}"
+
+    def _stacks(self, rank: int) -> str:
+        """The stacks of a rank's threads, which it writes at a signal, whatever it is stuck in."""
+        process, file = self._processes[rank], _stacks_file(self._folder.name, rank)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        patience = time.monotonic() + 5
+        size = -1
+        while time.monotonic() < patience and not 0 < size == file.stat().st_size:
+            size = file.stat().st_size
+            time.sleep(0.2)
+        return file.read_text()
 
 
 @contextmanager
@@ -165,10 +238,18 @@ def rank_pools(**options: Any) -> Iterator[Callable[[int], Ranks]]:
             ranks.close()
 
 
+def _stacks_file(folder: str, rank: int) -> Path:
+    """Where a rank writes its threads' stacks when it crashes or is told to."""
+    return Path(folder) / f"stacks-{rank}"
+
+
 def _serve(
-    pipe: Connection, rank: int, size: int, device: str, store: str, timeout: float, threads: int
+    pipe: Connection, rank: int, size: int, folder: str, device: str, timeout: float, threads: int
 ) -> None:
     """A rank's loop: receives functions, answers with results."""
+    stacks = _stacks_file(folder, rank).open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     own = torch.device(device, rank) if device == "cuda" else None
@@ -177,7 +258,7 @@ def _serve(
     dist.init_process_group(
         "gloo" if own is None else "cpu:gloo,cuda:nccl",
         device_id=own,
-        store=dist.FileStore(store, size),
+        store=dist.FileStore(str(Path(folder) / "store"), size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
