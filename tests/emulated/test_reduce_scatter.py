@@ -55,9 +55,10 @@ def run(arch, fields, ranks, sizes, *, mode="immediate", seed=0, launches=1, dty
     return emulator.report
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3))])
 @pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
 def test_every_kernel_on_every_world(arch, fields, ranks):
+    """Two and three ranks have the tests below."""
     run(arch, fields, ranks, SHAPES["ragged"])
 
 
@@ -74,7 +75,7 @@ def test_every_shape(arch, fields, shape):
 
 
 @pytest.mark.parametrize("mode", ["random", "lazy"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
 def test_whenever_asynchronous_operations_complete(arch, fields, mode, seed):
     run(arch, fields, 2, SHAPES["ragged"], mode=mode, seed=seed, launches=2)

@@ -60,8 +60,13 @@ def held():
     return [space.memory.local[: space.size.zeroed].view(torch.int32) for space in workspace.workspaces()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", SHAPES)
+EVERY = [(shape, ranks) for shape in SHAPES for ranks in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [*EVERY[::4], *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in EVERY[::4])],
+)
 def test_every_shape_on_every_world(shape, ranks):
     with far_apart(ranks) as world:
         right(case(*SHAPES[shape]), world, 3)
@@ -79,8 +84,18 @@ def test_every_kind_of_kernel(fields):
         right(case(*SHAPES["ragged"]), world, 3, slot)
 
 
-@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [
+        ("immediate", 1),
+        ("random", 2),
+        ("lazy", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("immediate", 2), ("random", 1), ("lazy", 2))
+        ),
+    ],
+)
 def test_whenever_asynchronous_operations_complete(mode, seed):
     schedule = Schedule(order="random", lanes=seed == 2)
     with far_apart(3, mode, seed, schedule=schedule, num_sms=3) as world:

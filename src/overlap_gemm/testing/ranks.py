@@ -82,6 +82,7 @@ class Ranks:
         # A function takes seconds on a machine of its own. On two cores that others use as well, 15 processes
         # that wanted to run at once made it ten times that; these bounds are a few times more.
         self.size = size
+        self.timeout = timeout
         self._settings = (device, timeout, threads)
         self._limit = limit
         self._grace = 10.0
