@@ -1,8 +1,10 @@
 """The demo in a world of one; tests/multi runs it on several ranks."""
 
 import importlib.metadata
+import json
 import math
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +94,31 @@ def test_timelines_are_drawn_for_every_rank(tmp_path):
     drawn = (tmp_path / "t.svg").read_text()
     assert "rank 2 transfer" in drawn
     assert "gemm_reduce_scatter, decomposed" in drawn
+    assert "Who computes and who transfers when" in drawn
+
+
+def test_pictures_of_a_benchmark_say_what_to_see_and_where_it_ran(tmp_path):
+    """Ours beside the best other: only `auto`, both modes, shapes of enough rows."""
+    data = Path(__file__).parents[2] / "benchmarks" / "results" / "h200x2-gemm-reduce-scatter.json"
+    report = json.loads(data.read_text())
+    plots.draw_ratios(report, tmp_path / "r.svg", least_rows=512)
+    plots.draw_bounds(report, tmp_path / "b.svg")
+    ratios, bounds = ((tmp_path / name).read_text() for name in ("r.svg", "b.svg"))
+    for drawn in (ratios, bounds):
+        assert "2 x NVIDIA H200, nccl, torch 2.11.0+cu130, 2026-11-21" in drawn
+    assert "Time beside the faster of torch" in ratios and "left of the line we are faster" in ratios
+    assert "captured in CUDA graphs" in ratios and "called eagerly" in ratios
+    assert "8192,8192,28672" in ratios and "128,8192,28672" not in ratios
+    assert "How near each way comes to its bound: longer is better" in bounds
+
+
+def test_the_readmes_speed_is_what_was_measured():
+    root = Path(__file__).parents[2]
+    report = json.loads((root / "benchmarks/results/h200x2-gemm-reduce-scatter.json").read_text())
+    readme = " ".join((root / "README.md").read_text().split())
+    for mode, words in (
+        ("graph", "{:.2f} to {:.2f} of the time of the faster"),
+        ("eager", "{:.2f} to {:.2f} of it called eagerly"),
+    ):
+        found = [r[mode]["ours"]["auto"]["against"] for r in report["results"] if r["m"] >= 512]
+        assert words.format(min(found), max(found)) in readme

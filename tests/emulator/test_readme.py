@@ -1,4 +1,4 @@
-"""The README's example of the emulator runs as pasted."""
+"""The first page's example of the emulator runs as pasted."""
 
 import os
 import re
@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "index.md"
 
 
 def test_the_example_runs_as_pasted(tmp_path):
-    section = README.read_text().split("## Run CuTe DSL kernels without a GPU")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Run CuTe DSL kernels without a GPU")[1].split("\n## ")[0]
     (example,) = re.findall(r"```python\n(.*?)```", section, re.S)
     script = tmp_path / "add_one.py"
     script.write_text(example)

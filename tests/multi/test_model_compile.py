@@ -11,10 +11,11 @@ from overlap_gemm.parallel import exportable, parallelize
 from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
 
 
-def compiles(rank, size, family, sequence_parallel, dynamic):
+def compiles(rank, size, family, sequence_parallel, dynamic, layers=2):
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (size,))
-    model = parallelize(tiny(family, size), mesh, sequence_parallel=sequence_parallel)
+    model = tiny(family, size, num_hidden_layers=layers)
+    parallelize(model, mesh, sequence_parallel=sequence_parallel)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     torch.manual_seed(1)
     for length in (8, 13) if dynamic else (8,):
@@ -31,7 +32,7 @@ def compiles(rank, size, family, sequence_parallel, dynamic):
 
 
 def test_compile(ranks):
-    ranks(2).run(compiles, "llama", True, True)
+    ranks(2).run(compiles, "llama", True, True, 1)  # compiling is slow: two layers below
 
 
 @pytest.mark.slow
@@ -44,6 +45,11 @@ def test_compile_without_sequence_parallelism(ranks, dynamic):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compile_every_family(ranks, family):
     ranks(2).run(compiles, family, True, False)
+
+
+@pytest.mark.slow
+def test_compile_dynamic(ranks):
+    ranks(2).run(compiles, "llama", True, True)
 
 
 def exports(rank, size):

@@ -47,10 +47,50 @@ def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.5)
     axes.set_xlabel(f"bound / time, {mode} (1: the bound is reached; black: where the model expected it)")
-    machine = report["machine"]
-    axes.set_title(f"{machine['ranks']} x {machine['processor']}, {machine['carrier']}", loc="left")
+    axes.set_title(f"How near each way comes to its bound: longer is better\n{_where(report)}", loc="left")
     figure.legend(loc="outside lower center", ncols=len(names))
     figure.savefig(file, dpi=150)
+
+
+def draw_ratios(report: Mapping[str, Any], file: Path, least_rows: int = 0) -> None:
+    """Draws `auto` beside the fastest way that is not ours, eager and captured, with the rounds' quartiles.
+
+    Args:
+        report: A benchmark's.
+        file: Where to; the ending decides the format.
+        least_rows: Leaves out shapes of fewer rows.
+    """
+    results = [result for result in report["results"] if result["m"] >= least_rows]
+    figure = Figure(figsize=(8, 1.4 + 0.3 * len(results)), layout="constrained")
+    axes = figure.add_subplot()
+    for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
+        found = [
+            (place + shift, ours["against"], *ours["against_quartiles"])
+            for place, result in enumerate(results)
+            if (ours := result.get(mode, {}).get("ours", {}).get("auto")) and ours["against"] is not None
+        ]
+        if found:
+            places, ratios, low, high = (list(column) for column in zip(*found, strict=True))
+            axes.hlines(places, low, high, color=colour, linewidth=3, alpha=0.5)
+            label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
+            axes.plot(ratios, places, "o", color=colour, markersize=4, label=label)
+    axes.set_yticks(range(len(results)), [_label(result) for result in results])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.set_xlabel("our time / best other: left of the line we are faster (bars: quartiles of the rounds)")
+    axes.set_title(
+        f"Time beside the faster of torch's own ways (two calls, or its fused op)\n{_where(report)}",
+        loc="left",
+    )
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(file, dpi=150)
+
+
+def _where(report: Mapping[str, Any]) -> str:
+    machine = report["machine"]
+    dated = [f"torch {machine['torch']}"] * ("torch" in machine) + [machine["date"]] * ("date" in machine)
+    return ", ".join([f"{machine['ranks']} x {machine['processor']}", machine["carrier"], *dated])
 
 
 def _label(result: Mapping[str, Any]) -> str:
@@ -72,6 +112,7 @@ def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]
         for axes, (backend, by_rank) in zip(axes_row, by_backend.items(), strict=True):
             axes.set_title(f"{op}, {backend}", loc="left")
             _draw_ranks(axes, by_rank)
+    figure.suptitle("Who computes and who transfers when: overlap is both at once", x=0.01, ha="left")
     handles = [Patch(color=colour, label=kind) for kind, colour in SPAN_COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=150)

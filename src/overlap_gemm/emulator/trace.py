@@ -163,6 +163,7 @@ class Trace:
             handles=[Patch(color=c, label=k) for k, c in _COLOURS.items()],
             loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
         )  # fmt: skip
+        figure.suptitle("Who does what when: overlap is several rows at once", x=0.01, ha="left", fontsize=10)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 
