@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from overlap_gemm.emulator.machine.errors import EmulatorError
 from overlap_gemm.emulator.units import smem_desc, tcgen05, tma, tmem
 from overlap_gemm.emulator.units.tma_encode import encode_tiled
 
@@ -285,3 +286,47 @@ def test_scale_factors_must_have_arrived():
     broken = KERNEL.replace(copies, "").replace("LOADED:", early + copies + "LOADED:")
     _, _, findings = scaled_kernel(broken, mode="immediate")
     assert "shared-race" in {f.kind for f in findings}
+
+
+ARRIVAL = """
+mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, done; setp.eq.u32 %p0, %r0, 0;
+@%p0 mbarrier.init.shared.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.release; barrier.cluster.wait.acquire;
+setp.ne.u32 %p1, %r1, 0; @%p1 bra WAIT;
+mov.u32 %r4, 1; mapa.shared::cluster.u32 %r3, %r2, %r4; ld.shared::cluster.b32 %r5, [%r3+8];
+@%p0 mbarrier.arrive.shared::cluster.b64 _, [%r3];
+bra EXIT;
+WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra WAIT;
+EXIT:
+"""
+
+
+def test_a_neighbours_arrival_that_was_waited_for_is_no_access_after_the_end():
+    cluster = {"grid": (2, 1, 1), "cluster": (2, 1, 1)}
+    smem = ".shared .align 8 .b64 done; .shared .align 8 .b64 data;"
+    assert not run(ARRIVAL, [], smem, **cluster).report.findings
+    hasty = ARRIVAL.replace("@!%p2 bra WAIT;", "")  # looks once
+    with pytest.raises(EmulatorError, match="has exited"):
+        run(hasty, [], smem, **cluster)
+
+
+QUARTERS = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; mov.u32 %r2, slot; setp.eq.u32 %p0, %r1, 0;
+@%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], 32;
+bar.sync 0; ld.shared.b32 %r3, [%r2]; add.u32 %r4, %r3, OTHER;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r0}; tcgen05.wait::st.sync.aligned;
+shl.b32 %r5, %r1, 21; add.u32 %r5, %r5, %r3;
+tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r6}, [%r5]; tcgen05.wait::ld.sync.aligned;
+mul.wide.u32 %d5, %r0, 4; add.s64 %d6, %d0, %d5; st.global.b32 [%d6], %r6;
+tcgen05.fence::before_thread_sync; bar.sync 0;
+@%p0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;
+"""
+
+
+def test_an_address_without_a_quarter_means_the_warps_own():
+    out = aligned(128)
+    smem = ".shared .align 4 .b32 slot;"
+    run(QUARTERS.replace("OTHER", "0"), [out], smem, block=(128, 1, 1))
+    np.testing.assert_array_equal(out, np.arange(128))
+    with pytest.raises(EmulatorError, match="this warp reaches lanes"):
+        run(QUARTERS.replace("OTHER", str(1 << 21)), [out], smem, block=(128, 1, 1))

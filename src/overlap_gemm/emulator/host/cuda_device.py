@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from . import device_memory
+from .device_memory import DeviceMemory
 from .graphs import Capture, classes
 from .replace import replaced
 from .runtime_api import DeviceProperties
@@ -32,6 +34,7 @@ class CudaDevices:
         current: Index of the calling thread's device.
         synchronize: Waits until the calling rank's launches have run.
         captures: CUDA graphs that are being captured, by rank.
+        adopt: Told of every storage that becomes memory of the calling rank's device.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class CudaDevices:
         current: Callable[[], int],
         synchronize: Callable[[], None],
         captures: dict[int, Capture],
+        adopt: Callable[[torch.UntypedStorage], None],
     ) -> None:
         self.captures = captures
+        self.memory = DeviceMemory(adopt, self.in_order)
         self.properties = properties
         self.count = count
         self.current = current
@@ -56,6 +61,15 @@ class CudaDevices:
             capture.keep(self.synchronize)
         else:
             self.synchronize()
+
+    def in_order(self, operation: Callable[[], object]) -> None:
+        """Carries an operation out behind the launches before it; in a capture, in each replay."""
+        self.wait()
+        capture = self.captures.get(self.current())
+        if capture is not None:
+            capture.keep(operation)
+        else:
+            operation()
 
     def attribute(self, number: int) -> int:
         """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""
@@ -129,30 +143,35 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
             shared_memory_per_block_optin=devices.attribute(97),
         )
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
+    profile = torch.profiler.profile
+    yield replaced(
+        torch.profiler,
+        "profile",
+        lambda *_, activities=None, **options: profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], **options
+        ),
+    )
     for name, value in {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": nothing,
-        "_lazy_init": nothing,
+        "init": _nothing(),
+        "_lazy_init": _nothing(),
         "device_count": lambda: devices.count,
         "current_device": devices.current,
-        "set_device": nothing,
+        "set_device": _nothing(),
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": lambda *_: devices.synchronize(),
         "get_device_capability": lambda *_: devices.properties.capability,
         "get_device_name": lambda *_: device_properties().name,
         "get_device_properties": device_properties,
         "can_device_access_peer": lambda *_: True,
-        "empty_cache": nothing,
+        "empty_cache": _nothing(),
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
-        "reset_peak_memory_stats": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
+        "reset_peak_memory_stats": _nothing(),
+        "manual_seed": _nothing(),
+        "manual_seed_all": _nothing(),
         "is_current_stream_capturing": lambda: devices.current() in devices.captures,
         "Stream": default,
         "ExternalStream": lambda handle, *_: default(handle=handle),
@@ -165,6 +184,11 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
         "graph": graph,
     }.items():
         yield replaced(torch.cuda, name, value)
+
+
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing, of its own: torch._dynamo tells functions of torch by identity."""
+    return lambda *_, **__: None
 
 
 def _make_stream_class(devices: CudaDevices) -> type:
@@ -259,6 +283,7 @@ def _bindings(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManage
         "cuEventSynchronize": synchronize,
         "cuEventElapsedTime": elapsed,
         "cuEventDestroy": accept,
+        **device_memory.driver_functions(devices.memory, driver.CUdeviceptr),
     }
     runtime_functions: dict[str, Callable[..., Any]] = {
         "cudaGetDevice": lambda: devices.current(),
@@ -276,6 +301,7 @@ def _bindings(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManage
         "cudaEventElapsedTime": elapsed,
         "cudaEventDestroy": accept,
         "cudaLibraryUnload": accept,
+        **device_memory.runtime_functions(devices.memory),
     }
     for module, success, functions in (
         (driver, driver.CUresult.CUDA_SUCCESS, driver_functions),

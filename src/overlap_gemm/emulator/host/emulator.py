@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -345,10 +344,10 @@ class Emulator:
             name: For reports.
         """
         shape = tuple(shape)
-        if not math.prod(shape):
-            raise ValueError(f"{shape=} holds no element")
         with self._lock:
             symmetric = self._heap.allocate(shape, dtype)
+            if not symmetric.nbytes:
+                return symmetric
             for rank, address in enumerate(symmetric.addresses):
                 self.machine.memory.register(address, symmetric.nbytes, rank, name, kind="symmetric")
             self.machine.memory.register_multicast(

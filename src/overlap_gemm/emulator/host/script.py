@@ -52,10 +52,12 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
 def one_device(emulator: Emulator) -> Iterator[None]:
     """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
     with contextlib.ExitStack() as stack:
-        devices = cuda_device.CudaDevices(emulator.device, 1, lambda: 0, emulator.finish, emulator.captures)
+        adopt = functools.partial(emulator.adopt, rank=0)
+        devices = cuda_device.CudaDevices(
+            emulator.device, 1, lambda: 0, emulator.finish, emulator.captures, adopt
+        )
         for change in cuda_device.changes(devices):
             stack.enter_context(change)
-        adopt = functools.partial(emulator.adopt, rank=0)
         stack.enter_context(
             CudaOnCpu(adopt, devices.current, devices.synchronize, lambda: emulator.captures.get(0))
         )
@@ -82,7 +84,12 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
     ]
 
     devices = cuda_device.CudaDevices(
-        emulator.device, emulator.ranks, current, synchronize, emulator.captures
+        emulator.device,
+        emulator.ranks,
+        current,
+        synchronize,
+        emulator.captures,
+        lambda storage: emulator.adopt(storage, current()),
     )
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (

@@ -34,6 +34,7 @@ from .elf import absolute_symbols, rename_undefined
 from .nvshmem import linked_for
 from .replace import environment, replaced
 from .runtime_api import DeviceProperties, KernelCall, RuntimeApi
+from .torch_mode import plays_host_memory
 
 TESTED_DSL = "4.8.1"
 """Version of nvidia-cutlass-dsl this seam was tested with."""
@@ -113,15 +114,15 @@ class Seam:
         from cutlass.base_dsl.dsl import BaseDSL
         from cutlass.base_dsl.jit_executor import JitExecutor
         from cutlass.cute.runtime import _Tensor
-        from cutlass.cutlass_dsl import CuTeDSL
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
-        from cutlass.cutlass_dsl.cutlass import CutlassBaseDSL
+        from cutlass.cutlass_dsl.cutlass import CuTeDSL, CuteExperimentalDSL, CutlassBaseDSL
 
         yield from _binding_to_own_names()
         function = CudaDialectJitCompiledFunction
-        settings = CuTeDSL._get_dsl().envar
-        yield replaced(settings, "shared_libs", library)
-        yield replaced(settings, "_arch", device().arch)
+        for dialect in (CuTeDSL, CuteExperimentalDSL):
+            settings = dialect._get_dsl().envar
+            yield replaced(settings, "shared_libs", library)
+            yield replaced(settings, "_arch", device().arch)
         for dsl in (BaseDSL, CutlassBaseDSL):
             yield replaced(dsl, "_runtime_can_run_compiled", lambda *_: True)
         yield replaced(function, "num_devices", 1)
@@ -216,11 +217,13 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 def _on_device(init: Callable[..., None]) -> Callable[..., None]:
-    """The DSL's tensor of a CPU tensor says that it lies on device 0."""
+    """The DSL's tensor of a CPU tensor says that it lies on device 0, save a script's own CPU tensors."""
 
     @wraps(init)
     def init_on_device(tensor: Any, *args: Any, **kwargs: Any) -> None:
         init(tensor, *args, **kwargs)
+        if args and plays_host_memory(args[0]):
+            return
         if not kwargs.get("enable_tvm_ffi") and _is_valid(tensor._dlpack_data, _DLTENSOR):
             address = _get_pointer(tensor._dlpack_data, _DLTENSOR)
             (ctypes.c_int32 * 2).from_address((address or 0) + _DEVICE_TYPE)[:] = [_CUDA, 0]

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from . import scaled_mm
 from .graphs import Capture
 
 _CUDA = re.compile(r"cuda(:\d+)?$")
@@ -30,6 +31,7 @@ _UNINITIALISED = {
     torch.Tensor.new_empty,
     torch.Tensor.new_empty_strided,
 }
+_SCALED_MM = getattr(torch, "_scaled_mm", None)
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _PINNED = {torch.Tensor.is_pinned, torch.Tensor.pin_memory}
@@ -56,6 +58,14 @@ def set_mark(tensor: torch.Tensor) -> torch.Tensor:
     """Makes a tensor's whole storage play device memory; returns the tensor."""
     setattr(_storage(tensor), _MARK, True)
     return tensor
+
+
+def plays_host_memory(tensor: object) -> bool:
+    """Whether a script runs in which a tensor is an ordinary CPU tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, CudaOnCpu) for mode in modes) and not is_marked(tensor)
 
 
 class CudaOnCpu(TorchFunctionMode):
@@ -135,6 +145,8 @@ class CudaOnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], args: Any, kwargs: Any, inputs: list[torch.Tensor], on_device: bool
     ) -> Any:
         owned = {_storage(t)._cdata for t in inputs}
+        if func is _SCALED_MM and scaled_mm.is_block_scaled(*args, **kwargs):
+            func = scaled_mm.block_scaled
         result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if on_device:
             for output in _tensors(result):

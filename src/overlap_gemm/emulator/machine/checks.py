@@ -308,7 +308,10 @@ class Checks:
             if barrier.tx:
                 self.report.add("exit-tx", f"{cta} exits with {barrier}", key=barrier.address)
         for agent, clock in cta.visitors.values():
-            if not any(w.agent.vector.get(agent.id, 0) >= clock for w in cta.warps):
+            if not any(
+                max(w.agent.vector.get(agent.id, 0), nearby(w.agent).get(agent.party, 0)) >= clock
+                for w in cta.warps
+            ):
                 self.report.add(
                     "exit-remote",
                     f"{cta} exits, and nothing orders that after {agent.warp} accesses its shared memory: "

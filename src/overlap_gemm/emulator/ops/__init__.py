@@ -13,6 +13,7 @@ from overlap_gemm.emulator.ops import (  # noqa: F401  their import registers th
     sync,
     tensor,
     tensor_copy,
+    tensor_map,
     warpgroup,
 )
 from overlap_gemm.emulator.ops.control import make_call

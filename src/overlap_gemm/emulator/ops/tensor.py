@@ -125,6 +125,14 @@ def _relinquish(program: Any, f: Function, ins: Instruction) -> Op:
 # -- loads and stores ----------------------------------------------------------------------------
 
 
+def _own(group: Group, address: int) -> int:
+    """An address that names none of the four quarters of the lanes means the warp's own.
+
+    The ISA does not say so. Kernels that run on GPUs rely on it (an example of CuTe DSL's primitives does).
+    """
+    return address | (group.warp.index % 4) << 21 if address >> 21 == 0 else address
+
+
 def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> None:
     """A warp reaches the 32 lanes that its place in the warpgroup gives it (9.7.16.2.2), where allocated."""
     mine = 32 * (group.warp.index % 4)
@@ -155,7 +163,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = one(address, mask)
+        at = _own(group, one(address, mask))
         _access(group, ins, "ld", at, lanes, columns)
         try:
             values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
@@ -177,7 +185,7 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, values: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = one(address, mask)
+        at = _own(group, one(address, mask))
         _access(group, ins, "st", at, lanes, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:

@@ -1,4 +1,4 @@
-"""`cuTensorMapEncodeTiled`: the driver's conditions for a tensor map, and the map it makes."""
+"""How a tensor map is written: `cuTensorMapEncodeTiled` with the driver's conditions, `tensormap.replace`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ API_TYPES = (
     "b4x16_p64",
     "b6x16_p32",
 )
+_HARDWARE = {"tf32": "f32", "tf32.ftz": "f32.ftz"}
 
 
 def encode_tiled(
@@ -61,7 +62,7 @@ def encode_tiled(
             f"{data_type=} is no CUtensorMapDataType this emulator knows (0..{len(API_TYPES) - 1})"
         )
     api = API_TYPES[data_type]
-    name = {"tf32": "f32", "tf32.ftz": "f32.ftz"}.get(api, api)
+    name = _HARDWARE.get(api, api)
     bits = TYPES[CODES[name]][1]
     rank = len(dims)
     if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
@@ -109,3 +110,54 @@ def encode_tiled(
         fill_nan=bool(oob_fill),
         l2_promotion=l2_promotion,
     )
+
+
+# Fields of tensormap.replace that lie in one place for each ordinal: 32-bit word and shift of ordinal 0,
+# bits, what each further ordinal adds to the word and to the shift, and what is subtracted from the value.
+FIELDS: dict[str, tuple[int, int, int, int, int, int]] = {
+    "global_address": (0, 0, 64, 0, 0, 0),
+    "rank": (2, 4, 3, 0, 0, 0),  # the instruction takes it less one
+    "elemtype": (2, 7, 4, 0, 0, 0),
+    "interleave_layout": (2, 11, 2, 0, 0, 0),
+    "swizzle_mode": (2, 13, 2, 0, 0, 0),
+    "fill_mode": (2, 15, 1, 0, 0, 0),
+    "swizzle_atomicity": (2, 19, 2, 0, 0, 0),
+    "global_stride": (3, 0, 32, 1, 0, 0),
+    "global_dim": (8, 0, 32, 1, 0, 1),
+    "element_stride": (13, 0, 3, 0, 3, 1),
+    "box_dim": (14, -8, 8, 0, 8, 1),
+}
+
+
+def field_bits(name: str, ordinal: int, value: int) -> list[tuple[int, int, int, int]]:
+    """Where `tensormap.replace` writes what: 32-bit word, shift, number of bits, their value.
+
+    Args:
+        name: a key of `FIELDS`.
+        ordinal: the dimension, from 0; of a stride the one before its dimension.
+        value: what the instruction is given; strides in bytes.
+
+    Raises:
+        ValueError: a value that the field cannot hold.
+    """
+    word, shift, bits, word_step, shift_step, less = FIELDS[name]
+    word, shift, field = word + ordinal * word_step, shift + ordinal * shift_step, value - less
+    if name == "box_dim" and ordinal == 0:
+        word, shift = 13, 24
+    if name == "global_stride":
+        if value % 16 or ordinal > 3:
+            raise ValueError(f"stride {value} of ordinal {ordinal}: a multiple of 16 bytes, ordinals 0 to 3")
+        field = value >> 4
+        return [(word, 0, 32, field & 0xFFFFFFFF), (7, 4 * ordinal, 4, field >> 32)]
+    if name == "global_address":
+        return [(0, 0, 32, value & 0xFFFFFFFF), (1, 0, 32, value >> 32)]
+    if name == "elemtype":
+        if not 0 <= value < len(API_TYPES):
+            raise ValueError(f"element type {value} is not one of 0 to {len(API_TYPES) - 1}")
+        api = API_TYPES[value]
+        code = CODES[_HARDWARE.get(api, api)]
+        return [(word, shift, bits, code), (2, 16, 1, int(api.startswith("tf32")))]
+    field &= 0xFFFFFFFF if name == "global_dim" else -1  # 0 stands for 2**32
+    if not 0 <= field < 1 << bits:
+        raise ValueError(f"{name} of {value} does not fit its {bits} bits")
+    return [(word, shift, bits, field)]
