@@ -92,7 +92,9 @@ def reserve(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
 ) -> int:
-    """Allocates one workspace for all fused calls up to a size; those then allocate none.
+    """Allocates one workspace for all fused `gemm_reduce_scatter`s up to a size; those then allocate none.
+
+    Other fused ops share it as far as they fit; `warmup` makes room for them.
 
     Collective: every rank of the group calls it with the same arguments.
 

@@ -55,7 +55,27 @@ def test_variants_fit():
     "config", QUICK + [pytest.param(c, marks=pytest.mark.slow) for c in EVERY], ids=lambda c: c.name
 )
 def test_reduce_scatter_compiles_and_is_clean(config, ptx_of):
-    ptx = ptx_of(config, True)
+    is_clean(config, ptx_of(config, "reduce_scatter"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, marks=pytest.mark.slow) for c in SMALLEST + EVERY if c.slot_dtype == c.out_dtype],
+    ids=lambda c: c.name,
+)
+def test_output_gather_compiles_and_is_clean(config, ptx_of):
+    is_clean(config, ptx_of(config, "output_gather"))
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(c, marks=pytest.mark.slow) for c in QUICK + EVERY], ids=lambda c: c.name
+)
+@pytest.mark.parametrize("pattern", ["one_shot", "two_shot"])
+def test_all_reduce_compiles_and_is_clean(config, pattern, ptx_of):
+    is_clean(config, ptx_of(config, pattern))
+
+
+def is_clean(config, ptx):
     assert ptx_findings(ptx, exchanges=True) == []
     if find_ptxas():
         assert ptxas_findings(run_ptxas(ptx, config.arch)) == []
@@ -67,13 +87,13 @@ def test_reduce_scatter_compiles_and_is_clean(config, ptx_of):
     ids=lambda c: c.name,
 )
 def test_plain_gemm_pays_nothing_for_communication(config, ptx_of):
-    ptx = ptx_of(config, False)
+    ptx = ptx_of(config, None)
     assert ptx_findings(ptx, exchanges=False) == []
     for word in (".sys", "globaltimer", "trap", "atom.", "cp.async.bulk.global.shared"):
         assert word not in ptx
     if find_ptxas():
         plain = run_ptxas(ptx, config.arch)
-        fused = run_ptxas(ptx_of(config, True), config.arch)
+        fused = run_ptxas(ptx_of(config, "reduce_scatter"), config.arch)
         assert ptxas_findings(plain) == []
         assert plain.registers <= fused.registers
         assert plain.barriers == fused.barriers <= 2, "the epilogue needs no named barrier"
@@ -97,13 +117,13 @@ def test_plain_gemm_pays_nothing_for_communication(config, ptx_of):
     ],
 )
 def test_lint_notices(config, broken, finding, ptx_of):
-    ptx = ptx_of(config, True)
+    ptx = ptx_of(config, "reduce_scatter")
     assert broken(ptx) != ptx
     assert any(finding in f for f in ptx_findings(broken(ptx), exchanges=True))
 
 
 @needs_ptxas
 def test_ptxas_report_notices_spills(ptx_of):
-    ptx = ptx_of(SMALLEST[-1], True).replace(".reqntid", ".maxnreg 56\n.reqntid")
+    ptx = ptx_of(SMALLEST[-1], "reduce_scatter").replace(".reqntid", ".maxnreg 56\n.reqntid")
     findings = ptxas_findings(run_ptxas(ptx, "sm_100a"))
     assert any("spilled" in f for f in findings)

@@ -7,7 +7,7 @@ import pytest
 
 from overlap_gemm.tuning.calibrate import COLLECTIVES, CURVE_BYTES, HOSTS, calibrate
 from overlap_gemm.tuning.machine import load
-from overlap_gemm.tuning.model import Facts, collective_seconds, fused_reduce_scatter, product_seconds
+from overlap_gemm.tuning.model import Facts, collective_seconds, fused_time, product_seconds
 
 
 class ModelProbe:
@@ -32,7 +32,7 @@ class ModelProbe:
     def fused(self, config, m, n, k, world=None):
         self._may("fused")
         facts = Facts("gemm_reduce_scatter", m, n, k, "bf16", world or self.world)
-        return fused_reduce_scatter(config, facts, self.machine, self.sms).total
+        return fused_time(config, facts, self.machine, self.sms).total
 
     def link(self):
         self._may("link")

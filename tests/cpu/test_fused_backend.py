@@ -29,7 +29,8 @@ PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", worl
     ("changes", "reason"),
     [
         ({}, "Hopper or Blackwell"),
-        ({"op": "gemm_all_reduce"}, "gemm_all_reduce"),
+        ({"op": "all_gather_gemm"}, "all_gather_gemm"),
+        ({"op": "gemm_all_gather", "world_size": 3}, "1366 columns a rank, which must be a multiple of 8"),
         ({"dtype": torch.float32}, "float32"),
         ({"features": 100}, "N=100 must be a multiple of 8"),
     ],
@@ -56,6 +57,11 @@ def test_a_backward_pass_takes_another_backend_where_there_is_no_dual():
     assert choice.backend.name == "decomposed"
     assert choice.verdicts[0][0] == "fused" and "all_gather_gemm" in (choice.verdicts[0][1] or "")
     assert choose(problem, preferring("sequential")).backend.name == "sequential"
+
+
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_all_gather"])
+def test_auto_leaves_alone_what_no_gpu_has_run(op):
+    assert "no GPU has run" in (Fused().why_slower(replace(PROBLEM, op=op, device_type="cuda")) or "")
 
 
 def test_explain_tells_the_backward_too():

@@ -10,7 +10,7 @@ from overlap_gemm.tuning.model import (
     Facts,
     collective_seconds,
     efficiency_of,
-    fused_reduce_scatter,
+    fused_time,
     interpolate,
     transfer_seconds,
 )
@@ -92,10 +92,10 @@ def test_a_cooperative_kernel_stops_for_its_epilogue_and_for_what_its_ring_does_
         GemmConfig("sm_90a", tile, (2, 1), kind)
         for kind, tile in (("cooperative", (128, 256)), ("pingpong", (128, 128)))
     )
-    stopped = fused_reduce_scatter(cooperative, call, machine, 132).waves
-    assert stopped > 1.1 * fused_reduce_scatter(pingpong, call, machine, 132).waves
-    deeper = fused_reduce_scatter(replace(cooperative, ring_stages=6), call, machine, 132).waves
-    instant = fused_reduce_scatter(cooperative, call, replace(machine, epilogue=0.0), 132).waves
+    stopped = fused_time(cooperative, call, machine, 132).waves
+    assert stopped > 1.1 * fused_time(pingpong, call, machine, 132).waves
+    deeper = fused_time(replace(cooperative, ring_stages=6), call, machine, 132).waves
+    instant = fused_time(cooperative, call, replace(machine, epilogue=0.0), 132).waves
     assert deeper < stopped and instant < stopped
 
 
@@ -132,7 +132,7 @@ def test_a_choice_without_k_costs_little(world, m, n, k):
     call, machine = facts(m, n, k, world), load("h200")
     blind = predict(facts(m, n, None, world), "sm_90a", 132, captured=True).config
     best = predict(call, "sm_90a", 132, captured=True).ways["fused"]
-    assert fused_reduce_scatter(blind, call, machine, 132).total <= 7 / 6 * best
+    assert fused_time(blind, call, machine, 132).total <= 7 / 6 * best
 
 
 def test_facts_hold_no_rank():
@@ -182,7 +182,7 @@ def test_a_faster_machine_is_no_slower(rate, size):
     slow = load("h200")
     fast = replace(slow, **{rate: 2 * getattr(slow, rate)})
     for config in candidates("sm_90a", "bf16"):
-        times = [fused_reduce_scatter(config, facts(m=size), m, 132).total for m in (slow, fast)]
+        times = [fused_time(config, facts(m=size), m, 132).total for m in (slow, fast)]
         assert times[1] <= times[0]
 
 
@@ -215,7 +215,7 @@ def test_a_curve_is_linear_between_its_points_and_behind_them():
 def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     call, machine = facts(m=rows, world=8), machine_for(arch)
     found = predict(call, arch, 132, captured=True)
-    times = [fused_reduce_scatter(c, call, machine, 132).total for c in candidates(arch, "bf16")]
+    times = [fused_time(c, call, machine, 132).total for c in candidates(arch, "bf16")]
     assert found.fused.total == min(times) == found.ways["fused"]
 
 

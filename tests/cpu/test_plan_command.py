@@ -35,6 +35,13 @@ def test_the_link_bounds_where_it_is_slower():
     assert "limited by the link" in said
 
 
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_all_gather"])
+def test_a_kernel_that_no_gpu_has_run_is_shown_and_not_chosen(op):
+    _, said = plan(op, 8192, 8192, 28672, "--ranks", 4)
+    assert "us expected, which no GPU has run, so auto leaves it alone" in said
+    assert "choice, captured in a CUDA graph: torch" in said
+
+
 def test_an_unmeasured_machine_is_called_expected():
     _, said = plan("gemm_reduce_scatter", 4096, 4096, 4096, "--machine", "b200")
     assert "NVIDIA B200" in said and "constants expected" in said

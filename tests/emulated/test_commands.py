@@ -28,6 +28,29 @@ def test_a_right_run_ends_with_code_0_and_its_figures(options):
         assert word in result.output
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("gemm_all_reduce", "--algorithm", "two_shot", "--tile", "128x64", "--cta-group", "1"),
+        pytest.param(
+            ("gemm_all_reduce", "--algorithm", "one_shot", "--arch", "sm_90a"), marks=pytest.mark.slow
+        ),
+        pytest.param(("gemm_all_gather", "--arch", "sm_90a", "--mode", "lazy"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_other_ops_run(call):
+    result = invoke("emulate", *call, *SMALL[2:])
+    assert result.exit_code == 0, result.output
+    assert "right: 1 launches" in result.output and "0 findings" in result.output
+
+
+def test_what_an_op_cannot_do_is_said():
+    assert "has no puts yet" in invoke("emulate", "gemm_all_gather", "--transport", "nvshmem").output
+    result = invoke("emulate", "gemm_all_gather", "--n", "24")
+    assert result.exit_code == 1
+    assert "12 columns a rank" in " ".join(result.output.split())
+
+
 def test_a_wrong_result_ends_with_code_1(monkeypatch):
     right = emulated.judge
 

@@ -23,13 +23,14 @@ pytestmark = pytest.mark.parametrize("arch", ARCHS)
 class World:
     """Three virtual ranks whose faults are set by `harm` after their launches are queued, before they run."""
 
-    def __init__(self, arch, harm, launches=1):
-        self.arch, self.harm, self.launches = arch, harm, launches
+    def __init__(self, arch, harm, launches=1, case=CASE, **fields):
+        self.arch, self.harm, self.launches, self.case = arch, harm, launches, case
+        self.fields = {**ARCHS[arch], **fields}
 
     def run(self):
         """The judgements of all launches."""
         with (
-            configured(**ARCHS[self.arch]),
+            configured(**self.fields),
             Emulator(self.arch, 3, "immediate") as emulator,
             VirtualWorld(3, emulator=emulator) as world,
             pytest.MonkeyPatch.context() as patch,
@@ -47,8 +48,8 @@ class World:
 
             patch.setattr(emulator.machine, "submit", note_flags)
             patch.setattr(emulator, "run", harm_and_run)
-            launched = run_launches(CASE, world, self.launches)
-            return [judge(CASE, given, outs, torch.bfloat16) for given, outs in launched]
+            launched = run_launches(self.case, world, self.launches)
+            return [judge(self.case, given, outs, torch.bfloat16) for given, outs in launched]
 
 
 def flag_fault(action, source, target, **options):

@@ -1,10 +1,11 @@
-"""Sequences of calls of any shapes, on any streams, with a rank that lags: judged by values.
+"""Sequences of calls of any ops and shapes, on any streams, with a rank that lags: judged by values.
 
 The rule they try: nobody writes a buffer of call e + 2 before every rank has finished reading call e. A rank
 that owns no row of a call has nobody to wait for in it, so a sequence in which one does lets it run ahead.
 """
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,16 +24,34 @@ ARCHS = {
 }
 both = pytest.mark.parametrize("arch", ARCHS)
 
+WAYS = [
+    ("gemm_reduce_scatter", None),
+    ("gemm_reduce_scatter", None),
+    ("gemm_all_reduce", "one_shot"),
+    ("gemm_all_reduce", "two_shot"),
+    ("gemm_all_gather", None),
+]
+"""Ops and algorithms that share workspaces. In a reduce-scatter alone a rank may have nobody to wait for."""
+
+
+class Call(NamedTuple):
+    """One call in a sequence."""
+
+    m: int
+    n: int
+    op: str = "gemm_reduce_scatter"
+    algorithm: str | None = None
+
 
 def run_sequence(
-    arch, ranks, shapes, *, starved, mode="immediate", seed=0, network=False, num_sms=2, streams=1
+    arch, ranks, calls, *, starved, mode="immediate", seed=0, network=False, num_sms=2, streams=1
 ):
-    """Queues calls of (M, N) on every rank, runs them together and judges each by its values.
+    """Queues calls on every rank, runs them together and judges each by its values.
 
     Args:
         arch: of the kernels.
         ranks: P.
-        shapes: (M, N) of each call.
+        calls: each a `Call`, or (M, N) of a reduce-scatter.
         starved: the rank that runs only when no other can.
         mode: when asynchronous operations complete.
         seed: of operands and schedule.
@@ -47,14 +66,15 @@ def run_sequence(
         Emulator(arch, ranks, mode, seed, network=network, schedule=lagging, num_sms=num_sms) as emulator,
         VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
     ):
-        for call, (m, n) in enumerate(shapes):
+        for number, call in enumerate(Call(*given) for given in calls):
             for rank in range(ranks):
                 world.executor(rank).streams.handle = draw.randrange(streams)
-            case = Case("gemm_reduce_scatter", m, n, 64, torch.bfloat16, seed=seed + call)
-            queued.append((case, *queue_launch(case, world)))
+            case = Case(call.op, call.m, call.n, 64, torch.bfloat16, seed=seed + number)
+            with configured(algorithm=call.algorithm):
+                queued.append((case, *queue_launch(case, world)))
         world.synchronize()
     verdicts = [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
-    wrong = [(call, shapes[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]
+    wrong = [(call, calls[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]
     assert not wrong, wrong
 
 
@@ -67,8 +87,21 @@ def random_sequence(seed):
     return ranks, shapes, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
 
 
-def run_random_sequence(arch, seed):
-    ranks, shapes, starved, mode = random_sequence(seed)
+def random_calls(seed):
+    """The same with every op: (ranks, calls, starved rank, mode)."""
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 3, 4])
+    few, many, calls = [1, 1, 2, ranks - 1, ranks], [64, 130, 256 * ranks], []
+    for _ in range(6):
+        op, algorithm = draw.choice(WAYS)
+        n = draw.choice([8, 64, 64, 136])
+        rows = draw.choice(draw.choice([few, many]))
+        calls.append(Call(rows, ranks * n if op == "gemm_all_gather" else n, op, algorithm))
+    return ranks, calls, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
+
+
+def run_random_sequence(arch, seed, drawn=random_sequence):
+    ranks, shapes, starved, mode = drawn(seed)
     how = {"mode": mode, "seed": seed, "num_sms": 1 + seed % 3, "streams": 1 + seed % 2}
     run_sequence(arch, ranks, shapes, starved=starved, **how)
 
@@ -102,6 +135,26 @@ def test_classes_take_turns(arch, starved, monkeypatch):
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
 
 
+MIXED = [
+    Call(768, 64, "gemm_all_reduce", "two_shot"),
+    Call(1, 64),
+    Call(768, 64, "gemm_all_reduce", "two_shot"),
+]
+"""As decode between prefill chunks; what the last call writes early are partials where results are read."""
+
+
+@both
+@pytest.mark.parametrize("starved", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_reduces_around_a_reduce_scatter_of_one_row(arch, starved):
+    run_sequence(arch, 3, MIXED, starved=starved)
+
+
+@both
+def test_every_op_in_turn(arch):
+    calls = [Call(256, 192 if op == "gemm_all_gather" else 64, op, how) for op, how in WAYS[1:]]
+    run_sequence(arch, 3, [*calls, Call(1, 64), *reversed(calls)], starved=1, num_sms=1)
+
+
 @pytest.fixture
 def owners_alone(monkeypatch):
     """The mend taken out: nobody waits for the peers' entries, so a rank without rows waits for nobody."""
@@ -115,6 +168,7 @@ def owners_alone(monkeypatch):
 def test_without_the_rule_these_sequences_are_wrong():
     for sequence in (
         lambda: test_decode_between_prefill_chunks("sm_100a", 1),
+        lambda: run_sequence("sm_100a", 3, MIXED, starved=1),
         *map(random_on_sm_100, (5, 23)),
     ):
         with pytest.raises((EmulatorError, AssertionError)):
@@ -150,3 +204,19 @@ def test_more_random_sequences(arch, seed, classes, monkeypatch):
     if classes == "many":
         monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
+
+
+@both
+@pytest.mark.parametrize("seed", [3, 4])
+def test_random_sequences_of_all_ops(arch, seed):
+    run_random_sequence(arch, seed, random_calls)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("classes", ["one", "many"])
+@pytest.mark.parametrize("seed", range(300, 340))
+def test_more_random_sequences_of_all_ops(arch, seed, classes, monkeypatch):
+    if classes == "many":
+        monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    run_random_sequence(arch, seed, random_calls)

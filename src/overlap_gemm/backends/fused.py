@@ -16,14 +16,18 @@ from torch import Tensor
 from ..kernels.geometry import MAX_WORLD, ExchangeShape, Pattern
 from ..runtime.executor import open_emulator, why_no_cuda
 from ..runtime.group import Group
+from ..schedules import shard_rows
 from ..sharding import Shards
 from ..tuning.machine import machine_for
+from ..tuning.space import UNMEASURED
 from .base import Op, Problem
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, plan_for
 
 PATTERNS: dict[Op, Pattern] = {
     "gemm_reduce_scatter": "reduce_scatter",
+    "gemm_all_reduce": "two_shot",  # or one-shot, as the plan settles
+    "gemm_all_gather": "output_gather",
 }
 """How the tiles of an op are exchanged, of those that there are kernels for."""
 
@@ -42,12 +46,9 @@ class Sizes(NamedTuple):
 
 def sizes(op: Op, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
     """Those of a call; arguments as for `Backend`'s method of that name."""
-    rows, columns = x.shape[0], weight.shape[0]
-    if op == "gemm_reduce_scatter":
-        out = shards.size(group.rank), columns
-    else:
-        raise AssertionError("why_not excludes this op")
-    return Sizes(ExchangeShape(rows, columns, group.size, shards.chunk, PATTERNS[op]), out)
+    rows, columns = x.shape[0], shards.total if op == "gemm_all_gather" else weight.shape[0]
+    own = shards.size(group.rank) if op == "gemm_reduce_scatter" else rows
+    return Sizes(ExchangeShape(rows, columns, group.size, shards.chunk, PATTERNS[op]), (own, columns))
 
 
 class Fused:
@@ -64,6 +65,12 @@ class Fused:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
+        columns = shard_rows(problem.features, problem.world_size)
+        if problem.op == "gemm_all_gather" and columns % ROW_ELEMENTS:
+            return (
+                f"N={problem.features} in {problem.world_size} parts is {columns} columns a rank, which must "
+                f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
+            )
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         if problem.device_type == "cuda":
@@ -78,6 +85,8 @@ class Fused:
             return None
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
+        if problem.op in UNMEASURED:
+            return f"no GPU has run {problem.op} fused yet; ask for it with backend='fused'"
         if problem.reach is None:
             return "nobody asked what the ranks' GPUs reach"
         if problem.reach.why_not is None and machine_for(problem.reach.arch) is None:
@@ -100,7 +109,9 @@ class Fused:
         def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth)
 
-        if not (shape.rows and shape.cols and has_tma_strides(x) and has_tma_strides(weight)):
+        if not (
+            shape.rows and columns and weight.shape[0] and has_tma_strides(x) and has_tma_strides(weight)
+        ):
             return run
         majors = major(x, "m"), major(weight, "n")
         plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
@@ -127,8 +138,10 @@ class Fused:
     ) -> Tensor:
         """Carries out an op on any tensors; `depth` is K over all ranks, where they have agreed on it."""
         shape, (rows, columns) = sizes(op, x, weight, shards, group)
-        if shape.rows == 0 or shape.cols == 0:
+        if shape.rows == 0 or columns == 0:
             return x.new_empty(rows, columns)
+        if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
+            weight, bias = x, None
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
@@ -143,8 +156,18 @@ class Fused:
         """See `Backend.gemm_reduce_scatter`. Every rank's partial is rounded once, before the sum."""
         return self.call("gemm_reduce_scatter", x, weight, bias, shards, group)
 
+    def gemm_all_reduce(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_all_reduce`. Every rank's partial is rounded once, before the sum."""
+        return self.call("gemm_all_reduce", x, weight, bias, shards, group)
+
+    def gemm_all_gather(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+    ) -> Tensor:
+        """See `Backend.gemm_all_gather`."""
+        return self.call("gemm_all_gather", x, weight, bias, shards, group)
+
     def all_gather_gemm(self, *_: Any) -> NoReturn:
         """Not built."""
         raise AssertionError("why_not excludes this op")
-
-    gemm_all_reduce = gemm_all_gather = all_gather_gemm

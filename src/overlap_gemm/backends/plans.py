@@ -21,7 +21,7 @@ from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
 from ..runtime.workspace import SizeClass, Workspace, obtain
 from ..tuning.settings import settings
-from ..tuning.space import constants, default_config
+from ..tuning.space import constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -118,7 +118,7 @@ def plan_for(
         group: the ranks.
         device: where this one's tensors are.
         dtype: of them.
-        shape: of the call.
+        shape: of the call; an all-reduce's is settled here, one-shot or two-shot.
         a_major: see `operands.major`.
         b_major: see `operands.major`.
         bias: whether there is one.
@@ -136,6 +136,7 @@ def plan_for(
         return plan
     operands = {"a_major": a_major, "b_major": b_major, "bias": bias}
     agreed = peers.agreed
+    shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     with peers.lock:

@@ -10,15 +10,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..backends.fused import PATTERNS
 from ..backends.plans import DTYPES
 from ..kernels.config import InDtype
 from ..kernels.geometry import ExchangeShape
 from ..testing.cases import Case
-from ..tuning.settings import configured
-from ..tuning.space import default_config
+from ..tuning.settings import Algorithm, configured
+from ..tuning.space import default_config, settle
 from .console import rank_zero_console
 
-Op = Literal["gemm_reduce_scatter"]
+Op = Literal["gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
 Arch = Literal["sm_90a", "sm_100a"]
 Mode = Literal["immediate", "random", "lazy"]
 Transport = Literal["peer_bulk", "nvshmem"]
@@ -41,6 +42,9 @@ def emulate(
     transport: Annotated[
         Transport, typer.Option(help="nvshmem: no peer within reach of stores.")
     ] = "peer_bulk",
+    algorithm: Annotated[
+        Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = "random",
     seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
     launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
@@ -54,7 +58,11 @@ def emulate(
     """Runs a fused op on P virtual ranks in the emulator. Exit code 0 only if it is right."""
     case = Case(op, m, n, k, HALVES[dtype], seed=seed)
     fields = overrides(tile, cluster, cta_group)
+    if algorithm is not None:
+        fields["algorithm"] = algorithm
     console = rank_zero_console(0)
+    if transport != "peer_bulk" and op != "gemm_reduce_scatter":
+        raise typer.BadParameter(f"{op} has no puts yet, only peer_bulk", param_hint="--transport")
     beyond_reach = transport == "nvshmem"
     if not run_emulated(
         console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
@@ -83,7 +91,7 @@ def run_emulated(
         ranks: P.
         mode: when asynchronous operations complete.
         launches: calls on changing data, queued together.
-        fields: of `GemmConfig`, instead of the default's.
+        fields: what `configured` takes, instead of the default's.
         trace: file for a Perfetto trace (.json) or a picture.
         num_sms: SMs the emulated device claims; default: those of the real one.
         beyond_reach: whether NVSHMEM puts carry the tiles, over an emulated network.
@@ -113,19 +121,22 @@ def run_emulated(
         ) as emulator,
         VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
     ):
-        shape = ExchangeShape.even(case.m, case.n, ranks)
-        config = default_config(arch, DTYPES[case.dtype], shape, emulator.device.num_sms)
+        known = arch, DTYPES[case.dtype]
+        shape = ExchangeShape.even(case.m, case.n, ranks, PATTERNS[case.op])
+        shape = settle(*known, shape, emulator.device.num_sms, None)
+        config = default_config(*known, shape, emulator.device.num_sms)
         try:
             verdicts = [
                 judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
             ]
-        except (EmulatorError, CommTimeoutError) as error:
+        except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
         report = emulator.report
     seconds = time.perf_counter() - start
 
-    table = Table(title=f"{case} on {ranks} emulated {arch} ranks, kernel {config.name}")
+    way = f" {shape.pattern}" if case.op == "gemm_all_reduce" else ""
+    table = Table(title=f"{case}{way} on {ranks} emulated {arch} ranks, kernel {config.name}")
     for heading in ("launch", "largest error", "share of bound", "bit-equal to recipe", "right"):
         table.add_column(heading, justify="right")
     for number, verdict in enumerate(verdicts):

@@ -31,6 +31,7 @@ class Role(IntEnum):
     CALL_ENTERED = 2  # a peer's entry into the call
     RELAY_STAGED = 3  # the own GEMM kernel's staged tile; the source is the owner it is for
     LOAD_GATE = 5  # a shard of the gathered operand
+    RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
     CALL_READ = 6  # that a peer has read everything it was sent
     IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
 

@@ -40,3 +40,15 @@ def bulk_store(stage: Any, address: Any) -> None:
     cute.copy(
         atom, stage, cute.make_tensor(global_pointer(dtype, address, CHUNK_BYTES), cute.make_layout(size))
     )
+
+
+def store_run(address: Any, values: Any) -> None:
+    """Stores a chunk of registers at the ``Int64`` ``address``, in as few stores as its bytes allow.
+
+    Args:
+        address: a multiple of the chunk's bytes, or of `CHUNK_BYTES` if it has more.
+        values: register tensor, contiguous.
+    """
+    dtype, number = values.element_type, cute.size(values)
+    target = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(number)))

@@ -43,6 +43,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.all_gather import AllGather
+from overlap_gemm.kernels.all_reduce import OneShot, TwoShot
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
@@ -51,12 +52,16 @@ from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Pattern
 from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
+from overlap_gemm.kernels.output_gather import OutputGather
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
 from overlap_gemm.kernels.relay import Relay
 from overlap_gemm.kernels.surface import KernelOp, Transport
 
 OPS: dict[Pattern, Callable[[GemmConfig, Any], KernelOp]] = {
     "reduce_scatter": ReduceScatter,
+    "one_shot": OneShot,
+    "two_shot": TwoShot,
+    "output_gather": OutputGather,
 }
 """The kernels' ops by how they exchange tiles."""
 

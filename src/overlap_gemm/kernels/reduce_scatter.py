@@ -28,10 +28,10 @@ from cutlass import cute
 from overlap_gemm.device.failure import Op
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.receive import SumRole
+from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender, send_role
+from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output, Transport
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards
@@ -63,10 +63,9 @@ class ReduceScatter:
         return DealtShards(self.config.raster_group)
 
     @property
-    def receive(self) -> SumRole:
+    def receive(self) -> Receiver:
         """Sums the own tiles."""
-        epilogue = (Bias(self.config),) if self.config.bias else ()
-        return SumRole(self.config, self.order, epilogue, Op.GEMM_REDUCE_SCATTER)
+        return Receiver(self.config, (Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER),))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, by the owners' shards."""

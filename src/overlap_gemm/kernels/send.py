@@ -79,6 +79,60 @@ class OwnerSender:
         self.transport.publish(self.locate(tile), self.config.tile_bytes, self.call.epoch)
 
 
+@dataclass(frozen=True)
+class BroadcastSender:
+    """Sends each tile to this rank's slot at every rank, itself among them (a ``TileSender``).
+
+    A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them.
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        transport: how a tile reaches a rank.
+        work: this cluster's work.
+        call: the call's run-time values.
+        stages: the ring's stages.
+    """
+
+    config: GemmConfig
+    order: Any
+    transport: Transport
+    work: Work
+    call: Call
+    stages: Any
+
+    def locate(self, tile: Any) -> Route:
+        """The tile's route to this rank itself: slot and flag are the same everywhere."""
+        at = CtaTile.at(self.config, self.work.place(self.order, tile))
+        return route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
+
+    @cute.jit
+    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile to every rank, the next one first."""
+        offset = subtile * self.config.slot_subtile_bytes
+        rank = Int32(place.rank)
+        for _ in cutlass.range(self.call.exchange.world, unroll=1):
+            rank = _next(rank, self.call.exchange.world)
+            self.transport.put(place._replace(owner=rank), offset, self.stages.flat[(None, stage)])
+
+    @cute.jit
+    def publish(self, tile: Int32) -> None:
+        """Tells every rank that the tile's slot is complete."""
+        place = self.locate(tile)
+        rank = Int32(place.rank)
+        for _ in cutlass.range(self.call.exchange.world, unroll=1):
+            rank = _next(rank, self.call.exchange.world)
+            self.transport.publish(place._replace(owner=rank), self.config.tile_bytes, self.call.epoch)
+
+
+@cute.jit
+def _next(rank: Int32, world: Int32) -> Int32:
+    following = rank + 1
+    if following == world:
+        following = Int32(0)
+    return following
+
+
 def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, owner: Any) -> Route:
     """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each source has slots for."""
     exchange = call.exchange

@@ -48,6 +48,13 @@ class Transport(Protocol):
         """Raises the flag at ``offset`` in the workspace of ``peer``."""
 
 
+class DirectTransport(Transport, Protocol):
+    """A transport that reaches every peer by ordinary stores."""
+
+    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
+        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
+
+
 class Output(NamedTuple):
     """How an op stores its result: this, or what else its comm role understands.
 
@@ -239,6 +246,7 @@ class Mainloop(Protocol):
 
 
 __all__ = [
+    "DirectTransport",
     "Epilogue",
     "Gate",
     "KernelOp",

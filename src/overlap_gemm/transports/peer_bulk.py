@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_gemm.device.flags import release_flag
-from overlap_gemm.device.memory import bulk_store
+from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
 
 
@@ -34,3 +34,10 @@ class PeerBulk:
     def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
         """Releases the flag at ``offset`` in the workspace of ``peer``."""
         release_flag(peers[peer] + offset, epoch)
+
+    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
+        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``.
+
+        Whoever releases a flag for them has observed the store: it is the same thread, or a barrier behind.
+        """
+        store_run(peers[peer] + offset, values)

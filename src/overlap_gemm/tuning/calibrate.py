@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from ..kernels.config import GemmConfig
 from ..schedules import ceil_div
 from .machine import Curve, Machine
-from .model import Facts, efficiency_key, fused_reduce_scatter
+from .model import Facts, efficiency_key, fused_time
 from .space import candidates
 
 T = TypeVar("T")
@@ -206,5 +206,5 @@ def _arrival(probe: Probe, machine: Machine, arch: str) -> Machine:
     """What a call takes beyond all that the model knows without it."""
     config = _best_kernel(arch, machine)
     facts = Facts("gemm_reduce_scatter", *TAILED, "bf16", probe.world)
-    known = fused_reduce_scatter(config, facts, replace(machine, arrival=0.0), probe.sms).total
+    known = fused_time(config, facts, replace(machine, arrival=0.0), probe.sms).total
     return replace(machine, arrival=max(0.0, probe.fused(config, *TAILED) - known))

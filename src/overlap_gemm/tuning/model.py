@@ -20,7 +20,7 @@ from functools import lru_cache
 from math import ceil
 
 from ..kernels.config import DTYPE_BYTES, GemmConfig
-from ..kernels.geometry import FLAG_BYTES
+from ..kernels.geometry import FLAG_BYTES, Pattern
 from ..schedules import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
 
@@ -190,35 +190,53 @@ class FusedTime:
         return self.launch + max(self.waves + self.tail, self.fill + self.link, self.memory) + self.receive
 
 
-def fused_reduce_scatter(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
-    """A fused GEMM reduce-scatter (a plain GEMM in a group of one) by the kernel of `config`."""
+def fused_time(
+    config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: Pattern = "reduce_scatter"
+) -> FusedTime:
+    """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
+
+    Of the patterns, only ``"reduce_scatter"`` has been measured; what the others have beside it is counted in
+    bytes and arrivals, at the same rates.
+    """
     m, n, k = facts.local
     world = facts.world
-    shard = facts.shard or shard_rows(m, world)
-    owners = num_owners(m, shard)
     tile_m, tile_n = config.cluster_tile
-    clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_size)
     rows, columns = config.cta_tile
     tile_bytes = config.subtiles * config.slot_subtile_bytes + FLAG_BYTES
-    # A rank that owns no rows sends them all.
-    foreign = 0.0 if world == 1 else (owners - (owners == world)) / owners
+    clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
+    if pattern in ("reduce_scatter", "two_shot"):
+        shard = facts.shard or shard_rows(m, world)
+        owners = num_owners(m, shard)
+        clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
+        # A rank that owns no rows sends them all.
+        copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
     link_share = machine.bulk_rate / sms
 
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
     mainloop = 2 * rows * columns * k / rate
     ring = config.ring_stages * config.slot_subtile_bytes
-    drain = foreign * max(0, tile_bytes - ring) / link_share
+    drain = copies * max(0, tile_bytes - ring) / link_share
     epilogue = machine.epilogue * rows * columns + drain
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-    sent = foreign * tile_bytes * config.cluster_size / machine.bulk_rate
-    summed = world * tile_bytes * min(clusters, resident) * config.cluster_size / machine.memory_rate
+    sent = copies * tile_bytes * config.cluster_size / machine.bulk_rate
+    last = min(clusters, resident)
+    # Behind the last wave: the slots of its tiles are read, and what they make is written.
+    arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
+    link, memory = clusters * sent, _memory_seconds(m, n, k, facts.dtype, machine)
+    if pattern == "two_shot":  # the sums go out as the partials did, and are copied
+        arrivals, received = 2, 2 * received + last * sent
+        link *= 2
+        memory += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+    elif pattern != "reduce_scatter":  # every rank reads and writes what all send
+        received *= 2
+        memory += 2 * world * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     return FusedTime(
         waves=ceil_div(clusters, resident) * wave,
-        link=clusters * sent,
-        memory=_memory_seconds(m, n, k, facts.dtype, machine),
+        link=link,
+        memory=memory,
         fill=mainloop,
-        tail=min(clusters, resident) * sent,
-        receive=0.0 if world == 1 else machine.arrival + summed,
+        tail=last * sent,
+        receive=0.0 if world == 1 else arrivals * machine.arrival + received,
         launch=machine.launch,
     )

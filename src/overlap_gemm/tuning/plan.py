@@ -11,13 +11,13 @@ from .machine import Machine, machine_for
 from .model import (
     Facts,
     FusedTime,
-    fused_reduce_scatter,
+    fused_time,
     link_seconds,
     product_seconds,
     transfer_seconds,
 )
-from .settings import settings
-from .space import choose_config
+from .settings import Settings, settings
+from .space import OPS, UNMEASURED, choose_config, settled
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -27,7 +27,7 @@ class Prediction:
     """The model's answer. Seconds throughout.
 
     Attributes:
-        ways: Backend -> time of a call; no "fused" where there is no such kernel for the op.
+        ways: Backend -> time of a call; no "fused" where no GPU has run such a kernel for the op.
         product: The product alone, by cuBLAS.
         link: The op's bytes alone, at the link's full rate.
         bound: max(product, link): what no way can beat.
@@ -65,13 +65,11 @@ def predict(facts: Facts, arch: str, sms: int, captured: bool) -> Prediction | N
 
 def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool) -> Prediction:
     """`predict` with the constants of `machine`."""
-    return _predict(facts, machine, arch, sms, captured, settings().fields)
+    return _predict(facts, machine, arch, sms, captured, settings())
 
 
 @lru_cache(maxsize=4096)
-def _predict(
-    facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: tuple[tuple[str, object], ...]
-) -> Prediction:
+def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
     ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
@@ -81,10 +79,12 @@ def _predict(
         "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
     config = fused = None
-    if facts.op == "gemm_reduce_scatter":
-        config = choose_config(facts, machine, arch, sms)
-        fused = fused_reduce_scatter(config, facts, machine, sms)
-        ways["fused"] = fused.total
+    if facts.op in OPS.values():
+        pattern = settled(facts, machine, arch, sms)
+        config = choose_config(facts, machine, arch, sms, pattern)
+        fused = fused_time(config, facts, machine, sms, pattern)
+        if facts.op not in UNMEASURED:
+            ways["fused"] = fused.total
     if not captured:
         ways = {name: max(seconds, machine.host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)

@@ -14,11 +14,15 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 _KEY = "overlap_gemm.settings"
+
+
+Algorithm = Literal["one_shot", "two_shot"]
+"""How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
 
 
 class Settings(NamedTuple):
@@ -28,10 +32,12 @@ class Settings(NamedTuple):
         fields: (name, value) of `GemmConfig`'s fields; the same on all ranks.
         reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
             differ between ranks.
+        algorithm: which all-reduce; None: the model's choice. The same on all ranks.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
     reserve_sms: int | None = None
+    algorithm: Algorithm | None = None
 
 
 _DEFAULT = Settings()
@@ -58,22 +64,29 @@ def _keep(asked: Settings) -> None:
 
 
 @contextmanager
-def configured(*, reserve_sms: int | None = None, **fields: Any) -> Iterator[None]:
+def configured(
+    *, reserve_sms: int | None = None, algorithm: Algorithm | None = None, **fields: Any
+) -> Iterator[None]:
     """Within the block, the fused backend's kernels are as asked. Blocks may be nested.
 
     Args:
         reserve_sms: SMs that their grids leave to others: to NCCL on another stream, to another pipeline
             stage's kernels. The choice of configuration does not look at it, so ranks may differ.
+        algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
+            ``"two_shot"``, the sums of the owners of rows go on to all. The same on every rank.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 
     Raises:
-        ValueError: ``reserve_sms`` is no number of SMs.
+        ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm.
     """
     check_reserve_sms(reserve_sms)
+    if algorithm not in (None, *get_args(Algorithm)):
+        raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(get_args(Algorithm))}")
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
-    _keep(Settings(tuple({**dict(before.fields), **fields}.items()), reserve))
+    asked = tuple({**dict(before.fields), **fields}.items())
+    _keep(Settings(asked, reserve, algorithm or before.algorithm))
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 from ..kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig, MmaKind
 from ..kernels.geometry import ExchangeShape, Pattern
 from .machine import Machine, machine_for
-from .model import Facts, efficiency_key, fused_reduce_scatter
+from .model import Facts, efficiency_key, fused_time
 from .settings import settings
 
 OPS: dict[Pattern, str] = {
@@ -23,6 +23,12 @@ OPS: dict[Pattern, str] = {
     "output_gather": "gemm_all_gather",
 }
 """Which op exchanges tiles so."""
+
+UNMEASURED = ("gemm_all_reduce", "gemm_all_gather")
+"""Ops whose kernels no GPU has run: their times are not measured, and `auto` leaves them alone."""
+
+ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
+"""The patterns of an all-reduce."""
 
 
 def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[GemmConfig]:
@@ -83,22 +89,74 @@ def default_config(
     Raises:
         ValueError: the overridden fields make a configuration no kernel exists for.
     """
-    facts = Facts(OPS[shape.pattern], shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
-    return choose_config(facts, constants(arch), arch, num_sms, **operands)
+    facts, machine = facts_of(shape, dtype, depth), constants(arch)
+    return choose_config(facts, machine, arch, num_sms, shape.pattern, **operands)
 
 
-def choose_config(facts: Facts, machine: Machine, arch: str, num_sms: int, **operands: Any) -> GemmConfig:
+def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
+    """The shape with the pattern that it will have: an all-reduce is one-shot or two-shot.
+
+    As `configured` asks, else what the model expects to be faster; both have the same first trip, so what
+    decides is another arrival against (P - 1) instead of 2 (P - 1) / P times the bytes. At H200's rates
+    two-shot begins at about 40 rows of 8192 columns on four ranks, 10 on eight. Not measured.
+
+    Args:
+        arch: target.
+        dtype: ``"bf16"`` or ``"f16"``.
+        shape: of the call.
+        num_sms: SMs that every rank may use.
+        depth: K over all ranks, where they have agreed on it.
+    """
+    if shape.pattern not in ALGORITHMS:
+        return shape
+    return replace(shape, pattern=settled(facts_of(shape, dtype, depth), constants(arch), arch, num_sms))
+
+
+def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
+    """How the op of `facts` exchanges tiles; see `settle`."""
+    asked = settings().algorithm
+    if asked is not None and OPS[asked] == facts.op:
+        return asked
+    ways = [pattern for pattern, op in OPS.items() if op == facts.op]
+
+    def seconds(pattern: Pattern) -> float:
+        config = choose_config(facts, machine, arch, num_sms, pattern)
+        return fused_time(config, facts, machine, num_sms, pattern).total
+
+    return min(ways, key=seconds)
+
+
+def facts_of(shape: ExchangeShape, dtype: str, depth: int | None) -> Facts:
+    """What the model needs to know of a call."""
+    return Facts(OPS[shape.pattern], shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
+
+
+def choose_config(
+    facts: Facts,
+    machine: Machine,
+    arch: str,
+    num_sms: int,
+    pattern: Pattern = "reduce_scatter",
+    **operands: Any,
+) -> GemmConfig:
     """`default_config` with the constants of `machine`."""
-    return _choose(facts, machine, arch, num_sms, (*operands.items(), *settings().fields))
+    return _choose(facts, machine, arch, num_sms, pattern, (*operands.items(), *settings().fields))
 
 
 @lru_cache(maxsize=1024)  # a call of the op must not spend longer choosing its kernel than running it
 def _choose(
-    facts: Facts, machine: Machine, arch: str, num_sms: int, fields: tuple[tuple[str, Any], ...]
+    facts: Facts,
+    machine: Machine,
+    arch: str,
+    num_sms: int,
+    pattern: Pattern,
+    fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _fitting(candidates(arch, facts.dtype, machine), fields)
-    best = min(fitting, key=lambda config: fused_reduce_scatter(config, facts, machine, num_sms).total)
-    return replace(best, **dict(fields))
+    best = min(fitting, key=lambda config: fused_time(config, facts, machine, num_sms, pattern).total)
+    chosen = replace(best, **dict(fields))
+    # What is gathered is the output, whatever partial sums travel as.
+    return replace(chosen, slot_dtype=chosen.out_dtype) if pattern == "output_gather" else chosen
 
 
 def possible(arch: str, dtype: str, fields: tuple[tuple[str, Any], ...]) -> list[GemmConfig]:

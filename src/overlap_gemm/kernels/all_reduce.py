@@ -1,0 +1,172 @@
+"""GEMM all-reduce as ops of the fused kernel, in one shot or in two.
+
+Rank ``r`` computes ``a @ b.T`` for all rows, with its own share of K; the sum over the ranks is the output of
+every rank, bit for bit the same.
+
+**One-shot** (few rows: what counts is the number of trips):
+
+    comm lane       bulk stores of each partial tile into every rank's slot[source][tile]; then the flags
+    receive role    per tile: waits for every source's flag, sums the slots in fp32 in rank order, adds the
+                    bias, rounds once, stores. All ranks add the same numbers in the same order
+
+**Two-shot** (many rows: what counts is bytes): a GEMM reduce-scatter whose sums go on.
+
+    comm lane       each partial tile to the slot[source][tile] of the owner of its rows; then its flag
+    receive role    1. per unit of an own tile: the sum, as in reduce-scatter, stored in the own output and,
+                       in the same chunks of 16 bytes, in result slot[owner][tile] of every peer; then a flag
+                       per unit at every peer
+                    2. per unit of another owner's tile: waits for its flag, copies it into the output
+                    The sum is made once, so all ranks have the same
+
+The copy costs one more write and one more read of M x N elements in local memory. The output could be
+symmetric memory itself, but then it would be the workspace's, not the caller's, and the next call's.
+
+Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
+sent and published (:mod:`overlap_gemm.kernels.reduce_scatter`). A sum waits for partials and nothing else. A
+copy waits for sums of other ranks; it is taken only when all sums of its CTA are taken
+(:mod:`overlap_gemm.kernels.receive`), by warps each of which finishes its sum before it takes anything else.
+So every sum of every CTA of every rank is made without waiting for any copy, and every copy finds its flag.
+
+Reuse of slots and flags: the rule of :mod:`overlap_gemm.kernels.call`. In both, partial slots are written by
+bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
+the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads: an owner writes
+them in call ``e + 2`` behind its call ``e + 1``, so behind everybody's call ``e``. Another call may have bulk
+stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
+bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import cute
+
+from overlap_gemm.device.failure import Op
+from overlap_gemm.kernels.call import Call, end_warp
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.copies import ResultCopies, Results
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.receive import Receiver
+from overlap_gemm.kernels.send import BroadcastSender, OwnerSender, send_role
+from overlap_gemm.kernels.sums import Sums
+from overlap_gemm.kernels.surface import DirectTransport, Output, Transport
+from overlap_gemm.kernels.work import Share, Work
+from overlap_gemm.schedules import DealtShards, LinearOrder
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: everybody sends everything, everybody sums.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a partial reaches a rank.
+    """
+
+    config: GemmConfig
+    transport: Transport
+
+    epilogue = ()  # an accumulator is no complete sum
+    gate = None
+
+    @property
+    def stage_dtype(self) -> str:
+        """A subtile in the ring is a part of a partial."""
+        return self.config.slot_dtype
+
+    @property
+    def order(self) -> LinearOrder:
+        """All rows, as if each rank owned them."""
+        return LinearOrder(self.config.raster_group)
+
+    @property
+    def receive(self) -> Receiver:
+        """Sums all tiles."""
+        return Receiver(self.config, (Sums(self.config, self.order, Op.GEMM_ALL_REDUCE),))
+
+    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+        """All rows, one shard."""
+        return Share(rows, 0, rows, cols, cols)
+
+    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
+        """A is all there is to load."""
+
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+        """By ordinary stores."""
+        return Output(None, out)
+
+    def begin(self, exchange: Exchange) -> Call:
+        """Reads the epoch."""
+        return Call.begin(exchange)
+
+    def end(self, call: Call, tally: Any, warps: int) -> None:
+        """See `KernelOp.end`."""
+        end_warp(call, tally, warps)
+
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+        """Sends every tile to everybody."""
+        sender = BroadcastSender(self.config, self.order, self.transport, work, call, stages)
+        send_role(ring, sender, work, call, Op.GEMM_ALL_REDUCE)
+
+
+@dataclass(frozen=True)
+class TwoShot:
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of rows sum, and send the sums.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a partial reaches its owner, and a sum the other ranks.
+    """
+
+    config: GemmConfig
+    transport: DirectTransport
+
+    epilogue = ()  # an accumulator is no complete sum
+    gate = None
+
+    @property
+    def stage_dtype(self) -> str:
+        """A subtile in the ring is a part of a partial."""
+        return self.config.slot_dtype
+
+    @property
+    def order(self) -> DealtShards:
+        """Owners in turn, the own tiles among the others."""
+        return DealtShards(self.config.raster_group)
+
+    @property
+    def receive(self) -> Receiver:
+        """Sums the own tiles, then stores the others."""
+        results = Results(self.config, self.transport)
+        return Receiver(
+            self.config,
+            (
+                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, results),
+                ResultCopies(results, self.order, Op.GEMM_ALL_REDUCE),
+            ),
+        )
+
+    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+        """All rows, by the owners' shards."""
+        return Share(rows, exchange.rank, exchange.shard_rows, cols, cols)
+
+    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
+        """A is all there is to load."""
+
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+        """By ordinary stores."""
+        return Output(None, out)
+
+    def begin(self, exchange: Exchange) -> Call:
+        """Reads the epoch."""
+        return Call.begin(exchange)
+
+    def end(self, call: Call, tally: Any, warps: int) -> None:
+        """See `KernelOp.end`."""
+        end_warp(call, tally, warps)
+
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+        """Sends every tile to its owner."""
+        sender = OwnerSender(self.config, self.order, self.transport, work, call, stages)
+        send_role(ring, sender, work, call, Op.GEMM_ALL_REDUCE)

@@ -1,0 +1,199 @@
+"""The parts of a receive role that store complete values which others have computed.
+
+waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit
+produces    the values in the output, clipped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.device.failure import Op
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels.call import Call
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import StageChunks
+from overlap_gemm.kernels.receive import LANES, Given, Window, await_result, copy_unit
+from overlap_gemm.kernels.surface import DirectTransport
+from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
+from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+
+
+@dataclass(frozen=True)
+class TileCopies:
+    """Every source's tiles, from its slots into its columns of the output (a ``receive.Part``).
+
+    Tiles are taken in the order in which the sources compute them, of all sources in turn, beginning with
+    this rank.
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        op: for failure records.
+    """
+
+    config: GemmConfig
+    order: Any
+    op: Op
+
+    def tiles(self, given: Given) -> Any:
+        """As many of each source that has columns as the first one has."""
+        return self._sources(given) * Int32(given.work.slots)
+
+    @cute.jit
+    def await_tile(self, given: Given, index: Int32) -> None:
+        """The source's tile, if it has that many."""
+        source, tile = self._locate(given, index)
+        if tile < shard_tiles(self.config, self._list(given, source)):
+            await_result(given.call, self.op, tile, tile, source)
+
+    @cute.jit
+    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
+        """Copies one unit."""
+        cfg, call, out = self.config, given.call, given.out
+        source, tile = self._locate(given, index)
+        whole = self._list(given, source)
+        if tile < shard_tiles(cfg, whole):
+            at = CtaTile.numbered(cfg, self.order, whole, tile)
+            first, columns = self._columns(given, source)
+            window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
+            slot = (Int64(source) * given.work.slots + tile) * cfg.tile_bytes
+            copy_unit(cfg, call.base + call.buffer + slot, unit, at, window)
+
+    def _sources(self, given: Given) -> Any:
+        """Ranks that have columns."""
+        return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
+
+    def _locate(self, given: Given, index: Any) -> tuple[Any, Any]:
+        """(source, its tile) of the part's tile ``index``."""
+        sources = self._sources(given)
+        return (given.call.exchange.rank + index) % sources, index // sources
+
+    def _columns(self, given: Given, source: Any) -> tuple[Any, Any]:
+        """(first, number) of the source's columns of the output."""
+        chunk = given.call.exchange.shard_rows
+        first = source * chunk
+        return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
+
+    def _list(self, given: Given, source: Any) -> WorkList:
+        """The source's work list."""
+        _, columns = self._columns(given, source)
+        rows = given.work.whole.grid.rows
+        return WorkList(TileGrid(rows, ceil_div(columns, self.config.cluster_tile[1])), 0, 1)
+
+
+@dataclass(frozen=True)
+class ResultCopies:
+    """The other owners' sums, from this rank's result slots into their rows (a ``receive.Part``).
+
+    Units are awaited one by one, of all owners in turn, in the order in which they sum.
+
+    Attributes:
+        results: where sums lie.
+        order: the op's order.
+        op: for failure records.
+    """
+
+    results: Results
+    order: Any
+    op: Op
+
+    def tiles(self, given: Given) -> Any:
+        """The tiles of every other rank that owns some."""
+        return self._others(given) * Int32(given.work.slots)
+
+    def await_tile(self, given: Given, index: Any) -> None:
+        """Each unit has its own flag."""
+
+    @cute.jit
+    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
+        """Waits for one unit, copies it."""
+        call, work, cfg = given.call, given.work, self.results.config
+        others = self._others(given)
+        tile, rank = index // others, work.whole.rank
+        owner = (rank + 1 + index % others) % work.whole.owners
+        await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner)
+        at = CtaTile.numbered(cfg, self.order, work.whole, tile)
+        slot = call.base + self.results.slot(call, work, owner, tile)
+        copy_unit(cfg, slot, unit, at, Window.shard(given.out, work, owner))
+
+    def _others(self, given: Given) -> Any:
+        """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
+        whole = given.work.whole
+        return whole.owners - (whole.rank < whole.owners) * 1
+
+
+class ResultLane(NamedTuple):
+    """Where one lane's sums of a unit go.
+
+    Attributes:
+        call: the call's run-time values.
+        offset: ``Int64``: in every workspace, of the lane's first chunk.
+    """
+
+    call: Any
+    offset: Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
+
+    A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
+    would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
+    the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
+
+    Result slots lie behind the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
+    type where `StageChunks` has the partials'. Flags lie behind the partial tiles' flags.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: stores at peers.
+    """
+
+    config: GemmConfig
+    transport: DirectTransport
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return StageChunks(self.config).elements * (DTYPES[self.config.out_dtype].width // 8)
+
+    def slot(self, call: Call, work: Work, owner: Any, tile: Any) -> Any:
+        """Byte offset of a summed tile's slot in every workspace."""
+        partials = Int64(call.exchange.world) * work.slots * self.config.tile_bytes
+        return call.buffer + partials + (Int64(owner) * work.slots + tile) * self.config.result_bytes
+
+    def flag(self, work: Work, tile: Any, unit: Any) -> Any:
+        """The number that `Call.flag` takes for a unit."""
+        return work.slots + tile * self.config.units + unit
+
+    def lane(self, call: Call, work: Work, tile: Any, first: Any) -> ResultLane:
+        """Where the calling lane's sums go, the first of which is chunk ``first`` of an own tile."""
+        own = self.slot(call, work, call.exchange.rank, tile)
+        return ResultLane(call, own + first * self.chunk_bytes)
+
+    @cute.jit
+    def send(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
+        """One lane stores a chunk, ``chunk`` behind its first, at every peer, the next rank first."""
+        exchange = lane.call.exchange
+        peer = Int32(exchange.rank)
+        for _ in cutlass.range(exchange.world - 1, unroll=1):
+            peer += 1
+            if peer == exchange.world:
+                peer = Int32(0)
+            self.transport.store(exchange.peers, peer, lane.offset + chunk * self.chunk_bytes, values)
+
+    @cute.jit
+    def publish(self, call: Call, work: Work, tile: Int32, unit: Int32) -> None:
+        """All lanes, behind their stores: each releases the unit's flag at a peer."""
+        cute.arch.sync_warp()
+        exchange = call.exchange
+        offset = call.flag(Int64(0), self.flag(work, tile, unit), exchange.rank)
+        for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
+            if peer != exchange.rank:
+                self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)

@@ -1,0 +1,179 @@
+"""The part of a receive role that sums: of an own tile, the partials of all ranks.
+
+waits on    every source's flag of the tile
+produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
+signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
+and peer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import Bias, StageChunks
+from overlap_gemm.kernels.receive import LANE_CHUNKS, LANES, Given, Window
+from overlap_gemm.kernels.work import CtaTile, shard_tiles
+
+LOADS_IN_FLIGHT = 8
+"""Loads of 16 bytes that a lane has under way, whatever the number of ranks: each takes about a
+microsecond."""
+
+
+class Lane(NamedTuple):
+    """One lane's part of a unit.
+
+    Attributes:
+        address: of its first chunk in the first source's slot; the next is 32 chunks behind.
+        source_bytes: bytes from one source's slots to the next one's.
+        world: ranks.
+        first: the first chunk's number in the tile.
+        row: the tile's first row in the window.
+        column: the tile's first column.
+        window: of the output.
+        result: where sums go on to: see `copies.Results.lane`; None where they do not.
+    """
+
+    address: Any
+    source_bytes: Any
+    world: Any
+    first: Any
+    row: Any
+    column: Any
+    window: Any
+    result: Any
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of the own tiles: see the module (a ``receive.Part``).
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        op: for failure records.
+        results: how sums go on to the other ranks, or None. With it the output is that of all owners.
+    """
+
+    config: GemmConfig
+    order: Any
+    op: Op
+    results: Any = None
+
+    @cute.jit
+    def tiles(self, given: Given) -> Int32:
+        """The tiles that this rank owns."""
+        work = given.work
+        own = Int32(shard_tiles(self.config, work.whole))
+        if work.whole.rank >= work.whole.owners:
+            own = Int32(0)
+        return own
+
+    @cute.jit
+    def await_tile(self, given: Given, index: Int32) -> None:
+        """Each lane waits for a source's flag; then the warp may read every slot of the tile."""
+        call = given.call
+        for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
+            flag = index * call.exchange.world + source
+            site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
+            wait_flag(call.flag(call.base, index, source), call.epoch, call.bound, site)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
+        """Sums one unit."""
+        call, work, out, bias = given
+        cfg, world = self.config, call.exchange.world
+        tile = CtaTile.numbered(cfg, self.order, work.whole, index)
+        source_bytes = Int64(work.slots) * cfg.tile_bytes
+        first = unit * (LANE_CHUNKS * LANES) + cute.arch.lane_idx()
+        address = call.base + call.buffer + Int64(index) * cfg.tile_bytes + first * CHUNK_BYTES
+        window, result = Window.whole(out), None
+        if cutlass.const_expr(self.results is not None):
+            window = Window.shard(out, work, call.exchange.rank)
+            result = self.results.lane(call, work, index, first)
+        lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, result)
+        if world <= 2:
+            self._sum_few(lane, bias, 2)
+        elif world <= 4:
+            self._sum_few(lane, bias, 4)
+        elif world <= LOADS_IN_FLIGHT:
+            self._sum_few(lane, bias, LOADS_IN_FLIGHT)
+        else:
+            self._sum_many(lane, bias)
+        if cutlass.const_expr(self.results is not None):
+            self.results.publish(call, work, index, unit)
+
+    @cute.jit
+    def _sum_few(self, lane: Lane, bias: Any, sources: cutlass.Constexpr) -> None:
+        """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
+        window = LOADS_IN_FLIGHT // sources
+        loaded = self._registers(sources, window)
+        for c in cutlass.range_constexpr(window):
+            self._load(lane, c, 0, loaded[(None, None, c)])
+        for i in cutlass.range(0, LANE_CHUNKS, window, unroll=1):
+            for c in cutlass.range_constexpr(window):
+                total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
+                total.fill(0.0)
+                self._add(total, lane, 0, loaded[(None, None, c)])
+                if i + window < LANE_CHUNKS:
+                    self._load(lane, i + window + c, 0, loaded[(None, None, c)])
+                self._store(lane, i + c, total, bias)
+
+    @cute.jit
+    def _sum_many(self, lane: Lane, bias: Any) -> None:
+        """Any number of ranks, `LOADS_IN_FLIGHT` of them at a time."""
+        for i in cutlass.range(LANE_CHUNKS, unroll=1):
+            total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
+            total.fill(0.0)
+            for first in cutlass.range(0, lane.world, LOADS_IN_FLIGHT, unroll=1):
+                loaded = self._registers(LOADS_IN_FLIGHT, 1)[(None, None, 0)]
+                self._load(lane, i, first, loaded)
+                self._add(total, lane, first, loaded)
+            self._store(lane, i, total, bias)
+
+    def _registers(self, sources: int, window: int) -> Any:
+        return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
+
+    def _load(self, lane: Lane, chunk: Any, first: Any, loaded: Any) -> None:
+        """Starts the loads of a chunk from as many sources behind ``first`` as ``loaded`` has room for."""
+        dtype, values = DTYPES[self.config.slot_dtype], self.chunks.elements
+        for s in range(cute.size(loaded, mode=[1])):
+            # Beyond the last rank the last one's is loaded again, and not added.
+            at = lane.source_bytes * cutlass.min(first + s, lane.world - 1)
+            slot = global_pointer(dtype, lane.address + chunk * (LANES * CHUNK_BYTES) + at, CHUNK_BYTES)
+            cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(values)), loaded[(None, s)])
+
+    @cute.jit
+    def _add(self, total: cute.Tensor, lane: Lane, first: Int32, loaded: cute.Tensor) -> None:
+        """Adds a chunk's partials in rank order."""
+        for s in cutlass.range_constexpr(cute.size(loaded, mode=[1])):
+            if first + s < lane.world:
+                total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
+
+    @cute.jit
+    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, bias: Any) -> None:
+        """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
+        row, column = self.chunks.locate(lane.first + chunk * LANES)
+        row, column = lane.row + row, lane.column + column
+        if row < lane.window.rows and column < lane.window.columns:
+            if cutlass.const_expr(self.config.bias):
+                Bias(self.config).on_chunk(values, column, bias)
+            dtype = DTYPES[self.config.out_dtype]
+            rounded = cute.make_rmem_tensor(values.shape, dtype)
+            rounded.store(values.load().to(dtype))
+            lane.window.store(row, column, rounded)
+            if cutlass.const_expr(self.results is not None):
+                self.results.send(lane.result, chunk * LANES, rounded)
+
+    @property
+    def chunks(self) -> StageChunks:
+        """The wire format of partials."""
+        return StageChunks(self.config)
