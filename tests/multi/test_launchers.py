@@ -47,13 +47,18 @@ def run(ranks: int, reports: Path, *started: tuple[list[str], dict[str, str]]) -
     assert all(len(names) == 3 + 3 * len(OPS) for names in found.values()), found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def slow(ranks):
+    """A rank here is seconds of imports."""
+    return pytest.param(ranks, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
 def test_torchrun(ranks, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run(ranks, tmp_path, ([*command, "-m", *PYTEST], environment("torchrun", ranks)))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_mpirun(ranks, tmp_path):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
     command += [sys.executable, "-m", *PYTEST, "--only-mpi"]
