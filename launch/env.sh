@@ -42,17 +42,21 @@ pick_constraints() {
 }
 
 install() {
-    local python
+    local python log
     if [ ! -x "$VENV/bin/pip" ]; then
         python="$(pick_python)" || return 1
         say "making $VENV with $("$python" --version) (once; later runs reuse it)"
         # Without the venv module's own pip (Debian: package python3-venv) a half-made folder would be left behind.
         "$python" -m venv "$VENV" || { rm -rf "$VENV"; return 1; }
     fi
-    PIP=("$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar on)
+    PIP=("$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
     pick_constraints
-    say "installing overlap_gemm[$EXTRAS] at the pins of $(basename "$CONSTRAINTS")"
-    "${PIP[@]}" -c "$CONSTRAINTS" -e "${ROOT}[$EXTRAS]" || return 1
+    log="$VENV/install.log"
+    say "installing overlap_gemm[$EXTRAS] at the pins of $(basename "$CONSTRAINTS"): some minutes; pip's words go to $log"
+    if ! "${PIP[@]}" -c "$CONSTRAINTS" -e "${ROOT}[$EXTRAS]" >"$log" 2>&1; then
+        tail -n 15 "$log" >&2
+        return 1
+    fi
     stamp | cksum > "$VENV/.installed"
     say "installed"
 }

@@ -49,6 +49,7 @@ def test_launchers_ask_for_a_command(script):
 
 FAKE = """#!/bin/sh
 echo "$@" >> "$(dirname "$0")/../calls"
+echo "Collecting torch"; echo "no matching wheel" >&2
 case "$*" in *--dry-run*) exit ${FAKE_PROBE:-0} ;; esac
 exit ${FAKE_STATUS:-0}
 """
@@ -77,6 +78,9 @@ def test_env_installs_once_and_again_after_a_pin_changed(tmp_path):
     first = bash(source, **env)
     assert first.returncode == 0, first.stderr
     assert "installing overlap_gemm[" in first.stderr
+    log = checkout / ".venv" / "install.log"
+    assert f"pip's words go to {log}" in first.stderr and "Collecting torch" in log.read_text()
+    assert "Collecting torch" not in first.stdout + first.stderr
     assert f"-e {checkout}[" in calls.read_text()
 
     calls.unlink()
@@ -107,7 +111,7 @@ def test_a_failed_installation_is_not_taken_for_a_good_one(tmp_path):
     for _ in range(2):
         done = bash(source, OVERLAP_GEMM_PYTHON="", FAKE_STATUS="1")
         assert done.returncode == 1
-        assert "installation failed" in done.stderr
+        assert "no matching wheel\noverlap_gemm: installation failed (see above)" in done.stderr
         assert "went on" not in done.stdout
 
 

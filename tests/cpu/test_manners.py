@@ -76,12 +76,29 @@ assert_type(overlap_gemm.all_gather_gemm(x, [weight, weight], backend="decompose
 assert_type(overlap_gemm.all_gather_gemm(x, weight, return_gathered=True), tuple[Tensor, Tensor])
 assert_type(overlap_gemm.all_gather_gemm(x, [weight], return_gathered=True), tuple[list[Tensor], Tensor])
 assert_type(overlap_gemm.gemm_reduce_scatter(x, weight, bias=None, dim=0), Tensor)
+assert_type(overlap_gemm.gemm_all_reduce(x, weight, reserve_sms=8), Tensor)
+assert_type(nn.column_parallel_gemm(x, weight, None, None, "torch"), Tensor)
 assert_type(overlap_gemm.__version__, str)
+assert_type(overlap_gemm.init().rank, int)
+assert_type(overlap_gemm.workspace_bytes(), int)
+
+
+class Model(torch.nn.Linear):
+    def generate(self) -> int:
+        return 1
+
+
+mesh = torch.distributed.init_device_mesh("cpu", (1,))
+assert_type(parallel.parallelize(Model(4, 4), mesh).generate(), int)
+with parallel.exportable(Model(4, 4)) as model:
+    assert_type(model.generate(), int)
 layer = nn.RowParallelLinear(4, 4, sequence_parallel=True)
 overlap_gemm.gemm_all_reduce(x, weight, backend="decompsed")
 nn.ParallelMLP(4, 4, backend="decompsed")
 parallel.OverlapRowwiseParallel(backend="decompsed")
 overlap_gemm.all_gather_gemm(x, weight, rows="same")
+nn.column_parallel_gemm(x, weight, None, None, "decompsed")
+parallel.parallelize(Model(4, 4), mesh, logits="same")
 """
 
 

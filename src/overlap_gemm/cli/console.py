@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-LEAST_WIDTH = 110
+LEAST_WIDTH = 120
 """Columns that the tables need; a file has no width, and mpirun's pseudo-terminals claim 80."""
 
 

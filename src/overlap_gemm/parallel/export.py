@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .model import Model
 from .parts import EmbeddingForward, NormForward
 from .styles import ColwiseForward, RowwiseForward
 
@@ -15,7 +16,7 @@ FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
 
 
 @contextmanager
-def exportable(model: nn.Module) -> Iterator[nn.Module]:
+def exportable(model: Model) -> Iterator[Model]:
     """Within the block the parameters of a parallelized model are plain tensors: this rank's shards.
 
     with torch.no_grad(), exportable(model):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,17 @@ from .plan import Role, head_dim, plan
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
 Logits: TypeAlias = Literal["replicated", "sharded"]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh,
     *,
     sequence_parallel: bool = True,
     logits: Logits = "replicated",
     backend: BackendName = "auto",
-) -> nn.Module:
+) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
     It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text) and Phi3, `...ForCausalLM` or the decoder
