@@ -41,6 +41,7 @@ def _bind(
     across: int | None,
     shards: Callable[[int], Shards],
     how: tuple[str, str, bool | None, int | None],
+    keep: bool = False,
 ) -> Run:
     """Chooses the backend, in debug mode after all ranks have compared notes; it says what there is to do.
 
@@ -54,10 +55,11 @@ def _bind(
         across: As for `Problem`.
         shards: P -> the division that the backend wants.
         how: Group, backend, determinism and reserved SMs, as the ops take them.
+        keep: As for `Problem`.
     """
     group, backend, deterministic, reserve_sms = how
     ranks = resolve(group)
-    problem = Problem.of(op, rows, features, across, x, ranks, deterministic, backend)
+    problem = Problem.of(op, rows, features, across, x, ranks, deterministic, backend, keep)
     agree.same(ranks, x.device, (*vars(problem).items(), ("backend", backend)))
     choice = announce(choose(problem, backend))
     with configured(reserve_sms=reserve_sms):
@@ -104,8 +106,9 @@ def _bind_all_gather_gemm(
     across: int | None,
     *how: Any,
 ) -> Run:
+    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
     carry_out = _bind(
-        "all_gather_gemm", x, weights, biases, rows, x.shape[1], across, lambda p: Shards(rows, p, chunk), how
+        "all_gather_gemm", x, weights, biases, rows, x.shape[1], across, shards, how, keep_gathered
     )
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:

@@ -32,7 +32,7 @@ SIGNATURES = {
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),
     "close_workspaces": ("group=None",),
-    "configured": ("*", "reserve_sms=None", "algorithm=None", "fields"),
+    "configured": ("*", "reserve_sms=None", "algorithm=None", "transport=None", "fields"),
     "reserve": ("*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",

@@ -51,6 +51,7 @@ class Problem:
             is not known.
         reach: What the ranks found out about each other's GPUs; None where nobody asked.
         captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
+        keep: Whether the gathered operand of all_gather_gemm is wanted, too.
     """
 
     op: Op
@@ -64,6 +65,7 @@ class Problem:
     across: int | None = None
     reach: Reach | None = None
     captured: bool = False
+    keep: bool = False
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Problem:
         group: Group,
         deterministic: bool | None,
         requested: str = "auto",
+        keep: bool = False,
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
@@ -98,6 +101,7 @@ class Problem:
             across,
             reach_of(group, x.device) if asks else None,
             x.is_cuda and torch.cuda.is_current_stream_capturing(),
+            keep,
         )
 
     @property

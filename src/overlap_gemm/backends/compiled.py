@@ -49,6 +49,19 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, patt
     return _from_cache(executor, (config, transport, exchange, cooperative), build, transport == "nvshmem")
 
 
+def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool) -> Any:
+    """The all-gather GEMM of a configuration; arguments as `kernels.build.make_gather_kernel`'s."""
+
+    def build() -> Any:
+        from ..kernels.build import compile_kernel, make_gather_kernel
+        from ..transports import PeerBulk
+
+        return compile_kernel(make_gather_kernel(config, PeerBulk(), push, keep, cooperative), OPTIONS)
+
+    cooperative = executor.is_whole_device
+    return _from_cache(executor, (config, "gather", push, keep, cooperative), build, puts=False)
+
+
 def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
     """The relay kernel beside the GEMM of a configuration (`kernels.relay`)."""
     config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it

@@ -7,8 +7,8 @@ kind has compiled the kernel and made the workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..sharding import Shards
 from ..tuning.machine import machine_for
 from ..tuning.space import UNMEASURED
 from .base import Op, Problem
+from .gather import all_gather_gemm
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, plan_for
 
@@ -52,18 +53,16 @@ def sizes(op: Op, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Si
 
 
 class Fused:
-    """The fused kernels: for some of the ops, with 16-bit operands."""
+    """The fused kernels, for 16-bit operands."""
 
     name = "fused"
     deterministic = True
 
     def why_not(self, problem: Problem) -> str | None:
-        """Fused kernels exist for some ops, dtypes and devices."""
-        if problem.op not in PATTERNS:
-            return f"there is no fused kernel for {problem.op} yet"
+        """Fused kernels exist for some dtypes, extents and devices."""
         if problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
-        if problem.features % ROW_ELEMENTS:
+        if problem.op != "all_gather_gemm" and problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         columns = shard_rows(problem.features, problem.world_size)
         if problem.op == "gemm_all_gather" and columns % ROW_ELEMENTS:
@@ -97,12 +96,15 @@ class Fused:
         self,
         problem: Problem,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        weight: Any,
+        bias: Any,
         shards: Shards,
         group: Group,
-    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
+        if problem.op == "all_gather_gemm":
+            keep = problem.keep
+            return lambda x, weights, biases: all_gather_gemm(x, weights, biases, shards, group, keep)
         op, depth = problem.op, problem.k
         (shape, (rows, columns)) = sizes(op, x, weight, shards, group)
 
@@ -168,6 +170,8 @@ class Fused:
         """See `Backend.gemm_all_gather`."""
         return self.call("gemm_all_gather", x, weight, bias, shards, group)
 
-    def all_gather_gemm(self, *_: Any) -> NoReturn:
-        """Not built."""
-        raise AssertionError("why_not excludes this op")
+    def all_gather_gemm(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See `Backend.all_gather_gemm`. Keeping the gathered x costs a copy of it."""
+        return all_gather_gemm(x, weights, biases, shards, group, keep=True)

@@ -8,8 +8,9 @@ runs it on a CUDA device or in the emulator. Nothing here knows one op from anot
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ SMALLEST_FLAGS = 1 << 12
 
 MOST_PLANS = 4096
 """Plans kept for a group; one is made again in a fraction of a millisecond."""
+
+
+class Reusable(Protocol):
+    """What a group keeps."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be used."""
+
+
+P = TypeVar("P", bound=Reusable)
 
 
 @dataclass(frozen=True)
@@ -139,11 +151,17 @@ def plan_for(
     shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
+
+
+def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
+    """The plan that the group has for a key; makes it if there is none."""
     with peers.lock:
-        if (plan := peers.plans.get(key)) is None:
+        plan: P | None = peers.plans.get(key)
+        if plan is None or not plan.is_open:
             if len(peers.plans) >= MOST_PLANS:
                 peers.plans.clear()
-            plan = peers.plans[key] = _make_plan(peers, config, shape, reserve)
+            plan = peers.plans[key] = make()
         return plan
 
 
@@ -170,7 +188,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         compiled_kernel(executor, config, transport, shape.pattern),
         min(resident, work),
         workspace,
-        exchange_arguments(workspace, shape, peers.agreed.timeout_ns, executor),
+        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor),
         compiled_relay(executor, config) if staged else None,
     )
 
@@ -199,18 +217,17 @@ def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool 
 
 def size_class(config: GemmConfig, shape: ExchangeShape) -> SizeClass:
     """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
-    flags = _power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
-    buffer = _power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
+    flags = power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
+    buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
     return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The least one that is not less."""
     return 1 << (number - 1).bit_length()
 
 
-def exchange_arguments(
-    workspace: Workspace, shape: ExchangeShape, timeout_ns: int, executor: Executor
-) -> Any:
+def exchange_arguments(workspace: Workspace, shard: int, timeout_ns: int, executor: Executor) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
     from ..kernels.exchange import Exchange
 
@@ -219,7 +236,7 @@ def exchange_arguments(
         workspace.memory.bases,
         workspace.group.rank,
         workspace.group.size,
-        shape.shard,
+        shard,
         size.zeroed,
         size.buffer,
         timeout_ns,

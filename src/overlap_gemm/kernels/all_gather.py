@@ -7,9 +7,9 @@ columns. Shards land in the *gather buffer* of every rank's workspace, sent by c
 
     load role       own shard first, read where it lies; then the others in the order in which they are
                     sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
-                    bounded), fences the asynchronous proxy. Behind its last load: waits for every flag, so
-                    that nothing is under way to this rank any more; the grid's last reader then tells every
-                    peer that this rank *has read*
+                    bounded), fences the asynchronous proxy. The grid's last reader tells every peer that
+                    this rank *has read*: behind it nothing is under way to this rank, since every shard has
+                    a tile here, for which somebody waited
     shard role      the receive warps. ``peer_bulk``: send their units of the own shard to every peer; the
                     grid's last sender releases the flags. ``keep``: copy every shard to a tensor that is the
                     caller's, and count as readers

@@ -133,7 +133,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),), assumed_align=16)
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
-        exchange = _fake_gathering(cfg)
+        exchange = _fake_gathering(cfg, kernel.op.keep)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),
@@ -213,9 +213,11 @@ def _fake_exchange() -> Exchange:
     return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1))
 
 
-def _fake_gathering(config: GemmConfig) -> Gathering:
-    dtype = DTYPES[config.in_dtype]
+def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
+    dtype, kept = DTYPES[config.in_dtype], None
+    if keep:
+        kept = make_fake_compact_tensor(dtype, (cute.sym_int64(divisibility=8),), assumed_align=16)
     extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     pitch, shard = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
-    return Gathering(_fake_exchange(), Int32(1), Int64(0), Int64(0), Int64(0), gathered, Int32(1), Int32(1))
+    return Gathering(_fake_exchange(), Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1))

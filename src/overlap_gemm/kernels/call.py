@@ -113,11 +113,11 @@ class Tally(NamedTuple):
 
 
 @cute.jit
-def count(word: Any) -> Int32:
+def count(word: Any, sem: cutlass.Constexpr = "relaxed") -> Int32:
     """A warp's next number: adds one, by its first lane; all lanes get the value before."""
     value = Int32(0)
     if cute.arch.lane_idx() == 0:
-        value = Int32(cute.arch.atomic_add(word, Int32(1), sem="relaxed", scope="cta"))
+        value = Int32(cute.arch.atomic_add(word, Int32(1), sem=sem, scope="cta"))
     return Int32(cute.arch.shuffle_sync(value, 0))
 
 
@@ -180,8 +180,12 @@ def count_grid(call: Call, offset: cutlass.Constexpr, warps: cutlass.Constexpr) 
 
 @cute.jit
 def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
-    """All lanes of a warp behind its last role; the last of the CTA's ``warps`` warps speaks for it."""
-    if count(tally.ended) == warps - 1:
+    """All lanes of a warp behind its last role; the last of the CTA's ``warps`` warps speaks for it.
+
+    And is behind what all of them have seen: what `finish` stores may be read by others until then.
+    """
+    cute.arch.sync_warp()
+    if count(tally.ended, "acq_rel") == warps - 1:
         finish(call)
 
 

@@ -33,7 +33,7 @@ class Gathering(NamedTuple):
         rows: ``Int32``: M, rows of all shards together.
         row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
         own: ``Int64``: address of the own shard.
-        kept: ``Int64``: address of a tensor for all rows, or 0.
+        kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
         is_last: ``Int32``: whether it is the last one: it ends the call.
@@ -43,7 +43,7 @@ class Gathering(NamedTuple):
     rows: Int32
     row_bytes: Int64
     own: Int64
-    kept: Int64
+    kept: Any
     gathered: cute.Tensor
     is_first: Int32
     is_last: Int32
@@ -66,10 +66,10 @@ class GatherCall(NamedTuple):
         return self.call.base + self.call.exchange.slots_offset
 
     def shard(self, source: Any) -> tuple[Any, Any]:
-        """(offset in a gather buffer, bytes) of the shard of ``source``."""
+        """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 behind the last owner."""
         given, rows = self.given, self.call.exchange.shard_rows
         first = Int32(source) * rows
-        held = cutlass.max(cutlass.min(given.rows - first, rows), 0)
+        held = cutlass.min(given.rows - first, rows)
         return Int64(first) * given.row_bytes, Int64(held) * given.row_bytes
 
     @property
@@ -85,15 +85,6 @@ def await_shard(call: GatherCall, source: Int32) -> None:
     wait_flag(call.call.flag(call.call.base, 0, source), call.call.epoch, call.call.bound, site)
 
 
-@cute.jit
-def await_shards(call: GatherCall) -> None:
-    """All lanes: waits until every peer's shard has arrived."""
-    for source in cutlass.range(cute.arch.lane_idx(), call.owners, LANES, unroll=1):
-        if source != call.call.exchange.rank:
-            await_shard(call, source)
-    cute.arch.sync_warp()
-
-
 def readers(config: GemmConfig, keep: bool) -> int:
     """Warps of a CTA that read the gather buffer: load, and with ``keep`` the receive warps."""
     return 1 + keep * config.receive_warps
@@ -103,10 +94,9 @@ def readers(config: GemmConfig, keep: bool) -> int:
 def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
     """One warp's last word on the gather buffer; the grid's last of ``warps`` per CTA tells the peers.
 
-    All lanes. Waits for every shard, read or not: what is still under way to this rank would else be
-    behind its word.
+    All lanes. Every shard has a tile, whose CTA waited for it: so behind the last word nothing is under way
+    to this rank any more.
     """
-    await_shards(call)
     exchange = call.call.exchange
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
         offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
@@ -182,7 +172,7 @@ class ShardRole:
                 if cute.arch.lane_idx() == 0:
                     await_shard(call, source)
                 cute.arch.sync_warp()
-            copy_units(call.given.kept + offset, origin, nbytes, first, stride)
+            copy_units(call.given.kept.iterator.toint() + offset, origin, nbytes, first, stride)
 
 
 @cute.jit

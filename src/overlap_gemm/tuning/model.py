@@ -240,3 +240,37 @@ def fused_time(
         receive=0.0 if world == 1 else arrivals * machine.arrival + received,
         launch=machine.launch,
     )
+
+
+def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
+    """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
+
+    The own shard is there; the others arrive one behind the other at the link's full rate. What of that the
+    product does not hide is `fill`. Not compared with a measurement yet.
+    """
+    m, n, k = facts.local
+    world = facts.world
+    shard = facts.shard or shard_rows(m, world)
+    owners = num_owners(m, shard)
+    tile_m, tile_n = config.cluster_tile
+    clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
+    resident = max(1, sms // config.cluster_size)
+    rows, columns = config.cta_tile
+    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
+    mainloop = 2 * rows * columns * k / rate
+    epilogue = machine.epilogue * rows * columns
+    wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
+    waves = ceil_div(clusters, resident) * wave
+    arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
+    done = waves / owners
+    for step in range(1, owners):
+        done = max(done, step * arrival + machine.arrival) + waves / owners
+    return FusedTime(
+        waves=waves,
+        link=(owners - 1) * arrival,
+        memory=_memory_seconds(m, n, k, facts.dtype, machine),
+        fill=0.0,
+        tail=done - waves,
+        receive=0.0 if world == 1 else machine.arrival,
+        launch=machine.launch,
+    )

@@ -11,13 +11,12 @@ from .machine import Machine, machine_for
 from .model import (
     Facts,
     FusedTime,
-    fused_time,
     link_seconds,
     product_seconds,
     transfer_seconds,
 )
 from .settings import Settings, settings
-from .space import OPS, UNMEASURED, choose_config, settled
+from .space import UNMEASURED, choose_config, seconds_of, settled
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -78,13 +77,11 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         "sequential": product + ordered,
         "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
-    config = fused = None
-    if facts.op in OPS.values():
-        pattern = settled(facts, machine, arch, sms)
-        config = choose_config(facts, machine, arch, sms, pattern)
-        fused = fused_time(config, facts, machine, sms, pattern)
-        if facts.op not in UNMEASURED:
-            ways["fused"] = fused.total
+    pattern = settled(facts, machine, arch, sms)
+    config = choose_config(facts, machine, arch, sms, pattern)
+    fused = seconds_of(config, facts, machine, sms, pattern)
+    if facts.op not in UNMEASURED:
+        ways["fused"] = fused.total
     if not captured:
         ways = {name: max(seconds, machine.host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)

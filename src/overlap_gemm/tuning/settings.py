@@ -22,6 +22,7 @@ _KEY = "overlap_gemm.settings"
 
 
 Algorithm = Literal["one_shot", "two_shot"]
+Transport = Literal["copy_engine", "peer_bulk"]
 """How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
 
 
@@ -33,11 +34,14 @@ class Settings(NamedTuple):
         reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
             differ between ranks.
         algorithm: which all-reduce; None: the model's choice. The same on all ranks.
+        transport: how the shards of an all-gather GEMM are sent; None: as their size says. It may differ
+            between ranks.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
     reserve_sms: int | None = None
     algorithm: Algorithm | None = None
+    transport: Transport | None = None
 
 
 _DEFAULT = Settings()
@@ -65,7 +69,11 @@ def _keep(asked: Settings) -> None:
 
 @contextmanager
 def configured(
-    *, reserve_sms: int | None = None, algorithm: Algorithm | None = None, **fields: Any
+    *,
+    reserve_sms: int | None = None,
+    algorithm: Algorithm | None = None,
+    transport: Transport | None = None,
+    **fields: Any,
 ) -> Iterator[None]:
     """Within the block, the fused backend's kernels are as asked. Blocks may be nested.
 
@@ -74,19 +82,22 @@ def configured(
             stage's kernels. The choice of configuration does not look at it, so ranks may differ.
         algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
             ``"two_shot"``, the sums of the owners of rows go on to all. The same on every rank.
+        transport: how `all_gather_gemm` sends shards: ``"copy_engine"``, or ``"peer_bulk"``, by warps of the
+            kernel. Ranks may differ.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 
     Raises:
-        ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm.
+        ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm or transport.
     """
     check_reserve_sms(reserve_sms)
-    if algorithm not in (None, *get_args(Algorithm)):
-        raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(get_args(Algorithm))}")
+    for name, given, known in (("algorithm", algorithm, Algorithm), ("transport", transport, Transport)):
+        if given not in (None, *get_args(known)):
+            raise ValueError(f"{name}={given!r} must be one of {', '.join(get_args(known))}")
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
     asked = tuple({**dict(before.fields), **fields}.items())
-    _keep(Settings(asked, reserve, algorithm or before.algorithm))
+    _keep(Settings(asked, reserve, algorithm or before.algorithm, transport or before.transport))
     try:
         yield
     finally:

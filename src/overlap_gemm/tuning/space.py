@@ -13,7 +13,7 @@ from typing import Any
 from ..kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig, MmaKind
 from ..kernels.geometry import ExchangeShape, Pattern
 from .machine import Machine, machine_for
-from .model import Facts, efficiency_key, fused_time
+from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
 
 OPS: dict[Pattern, str] = {
@@ -24,7 +24,7 @@ OPS: dict[Pattern, str] = {
 }
 """Which op exchanges tiles so."""
 
-UNMEASURED = ("gemm_all_reduce", "gemm_all_gather")
+UNMEASURED = ("all_gather_gemm", "gemm_all_reduce", "gemm_all_gather")
 """Ops whose kernels no GPU has run: their times are not measured, and `auto` leaves them alone."""
 
 ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
@@ -113,7 +113,9 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
 
 
 def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
-    """How the op of `facts` exchanges tiles; see `settle`."""
+    """How the op of `facts` exchanges tiles; see `settle`. All-gather GEMM exchanges none."""
+    if facts.op not in OPS.values():
+        return "reduce_scatter"
     asked = settings().algorithm
     if asked is not None and OPS[asked] == facts.op:
         return asked
@@ -121,7 +123,7 @@ def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
 
     def seconds(pattern: Pattern) -> float:
         config = choose_config(facts, machine, arch, num_sms, pattern)
-        return fused_time(config, facts, machine, num_sms, pattern).total
+        return seconds_of(config, facts, machine, num_sms, pattern).total
 
     return min(ways, key=seconds)
 
@@ -153,10 +155,19 @@ def _choose(
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _fitting(candidates(arch, facts.dtype, machine), fields)
-    best = min(fitting, key=lambda config: fused_time(config, facts, machine, num_sms, pattern).total)
+    best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
     return replace(chosen, slot_dtype=chosen.out_dtype) if pattern == "output_gather" else chosen
+
+
+def seconds_of(
+    config: GemmConfig, facts: Facts, machine: Machine, num_sms: int, pattern: Pattern
+) -> FusedTime:
+    """Where the time of the op of `facts` goes by the kernel of `config`; ``pattern``, of tiles exchanged."""
+    if facts.op == "all_gather_gemm":
+        return fused_all_gather(config, facts, machine, num_sms)
+    return fused_time(config, facts, machine, num_sms, pattern)
 
 
 def possible(arch: str, dtype: str, fields: tuple[tuple[str, Any], ...]) -> list[GemmConfig]:

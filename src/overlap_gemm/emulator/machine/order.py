@@ -48,31 +48,46 @@ def merge(into: Vector, other: Vector) -> None:
 class Snapshot:
     """What an agent, or all participants of a barrier, knew when they released."""
 
-    __slots__ = ("agent", "grids", "nearby", "proxied", "vector")
+    __slots__ = ("agent", "fenced_grids", "grids", "nearby", "proxied", "vector")
 
     def __init__(
-        self, agent: Agent, vector: Vector, proxied: Vector, grids: frozenset[int], nearby: Vector
+        self,
+        agent: Agent,
+        vector: Vector,
+        proxied: Vector,
+        grids: frozenset[int],
+        nearby: Vector,
+        fenced_grids: frozenset[int],
     ) -> None:
         self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
-        self.nearby = nearby
+        self.nearby, self.fenced_grids = nearby, fenced_grids
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
         """Everything that any of several knew."""
         first, *rest = parts
-        out = Snapshot(first.agent, dict(first.vector), dict(first.proxied), first.grids, dict(first.nearby))
+        out = Snapshot(
+            first.agent,
+            dict(first.vector),
+            dict(first.proxied),
+            first.grids,
+            dict(first.nearby),
+            first.fenced_grids,
+        )
         for part in rest:
             merge(out.vector, part.vector)
             merge(out.nearby, part.nearby)
             merge(out.proxied, part.proxied)
             if part.grids is not out.grids:
                 out.grids |= part.grids
+            if part.fenced_grids is not out.fenced_grids:
+                out.fenced_grids |= part.fenced_grids
         return out
 
     def including(self, agent: Agent) -> Snapshot:
         """This and the agent's next access, which is the one that publishes it."""
         vector = {**self.vector, agent.id: agent.vector[agent.id]}
-        return Snapshot(agent, vector, self.proxied, self.grids, self.nearby)
+        return Snapshot(agent, vector, self.proxied, self.grids, self.nearby, self.fenced_grids)
 
 
 class Agent:
@@ -83,6 +98,7 @@ class Agent:
         proxied: The same for generic writes to shared (key: the agent) and global memory (its complement)
             that a proxy fence has passed on.
         grids: Launches that are known as a whole.
+        fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
         touched: Whether it accessed memory since it last released.
         fenced: Snapshot and scope of its last fence.
         loads: Releases that its relaxed loads observed since the last fence, with the scope of both.
@@ -96,6 +112,7 @@ class Agent:
         "_latest",
         "_seen",
         "fenced",
+        "fenced_grids",
         "grids",
         "id",
         "issued",
@@ -111,6 +128,7 @@ class Agent:
 
     def __init__(self, number: int, warp: Warp, history: History) -> None:
         self.id, self.warp, self.grids = number, warp, history.grids
+        self.fenced_grids: frozenset[int] = frozenset()
         self.vector: Vector = {**history.vector, number: 1}
         self.proxied: Vector = {~agent: clock for agent, clock in history.vector.items()}
         self.touched = False
@@ -132,7 +150,12 @@ class Agent:
         """Publishes what it knows; later accesses get a later clock."""
         if self._latest is None or self.touched:
             self._latest = Snapshot(
-                self, dict(self.vector), dict(self.proxied), self.grids, dict(self.nearby)
+                self,
+                dict(self.vector),
+                dict(self.proxied),
+                self.grids,
+                dict(self.nearby),
+                self.fenced_grids,
             )
             self.vector[self.id] += 1
             self.touched = False
@@ -151,6 +174,8 @@ class Agent:
             merge(self.nearby, snapshot.nearby)
         if snapshot.grids is not self.grids:
             self.grids |= snapshot.grids
+        if snapshot.fenced_grids is not self.fenced_grids:
+            self.fenced_grids |= snapshot.fenced_grids
 
     def learn_nearby(self, party: int, clock: int) -> None:
         """Knows of one more asynchronous unit's accesses."""
@@ -174,6 +199,7 @@ class Agent:
             merge(self.proxied, self.vector)
         if in_global:
             merge(self.proxied, {~agent: clock for agent, clock in self.vector.items()})
+            self.fenced_grids |= self.grids
         self._latest = None
         self.touched = True
 
@@ -188,9 +214,16 @@ class Agent:
         return self.vector.get(epoch >> 32, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
 
     def has_proxied(self, epoch: int, owner: Agent, in_global: bool) -> bool:
-        """Whether a generic write was passed to the async proxy, as far as this agent knows."""
+        """Whether a generic write was passed to the async proxy, as far as this agent knows.
+
+        What a kernel wrote that had ended before this one began was; of one whose end a flag told of, only
+        what was fenced.
+        """
         key = ~owner.id if in_global else owner.id
-        return self.proxied.get(key, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
+        if self.proxied.get(key, 0) >= epoch & 0xFFFFFFFF:
+            return True
+        number = owner.warp.grid.number
+        return number in self.warp.grid.history.grids or number in self.fenced_grids
 
     def fence(self, scope: int) -> None:
         """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""

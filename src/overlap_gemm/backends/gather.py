@@ -1,0 +1,288 @@
+"""The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
+
+Where copy engines send (`COPY_ENGINE_BYTES`), a call queues them on a second stream, in the order in which
+peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM, so they run
+beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would starve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.config import GemmConfig
+from ..kernels.geometry import (
+    COMING_OFFSET,
+    CONTROL_BYTES,
+    FLAG_BYTES,
+    MAX_WORLD,
+    ExchangeShape,
+    slots_offset,
+)
+from ..runtime.executor import CudaExecutor, Executor
+from ..runtime.group import Group
+from ..runtime.peers import Peers
+from ..runtime.workspace import SizeClass, Workspace, obtain
+from ..schedules import ceil_div, num_owners
+from ..sharding import Shards
+from ..tuning.model import Facts
+from ..tuning.settings import settings
+from ..tuning.space import choose_config, constants
+from . import plans
+from .compiled import compiled_gather
+from .operands import ROW_ELEMENTS, aligned, aligned_bias, major
+from .plans import DTYPES, exchange_arguments, keep_plan, peers_for, power_of_two, resident_clusters
+
+COPY_ENGINE_BYTES = 1 << 20
+"""Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
+engine's copy takes some microseconds of the host and to begin. Not measured yet."""
+
+SMALLEST_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Product:
+    """One weight's part of a call.
+
+    Attributes:
+        gemm: the compiled kernel.
+        num_clusters: its grid.
+    """
+
+    gemm: Any
+    num_clusters: int
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """All that all-gather GEMMs of one kind have in common.
+
+    Attributes:
+        executor: where.
+        products: a launch for each weight.
+        workspace: the gather buffer.
+        given: the kernels' `Gathering`, without what belongs to a call.
+        config: the first kernel's configuration.
+        nbytes: of the own shard.
+        copies: (where the own shard goes, where its flag goes) of each peer, in their order; none where the
+            kernel's warps send.
+    """
+
+    executor: Executor
+    products: tuple[Product, ...]
+    workspace: Workspace
+    given: Any
+    config: GemmConfig
+    nbytes: int
+    copies: tuple[tuple[int, int], ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
+        return self.executor.is_open and self.workspace.is_open
+
+    def launch(
+        self,
+        own: Tensor,
+        weights: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        kept: Tensor | None,
+    ) -> None:
+        """Starts a call of this rank, behind every other fused launch of its device.
+
+        Args:
+            own: The own shard, `[max(rows, 1), K]`, contiguous.
+            weights: `[N_i, K]`, see `operands.aligned`.
+            outs: `[M, N_i]`, rows at multiples of 16 bytes.
+            biases: `[N_i]` or None, see `aligned_bias`.
+            kept: `[M, K]`, contiguous, or None.
+
+        Raises:
+            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+        """
+        executor, order = self.executor, self.executor.order
+        with executor.active(own, *weights, *outs, *biases, kept) as stream:
+            assert self.workspace.is_open, "a plan of a closed workspace"
+            self.workspace.raise_if_failed()
+            with order.lock:
+                self.workspace.captured |= order.follow(stream)
+                exchange = self.given.exchange._replace(call=order.next_call())
+                flat = None if kept is None else kept.view(-1)
+                given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
+                if not self.copies:
+                    self._multiply(given, own, weights, outs, biases, stream)
+                    return
+                with executor.fork() as second:
+                    self._multiply(given, own, weights, outs, biases, stream)
+                    coming = self.workspace.memory.local.data_ptr() + COMING_OFFSET
+                    for shard, flag in self.copies:
+                        executor.copy(second, shard, own.data_ptr(), self.nbytes)
+                        executor.copy(second, flag, coming, 4)
+
+    def _multiply(
+        self,
+        given: Any,
+        own: Tensor,
+        weights: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        stream: int,
+    ) -> None:
+        last = len(self.products) - 1
+        for i, (product, weight, out, bias) in enumerate(
+            zip(self.products, weights, outs, biases, strict=True)
+        ):
+            given = given._replace(is_first=int(i == 0), is_last=int(i == last))
+            product.gemm(own, weight, out, bias, given, product.num_clusters, stream)
+
+
+def all_gather_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    keep: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
+
+    ``keep`` costs a copy of M x K inside the kernel, beside the products.
+    """
+    rows, depth, alone = shards.total, x.shape[1], group.size == 1
+    if rows == 0:
+        return x, [x.new_empty(0, weight.shape[0]) for weight in weights]
+    own = aligned(x.contiguous()) if shards.size(group.rank) else x.new_zeros(1, _whole(depth))
+    # A rank without columns takes part all the same: its peers wait for its word.
+    used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
+    operands = [aligned(weight) for weight in used]
+    outs = [x.new_empty(rows, _whole(len(weight))) for weight in used]
+    vectors: list[Tensor | None] = [None] * len(used)
+    if biases:
+        vectors = [_whole_bias(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
+    kept = own.new_empty(rows, own.shape[1]) if keep and not alone else None
+    narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
+    if alone:
+        for weight, out, bias in zip(operands, narrowed, vectors, strict=True):
+            shape = ExchangeShape.even(rows, len(weight), 1)
+            majors = "k", major(weight, "n")
+            plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
+            plain.launch(own, weight, out, bias)
+    else:
+        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep)
+        plan.launch(own, operands, narrowed, vectors, kept)
+    results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
+    return x if kept is None else _first_columns(kept, depth, group), results
+
+
+def plan_for(
+    group: Group, x: Tensor, depth: int, weights: Sequence[Tensor], bias: bool, shards: Shards, keep: bool
+) -> GatherPlan:
+    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+
+    Args:
+        group: the ranks.
+        x: for its device and dtype.
+        depth: K as it lies in memory.
+        weights: for their shapes and layouts.
+        bias: whether there is one.
+        shards: of the rows.
+        keep: whether all rows are kept.
+
+    Raises:
+        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
+        CaptureError: something had to be made during CUDA graph capture.
+        ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+    """
+    peers, asked = peers_for(group, x.device), settings()
+    kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
+    key = ("all_gather_gemm", x.dtype, shards, depth, kinds, bias, keep, asked)
+    plan: GatherPlan | None = peers.plans.get(key)
+    if plan is not None and plan.is_open:
+        return plan
+    reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    return keep_plan(
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, bias, keep, reserve)
+    )
+
+
+def _make_plan(
+    peers: Peers,
+    dtype: torch.dtype,
+    shards: Shards,
+    depth: int,
+    kinds: Sequence[tuple[int, str]],
+    bias: bool,
+    keep: bool,
+    reserve: int,
+) -> GatherPlan:
+    from ..kernels.gathering import Gathering
+
+    executor, group = peers.executor, peers.group
+    row_bytes, chunk = depth * dtype.itemsize, shards.chunk
+    workspace = obtain(peers, size_class(group.size * chunk * row_bytes))
+    if not workspace.reaches_all:
+        raise RuntimeError(
+            f"the fused all_gather_gemm needs peers within reach of loads and stores, and some of group "
+            f"{group.name!r} are not: use another backend"
+        )
+    nbytes = shards.size(group.rank) * row_bytes
+    push = nbytes < COPY_ENGINE_BYTES if settings().transport is None else settings().transport == "peer_bulk"
+    # Virtual ranks share a GPU, which copies within itself by kernels.
+    push |= group.is_virtual and isinstance(executor, CudaExecutor)
+    owners, products, first = num_owners(shards.total, chunk), [], None
+    for columns, b_major in kinds:
+        facts = Facts(
+            "all_gather_gemm", shards.total, columns * group.size, depth, DTYPES[dtype], group.size, chunk
+        )
+        arch = peers.agreed.arch
+        config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, bias=bias)
+        first = first or config
+        tile_m, tile_n = config.cluster_tile
+        work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
+        resident = resident_clusters(executor, config.cluster_size, reserve)
+        products.append(Product(compiled_gather(executor, config, push, keep), min(resident, work)))
+    assert first is not None, "an op has a weight"
+
+    size, memory = workspace.size, workspace.memory
+    buffer = memory.local[size.zeroed :].view(dtype)
+    gathered = buffer.as_strided((chunk, depth, owners), (depth, 1, chunk * depth), buffer.storage_offset())
+    exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor)
+    given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
+    copies = []
+    if not push and nbytes:
+        bases = memory.bases.tolist()
+        offset, flag = size.zeroed + group.rank * chunk * row_bytes, CONTROL_BYTES + FLAG_BYTES * group.rank
+        order = [(group.rank - i) % group.size for i in range(1, group.size)]
+        copies = [(bases[peer] + offset, bases[peer] + flag) for peer in order]
+    return GatherPlan(executor, tuple(products), workspace, given, first, nbytes, tuple(copies))
+
+
+def size_class(nbytes: int) -> SizeClass:
+    """The smallest class of workspace that holds a gather buffer of so many bytes."""
+    buffer = power_of_two(max(nbytes, SMALLEST_BUFFER))
+    return SizeClass(slots_offset(MAX_WORLD), buffer, 1, 0, "gather", COMING_OFFSET)
+
+
+def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
+    """Those of a result, contiguous; but of a virtual rank, whose kernels have not run yet, a view."""
+    first = matrix[:, :columns]
+    return first if group.is_virtual else first.contiguous()
+
+
+def _whole(extent: int) -> int:
+    """Elements of a row, padded to whole 16 bytes of a 16-bit type; at least one 16."""
+    return max(ceil_div(extent, ROW_ELEMENTS), 1) * ROW_ELEMENTS
+
+
+def _whole_bias(bias: Tensor, columns: int) -> Tensor:
+    """`bias` with zeros behind, as many as the epilogue reads."""
+    if len(bias) == columns:
+        return aligned_bias(bias)
+    padded = bias.new_zeros(columns)
+    padded[: len(bias)] = bias
+    return padded

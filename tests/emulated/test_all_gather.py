@@ -1,0 +1,390 @@
+"""All-gather GEMM through the public op on virtual ranks: compiled PTX and copy engines, in the emulator."""
+
+import random
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import compiled
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.emulator.machine.inject import StoreFault
+from overlap_gemm.kernels import all_gather
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
+from overlap_gemm.sharding import Shards
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_launch
+from overlap_gemm.tuning.settings import configured
+
+KINDS = {
+    "sm_100a": [
+        {"mma": "1cta", "tile": (128, 64)},
+        {"mma": "1cta", "tile": (128, 128), "cluster": (1, 2)},
+        {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},
+    ],
+    "sm_90a": [
+        {"mma": "pingpong", "tile": (64, 128)},
+        {"mma": "cooperative", "tile": (128, 128)},
+        {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
+    ],
+}
+SMALLEST = {arch: kinds[0] for arch, kinds in KINDS.items()}
+WAYS = ("copy_engine", "peer_bulk")
+both = pytest.mark.parametrize("arch", KINDS)
+transports = pytest.mark.parametrize("transport", WAYS)
+
+
+def in_turn(values, ids=None):
+    """Each value by one of the ways in the default run, by the other one in the slow run."""
+    return pytest.mark.parametrize(
+        ("value", "transport"),
+        [
+            pytest.param(value, way, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+            for i, value in enumerate(values)
+            for j, way in enumerate(WAYS)
+        ],
+        ids=[f"{name}-{way}" for name in ids or values for way in WAYS],
+    )
+
+
+class World:
+    """Virtual ranks of an emulator, and the calls that are queued on them."""
+
+    def __init__(self, arch, ranks, *, transport, fields=None, mode="immediate", seed=0, starved=None, sms=4):
+        self.lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+        self.fields = {"transport": transport, **(fields or SMALLEST[arch])}
+        self.arch, self.ranks, self.mode, self.seed, self.sms = arch, ranks, mode, seed, sms
+        self.judged, self.kept = [], []
+
+    def __enter__(self):
+        self.asked = configured(**self.fields)
+        self.asked.__enter__()
+        how = {"schedule": self.lagging, "num_sms": self.sms}
+        self.emulator = Emulator(self.arch, self.ranks, self.mode, self.seed, **how).__enter__()
+        self.world = VirtualWorld(self.ranks, emulator=self.emulator).__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.world.__exit__(*error)
+        self.emulator.__exit__(*error)
+        self.asked.__exit__(*error)
+
+    def call(self, m, n, k, op="all_gather_gemm", **options):
+        """Queues one call on every rank."""
+        seed = self.seed + len(self.judged)
+        case = Case(op, m, n, k, options.pop("dtype", torch.bfloat16), seed=seed, **options)
+        self.judged.append((case, *queue_launch(case, self.world)))
+
+    def several(self, m, widths, k, keep):
+        """Queues one call with a weight of each width per rank, whose gathered operand is compared, too."""
+        generator = torch.Generator().manual_seed(self.seed + len(self.kept))
+        draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
+        x, shards = draw(m, k), Shards.even(m, self.ranks)
+        for rank, name in enumerate(self.world.names):
+            own = x[slice(*shards.range(rank))].clone()
+            weights = [draw(n, k) / k**0.5 for n in widths]
+            with poisoned_allocations():
+                found = overlap_gemm.all_gather_gemm(
+                    own, weights, group=name, rows=m, backend="fused", return_gathered=keep
+                )
+            self.kept.append((x, weights, *(found if keep else (found, None))))
+
+    def run(self):
+        """Runs everything and compares it."""
+        self.world.synchronize()
+        verdicts = [judge(case, given, outs, case.dtype) for case, given, outs in self.judged]
+        wrong = [(str(case), v) for (case, *_), v in zip(self.judged, verdicts, strict=True) if not v.holds]
+        assert not wrong, wrong
+        for x, weights, outs, gathered in self.kept:
+            if gathered is not None:
+                assert torch.equal(gathered, x)
+            for weight, out in zip(weights, outs, strict=True):
+                torch.testing.assert_close(out, (x.double() @ weight.double().t()).bfloat16())
+        return self.emulator.report
+
+
+@in_turn([1, 2, 3, 4])
+@both
+def test_every_world(arch, value, transport):
+    with World(arch, value, transport=transport) as world:
+        world.call(200, 136 * value, 72)
+        world.run()
+
+
+OTHERS = {f"{a}-{kind['mma']}": (a, kind) for a, kinds in KINDS.items() for kind in kinds[1:]}
+
+
+@in_turn(OTHERS.values(), OTHERS)
+def test_every_kernel(value, transport):
+    arch, fields = value
+    with World(arch, 2, transport=transport, fields=fields, mode="random") as world:
+        world.call(520, 272, 100)
+        world.run()
+
+
+SHAPES = {
+    "even": (256, 256, 128),
+    "a shard ends inside a tile": (258, 64, 64),
+    "the last shard is short": (200, 128, 64),
+    "fewer rows than ranks": (2, 264, 64),
+    "one row": (1, 520, 64),
+    "K no multiple of 8": (130, 64, 61),
+    "N no multiple of 8": (130, 39, 64),
+    "ranks without columns": (130, 1, 64),
+}
+
+
+@in_turn(SHAPES.values(), SHAPES)
+@both
+def test_every_shape(arch, value, transport):
+    with World(arch, 3, transport=transport) as world:
+        world.call(*value)
+        world.call(*value, bias=False, dtype=torch.float16)
+        world.run()
+
+
+@in_turn([("random", 1), ("lazy", 3)])
+@both
+def test_whenever_operations_complete(arch, value, transport):
+    """Calls queued behind each other, one rank behind the others."""
+    mode, seed = value
+    with World(arch, 3, transport=transport, mode=mode, seed=seed, starved=seed % 3) as world:
+        for _ in range(3):
+            world.call(190, 64, 64)
+        world.several(190, [64, 13], 64, keep=True)
+        world.run()
+
+
+@in_turn([False, True])
+@both
+def test_weights_share_a_gather(arch, value, transport):
+    with World(arch, 2, transport=transport) as world:
+        world.several(150, [64, 24, 8], 64, value)
+        world.several(150, [16], 64, value)
+        world.several(150, [0, 16], 60, value)
+        world.run()
+
+
+def random_calls(world, seed, calls):
+    """Any op that there is a kernel for, any shape: each likely to follow each other."""
+    draw, ranks = random.Random(seed), world.ranks
+    few, many = [1, 2, ranks - 1, ranks], [64, 130, 256 * ranks]
+    for _ in range(calls):
+        m, n = draw.choice(draw.choice([few, many])), draw.choice([8, 64, 136])
+        if draw.random() < 0.3:
+            world.several(m, [n, draw.choice([0, 8, 13])], 64, draw.random() < 0.5)
+        else:
+            world.call(m, n, 64, draw.choice(["all_gather_gemm", "gemm_reduce_scatter"]))
+
+
+def run_random_calls(arch, seed, calls=6):
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 3, 4])
+    how = {
+        "transport": draw.choice(["copy_engine", "peer_bulk"]),
+        "mode": draw.choice(["immediate", "random", "lazy"]),
+        "starved": draw.randrange(ranks),
+        "sms": draw.choice([2, 3]),
+    }
+    with World(arch, ranks, seed=seed, **how) as world:
+        random_calls(world, seed, calls)
+        world.run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@both
+def test_random_sequences_with_other_ops(arch, seed):
+    run_random_calls(arch, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 160))
+@both
+def test_more_random_sequences(arch, seed):
+    run_random_calls(arch, seed, calls=12)
+
+
+@pytest.mark.slow
+@transports
+@both
+def test_fifty_calls(arch, transport):
+    with World(arch, 4, transport=transport, mode="random", starved=2) as world:
+        for i in range(50):
+            world.call(130 + i, 64, 64)
+        world.run()
+
+
+def test_small_shards_are_pushed_and_large_ones_copied():
+    with World("sm_90a", 2, transport=None) as world:
+        submitted = []
+        submit = world.emulator.machine.submit
+        world.emulator.machine.submit = lambda launch: (submitted.append(launch), submit(launch))
+        world.call(64, 16, 64)
+        assert [launch.engine for launch in submitted].count(True) == 0
+        world.call(256, 16, 4096)
+        assert [launch.engine for launch in submitted].count(True) == 4
+        world.run()
+
+
+def test_its_workspace_is_its_own():
+    with World("sm_90a", 2, transport="copy_engine") as world:
+        world.call(64, 16, 64)
+        world.call(64, 16, 64, "gemm_reduce_scatter")
+        world.run()
+        kinds = [workspace.size.kind for workspace in workspaces(world.world.names[0])]
+        assert sorted(kinds) == ["gather", "slots"]
+
+
+# --- faults ---
+
+
+def flag_lines(world, engines=True):
+    """The lines of releases, in the kernels that are queued and, unless told otherwise, in copies."""
+    lines, submit = set(), world.emulator.machine.submit
+
+    def note(launch):
+        if engines or not launch.engine:
+            text = launch.ptx.splitlines()
+            lines.update(n for n, line in enumerate(text, 1) if "st.release.sys" in line)
+        submit(launch)
+
+    world.emulator.machine.submit = note
+    return lines
+
+
+@transports
+@both
+def test_a_lost_flag_is_named(arch, transport):
+    with World(arch, 3, transport=transport) as world:
+        lines = flag_lines(world)
+        world.call(192, 64, 64)
+        for line in lines:
+            world.emulator.faults.add(StoreFault("drop", 2, 1, line))
+        with pytest.raises(CommTimeoutError) as caught:
+            world.run()
+    failure = caught.value.failure
+    assert (failure.rank, failure.source, failure.op) == (1, 2, Op.ALL_GATHER_GEMM)
+    assert (failure.role, failure.expected, failure.seen) == (Role.LOAD_GATE, 1, 0)
+
+
+@both
+def test_a_lost_word_that_a_peer_has_read_is_named(arch):
+    with World(arch, 3, transport="copy_engine") as world:
+        lines = flag_lines(world, engines=False)
+        world.call(192, 64, 64)
+        for line in lines:
+            world.emulator.faults.add(StoreFault("drop", 2, 1, line))
+        with pytest.raises(CommTimeoutError) as caught:
+            world.run()
+    assert (caught.value.failure.rank, caught.value.failure.source) == (1, 2)
+    assert caught.value.failure.role == Role.CALL_READ
+
+
+@transports
+@both
+def test_a_late_flag_does_no_harm(arch, transport):
+    with World(arch, 3, transport=transport) as world:
+        lines = flag_lines(world)
+        for _ in range(3):
+            world.call(192, 64, 64)
+        for line in lines:
+            world.emulator.faults.add(StoreFault("delay", None, None, line, instructions=5000))
+        world.run()
+
+
+@transports
+@both
+def test_a_dead_rank_is_named(arch, transport):
+    with World(arch, 3, transport=transport) as world:
+        world.call(192, 64, 64)
+        world.emulator.faults.kill(1)
+        with pytest.raises(CommTimeoutError) as caught:
+            world.run()
+    assert caught.value.failure.source == 1
+
+
+# --- each part taken out is noticed ---
+
+
+@pytest.fixture
+def rebuilt():
+    """Kernels are compiled anew, and again behind the test."""
+    compiled._cache.cache_clear()
+    yield
+    compiled._cache.cache_clear()
+
+
+def without_gate(patch):
+    patch.setattr(all_gather, "await_shard", lambda call, source: None)
+
+
+def without_proxy_fence(patch):
+    patch.setattr(all_gather, "order_async_writes", lambda: None)
+
+
+def without_readers(patch):
+    patch.setattr(all_gather, "await_peers", lambda call, op, role: None)
+
+
+@pytest.mark.usefixtures("rebuilt")
+@pytest.mark.parametrize("mistake", [without_gate, without_proxy_fence, without_readers])
+@both
+def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
+    mistake(monkeypatch)
+    with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012
+        for seed, starved in enumerate((1, 0, 2)):
+            how = {"mode": "lazy", "seed": seed, "starved": starved, "sms": 2}
+            with World(arch, 3, transport="copy_engine", **how) as world:
+                world.call(192, 64, 64)
+                world.call(1, 8, 64)
+                world.call(192, 1, 64)
+                world.call(192, 64, 64)
+                world.run()
+
+
+# --- gradients ---
+
+
+@transports
+@both
+def test_gradients_by_the_duals(arch, transport):
+    """That of the one op's x is the other op.
+
+    Virtual ranks' kernels run when told to, so what autograd multiplies itself must be there by then.
+    """
+    ranks, (m, n, k) = 2, (130, 64, 64)
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
+    x, up, hidden, down, grads = (
+        draw(m, k),
+        draw(n, k) / 8,
+        draw(m, n),
+        draw(k, n) / 8,
+        [draw(m, n), draw(m, k)],
+    )
+    rows = [slice(*Shards.even(m, ranks).range(rank)) for rank in range(ranks)]
+    columns = [slice(*Shards.even(n, ranks).range(rank)) for rank in range(ranks)]
+    with World(arch, ranks, transport=transport) as world:
+        own = [
+            (x[part].clone().requires_grad_(), up[c].clone().requires_grad_())
+            for part, c in zip(rows, columns, strict=True)
+        ]
+        parts = [(hidden[:, c].clone().requires_grad_(), down[:, c].clone()) for c in columns]
+        how = [{"group": name, "backend": "fused"} for name in world.world.names]
+        gathered = [
+            overlap_gemm.all_gather_gemm(*own[r], rows=m, save_gathered=True, **how[r]) for r in range(ranks)
+        ]
+        scattered = [overlap_gemm.gemm_reduce_scatter(*parts[r], **how[r]) for r in range(ranks)]
+        world.world.synchronize()
+        of_gather = [torch.autograd.grad(gathered[r], own[r], grads[0][:, columns[r]]) for r in range(ranks)]
+        of_scatter = [torch.autograd.grad(scattered[r], parts[r][0], grads[1][rows[r]]) for r in range(ranks)]
+        world.world.synchronize()
+    close = {"rtol": 0.02, "atol": 0.05}
+    found = torch.cat([grad_x for grad_x, _ in of_gather])
+    torch.testing.assert_close(found.double(), grads[0].double() @ up.double(), **close)
+    found = torch.cat([grad_up for _, grad_up in of_gather])
+    torch.testing.assert_close(found.double(), grads[0].double().t() @ x.double(), rtol=0.02, atol=0.2)
+    found = torch.cat([grad for (grad,) in of_scatter], 1)
+    torch.testing.assert_close(found.double(), grads[1].double() @ down.double(), **close)
