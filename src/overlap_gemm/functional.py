@@ -180,7 +180,7 @@ def all_gather_gemm(
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
     single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
     how = (backend, deterministic, dim, columns, single, return_gathered, kept, reserve_sms)
-    return _call(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, how, rows)
+    return call_op(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, how, rows)
 
 
 def gemm_reduce_scatter(
@@ -220,7 +220,7 @@ def gemm_reduce_scatter(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     how = (backend, deterministic, dim, k, reserve_sms)
-    return _call(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, how)
+    return call_op(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, how)
 
 
 def gemm_all_reduce(
@@ -256,7 +256,7 @@ def gemm_all_reduce(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     how = (backend, deterministic, k, reserve_sms)
-    return _call(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, how)
+    return call_op(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, how)
 
 
 def gemm_all_gather(
@@ -290,7 +290,7 @@ def gemm_all_gather(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     how = (backend, deterministic, reserve_sms)
-    return _call(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, how, columns)
+    return call_op(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, how, columns)
 
 
 def explain(
@@ -387,10 +387,10 @@ class _Asking(NamedTuple):
         gathers_rows = self.op is ops.all_gather_gemm
         what, length = ("rows", x.shape[self.how[2]]) if gathers_rows else ("columns", weight.shape[0])
         total = agree.total_length(self.op.name, what, length, x.device, self.group, self.facts)
-        return _call(self.op, self.lower, x, weight, bias, self.group.name, self.how, total)
+        return call_op(self.op, self.lower, x, weight, bias, self.group.name, self.how, total)
 
 
-def _call(
+def call_op(
     op: Registered,
     lower: Callable[..., Lowered],
     x: Tensor,
@@ -443,5 +443,6 @@ def _prepare(
     if extent == (None,) and group.size > 1 and not is_capturing(x):
         return _Asking(op, lower, group, how, lower(group.name, x, weight, bias, how, "equal").facts)
     lowered = lower(group.name, x, weight, bias, how, *extent)
-    agree.same(group, x.device, (*lowered.facts, ("extent", extent)))
+    if lowered.facts:
+        agree.same(group, x.device, (*lowered.facts, ("extent", extent)))
     return _Prepared(op.bound((lowered.flatten(x), weight, bias), lowered.arguments), lowered)

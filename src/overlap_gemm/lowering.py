@@ -29,7 +29,8 @@ class Lowered(NamedTuple):
         dim: Which dimension of x comes first in it; None: x is two-dimensional and stays as it is.
         arguments: The op's, behind its tensors.
         finish: Makes the user's result of the op's; None: it is that.
-        facts: (name, value) of what must be the same on all ranks, beside a sharded extent.
+        facts: (name, value) of what must be the same on all ranks, beside a sharded extent; none of a call
+            that asks nothing of the others.
     """
 
     flat: tuple[int, int]
@@ -131,6 +132,23 @@ def lower_gemm_all_gather(
         (total, group, backend, deterministic, reserve_sms),
         None if x.ndim == 2 else lambda out: out.view(*batch, total),
         facts,
+    )
+
+
+def lower_column_parallel_gemm(
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+) -> Lowered:
+    """`nn.column_parallel_gemm`, whose forward is this rank's own affair. `how`: see there."""
+    backend, deterministic, reserve_sms = how
+    biases = [] if bias is None else [bias]
+    _check("column_parallel_gemm", group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
+    batch, columns = x.shape[:-1], weight.shape[0]
+    return Lowered(
+        (math.prod(batch), x.shape[-1]),
+        None if x.ndim == 2 else 0,
+        (group, backend, deterministic, reserve_sms),
+        None if x.ndim == 2 else lambda out: out.view(*batch, columns),
+        (),
     )
 
 

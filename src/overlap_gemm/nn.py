@@ -7,10 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from . import moves, ops
-from .autocast import autocast_call
 from .backends.base import BackendName
 from .backends.select import check_name
-from .functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+from .functional import (
+    Length,
+    all_gather_gemm,
+    call_op,
+    gemm_all_gather,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
+from .lowering import lower_column_parallel_gemm
 from .runtime.group import GroupLike, group_name, group_rank, group_size
 from .sharding import Shards
 from .tuning.settings import check_reserve_sms
@@ -319,10 +326,12 @@ def column_parallel_gemm(
 
     Returns:
         `[..., N_local]`.
+
+    Raises:
+        ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
-    x, weight, bias = autocast_call(x, weight, bias)
-    out = ops.local_gemm(x.flatten(0, -2), weight, bias, group_name(group), backend, None, reserve_sms)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    how = (backend, None, reserve_sms)
+    return call_op(ops.local_gemm, lower_column_parallel_gemm, x, weight, bias, group, how)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
-from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_parallel_gemm
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.references import reference
 from overlap_gemm.testing.tolerances import assert_as_good_as, tolerance
@@ -71,10 +71,22 @@ def test_layers_in_a_world_of_one():
         ((torch.tensor(1.0), W), ValueError, r"x must be \[M, ..., K\], got \[\]"),
     ],
 )
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "column_parallel_gemm"])
 def test_operands_that_do_not_fit(op, arguments, error, words):
     with pytest.raises(error, match=f"{op}: {words}"):
-        getattr(overlap_gemm, op)(*arguments)
+        if op in OPS:
+            getattr(overlap_gemm, op)(*arguments)
+        else:
+            column_parallel_gemm(*arguments, None, None)
+
+
+def test_options_of_a_column_parallel_product_are_refused_before_its_gradient_needs_them():
+    for backend, reserve, words in (
+        ("fast", None, "backend='fast' is not available"),
+        ("auto", -1, "reserve_sms=-1 must be a number of SMs"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            column_parallel_gemm(X, W, None, None, backend, reserve)
 
 
 @pytest.mark.parametrize("op", OPS)
