@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from .handwritten import per_lane
+from .handwritten import aligned, per_lane, run
 
 rng = np.random.default_rng(11)
 EDGES = [0, -0.0, 1, -1, 0.25, 0.75, 5, -6, 7, 449, -1e9, np.inf, -np.inf, 2.0**-126, 3e38, 1e-40]
@@ -94,3 +94,35 @@ def test_extremes_clamped_at_zero():
     for name, f in (("min", np.minimum), ("max", np.maximum)):
         got = per_lane(f"{name}.relu.s32 %r2, %r0, %r1;", [a, b], np.int32, "%r2", "b32")
         np.testing.assert_array_equal(got, np.maximum(f(a, b), 0))
+
+
+INTEGER_MMA = """
+mov.u32 %r20, %tid.x; mul.lo.u32 %r21, %r20, 16; cvt.u64.u32 %d4, %r21;
+add.s64 %d5, %d1, %d4; ld.global.v4.b32 {%r0, %r1, %r2, %r3}, [%d5];
+add.s64 %d5, %d2, %d4; ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d5];
+mov.b32 %r8, 7;
+mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.u8.s32
+    {%r10, %r11, %r12, %r13}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%r8, %r8, %r8, %r8};
+add.s64 %d5, %d0, %d4; st.global.v4.b32 [%d5], {%r10, %r11, %r12, %r13};
+"""
+
+
+def test_an_integer_mma_instruction():
+    registers = [aligned(128) for _ in range(3)]
+    for r in registers[1:]:
+        r[:] = rng.integers(0, 1 << 32, 128, np.uint32)
+    out, a, b = registers
+    run(INTEGER_MMA, registers)
+    left, right = np.zeros((16, 32), np.int64), np.zeros((8, 32), np.int64)
+    for lane in range(32):
+        for i in range(4):
+            at = 4 * (lane % 4) + 16 * (i // 2)
+            left[lane // 4 + 8 * (i % 2), at : at + 4] = a[4 * lane + i : 4 * lane + i + 1].view(np.int8)
+        for i in range(2):
+            at = 4 * (lane % 4) + 16 * i
+            right[lane // 4, at : at + 4] = b[4 * lane + i : 4 * lane + i + 1].view(np.uint8)
+    want = left @ right.T + 7
+    for lane in range(32):
+        for i in range(4):
+            row, column = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
+            assert out.view(np.int32)[4 * lane + i] == want[row, column]

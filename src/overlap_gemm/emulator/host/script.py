@@ -54,7 +54,13 @@ def one_device(emulator: Emulator) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         adopt = functools.partial(emulator.adopt, rank=0)
         devices = cuda_device.CudaDevices(
-            emulator.device, 1, lambda: 0, emulator.finish, emulator.captures, adopt
+            emulator.device,
+            1,
+            lambda: 0,
+            emulator.finish,
+            emulator.captures,
+            adopt,
+            lambda: emulator.report.instructions,
         )
         for change in cuda_device.changes(devices):
             stack.enter_context(change)
@@ -90,6 +96,7 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         synchronize,
         emulator.captures,
         lambda storage: emulator.adopt(storage, current()),
+        lambda: emulator.report.instructions,
     )
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (

@@ -45,7 +45,7 @@ class Accumulator:
     Attributes:
         shape: Static part of the first of them.
         parts: Each warp's registers before the first, or None where it does not read them.
-        matrix: D as `float32 [64, n]`, once the first has been carried out.
+        matrix: D as `float32` or `int32 [64, n]`, once the first has been carried out.
         issued: Operations that each warp has issued.
         done: Operations carried out.
     """
@@ -121,17 +121,17 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
     size = next(p for p in ins.parts if p.startswith("m64n"))
     types = ins.parts[ins.parts.index(size) + 1 :]
     d_type, a_type, b_type = types[:3]
-    if d_type not in ("f32", "f16") or a_type in ("s8", "u8", "b1"):
+    if a_type == "b1":
         raise Unsupported(ins.opcode)
     d, a, b, scale_d, *immediates = ins.operands
-    numbers = [o.value for o in immediates if isinstance(o, Imm)]
+    numbers = [o.value for o in immediates if isinstance(o, Imm)] or [1, 1]  # integers have none
     in_registers = isinstance(a, Vec)
     transposed = numbers[2:]
     shape = Wgmma(
         int(size[4:].split("k")[0]), a_type, b_type, d_type,
         a_mn_major=bool(transposed[0]) if transposed and not in_registers else False,
         b_mn_major=bool(transposed[-1]) if transposed else False,
-        negate_a=numbers[0] == -1, negate_b=numbers[1] == -1,
+        negate_a=numbers[0] == -1, negate_b=numbers[1] == -1, saturate="satfinite" in ins.parts,
     )  # fmt: skip
     assert isinstance(d, Vec)
     registers = tuple(r for r in d.items if isinstance(r, Reg))
@@ -202,15 +202,10 @@ def _multiply(cta: Cta, product: Product) -> None:
         a = np.concatenate([shape.operand_a_registers(p) for p in product.a_parts])  # type: ignore[arg-type]
     else:
         a = shape.operand_a(cta.smem, product.a)
-    out = a @ b.T
-    if product.reads_d:
-        if accumulator.matrix is None:
-            parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
-            accumulator.matrix = np.concatenate(parts)
-        out += accumulator.matrix
-    if shape.d_type == "f16":
-        out = out.astype(np.float16).astype(np.float32)
-    accumulator.matrix = out
+    if product.reads_d and accumulator.matrix is None:
+        parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
+        accumulator.matrix = np.concatenate(parts)
+    accumulator.matrix = shape.accumulate(a, b, accumulator.matrix if product.reads_d else None)
     accumulator.done += 1
     product.done = True
     for warp in cta.warps:
@@ -267,7 +262,8 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("mma.sync")
 def _mma(program: Any, f: Function, ins: Instruction) -> Op:
-    types = [p for p in ins.parts if p in ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2")]
+    types = [p for p in ins.parts if p in ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2", "s32", "s8", "u8")]
+    saturate = "satfinite" in ins.parts
     if not ins.parts[3].startswith("m16n8k") or len(types) != 4 or ins.parts[4:6] != ("row", "col"):
         raise Unsupported(ins.opcode)
     d_type, a_type, b_type, _ = types
@@ -275,7 +271,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, a: Any, b: Any, c: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        return list(mma.mma_sync(rows_of(a), rows_of(b), rows_of(c), a_type, b_type, d_type))
+        return list(mma.mma_sync(rows_of(a), rows_of(b), rows_of(c), a_type, b_type, d_type, saturate))
 
     return Op(run, ins.operands[1:4], destinations(ins), head=True)
 

@@ -21,6 +21,7 @@ from overlap_gemm.emulator import numeric
 
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
+Matrix = NDArray[np.float32] | NDArray[np.int32]
 Bits = NDArray[np.unsignedinteger]
 
 
@@ -36,25 +37,44 @@ def b_matrix(registers: U32, element_bytes: int) -> Bits:
     return words.view(f"u{element_bytes}")
 
 
-def c_matrix(registers: U32, dtype: str) -> F32:
-    """Accumulator `[16, columns]` as `float32`; `dtype` `f32` (4 registers per 8 columns) or `f16` (2)."""
-    if dtype == "f32":
+def add(product: F32, old: Matrix | None, dtype: str, saturate: bool = False) -> Matrix:
+    """An accumulator, or zero, plus a product.
+
+    Args:
+        product: `float32`, of integers exact.
+        old: the accumulator before, or `None`.
+        dtype: `f32`, `f16` or `s32`.
+        saturate: whether an integer sum saturates (`.satfinite`) rather than wraps.
+    """
+    if dtype != "s32":
+        return product if old is None else product + old
+    total = product.astype(np.int64) + (0 if old is None else old)
+    if saturate:
+        total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+    return total.astype(np.uint32).view(np.int32)
+
+
+def c_matrix(registers: U32, dtype: str) -> Matrix:
+    """Accumulator `[16, columns]`: `f32`, `s32` (4 registers per 8 columns), or `f16` (2) as `float32`."""
+    if dtype != "f16":
         words = registers.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
-        return words.view(np.float32)
+        values: Matrix = words.view(np.float32) if dtype == "f32" else words.view(np.int32)
+        return values
     words = registers.reshape(-1, 2, 8, 4).transpose(1, 2, 0, 3).reshape(16, -1)
     return words.view(np.float16).astype(np.float32)
 
 
-def c_registers(matrix: F32, dtype: str) -> U32:
+def c_registers(matrix: Matrix, dtype: str) -> U32:
     """The inverse of `c_matrix`: rounds to `dtype` and spreads `[16, columns]` over `[registers, 32]`."""
-    if dtype == "f32":
-        tiles = matrix.astype(np.float32, copy=False).view(np.uint32).reshape(2, 8, -1, 4, 2)
+    if dtype != "f16":
+        words = matrix.astype(np.float32 if dtype == "f32" else np.int32, copy=False).view(np.uint32)
+        tiles = words.reshape(2, 8, -1, 4, 2)
         return tiles.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
-    words = numeric.f32_to_f16(matrix).view(np.uint32)
+    words = numeric.f32_to_f16(matrix.astype(np.float32, copy=False)).view(np.uint32)
     return words.reshape(2, 8, -1, 4).transpose(2, 0, 1, 3).reshape(-1, 32)
 
 
-def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str) -> U32:
+def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, saturate: bool = False) -> U32:
     """`mma.sync.m16n8kK`: D = A * B + C for one warp; K follows from the number of A registers.
 
     Args:
@@ -63,7 +83,8 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str) -> U
         c: C fragment, of `d_type`.
         a_type: element type of A, a name of `numeric.ELEMENT_BYTES`.
         b_type: element type of B.
-        d_type: `f32` or `f16`.
+        d_type: `f32`, `f16` or `s32`.
+        saturate: whether an integer D saturates.
 
     Returns:
         The D fragment.
@@ -71,7 +92,7 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str) -> U
     left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type)
     right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type)
     with np.errstate(all="ignore"):
-        return c_registers(left @ right.T + c_matrix(c, d_type), d_type)
+        return c_registers(add(left @ right.T, c_matrix(c, d_type), d_type, saturate), d_type)
 
 
 def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 Warp w of the warpgroup owns rows 16 w .. 16 w + 15 of A and D, with the fragment layouts of `units.mma` (PTX
 ISA 9.7.15.5.1), so that each warp can be executed by itself. K is 32 bytes: 16 elements for f16 and bf16, 8
-for tf32, 32 for e4m3 and e5m2.
+for tf32, 32 for types of a byte.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Wgmma:
 
     Attributes:
         n: columns of D, a multiple of 8 up to 256.
-        a_type: element type of A: `f16`, `bf16`, `tf32`, `e4m3` or `e5m2`.
+        a_type: element type of A: `f16`, `bf16`, `tf32`, `e4m3`, `e5m2`, `s8` or `u8`.
         b_type: element type of B.
-        d_type: `f32` or `f16`.
+        d_type: `f32`, `f16` or `s32`.
         a_mn_major: `imm-trans-a`: rows of A are contiguous in shared memory.
         b_mn_major: `imm-trans-b`.
         negate_a: whether `imm-scale-a` is -1.
         negate_b: whether `imm-scale-b` is -1.
+        saturate: whether an integer D saturates.
     """
 
     n: int
@@ -47,6 +48,7 @@ class Wgmma:
     b_mn_major: bool = False
     negate_a: bool = False
     negate_b: bool = False
+    saturate: bool = False
 
     def __post_init__(self) -> None:
         if self.n % 8 or not 8 <= self.n <= 256:
@@ -62,7 +64,7 @@ class Wgmma:
     @property
     def d_registers(self) -> int:
         """Registers of D per lane."""
-        return self.n // 2 if self.d_type == "f32" else self.n // 4
+        return self.n // 4 if self.d_type == "f16" else self.n // 2
 
     def operand_b(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
         """B as `float32 [n, k]`; the same for all warps of the warpgroup."""
@@ -90,10 +92,13 @@ class Wgmma:
             d: D's registers before, or `None` where `scale-d` is 0.
         """
         with np.errstate(all="ignore"):
-            product = a @ b.T
-            if d is not None:
-                product += mma.c_matrix(d, self.d_type)
-        return mma.c_registers(product, self.d_type)
+            total = self.accumulate(a, b, None if d is None else mma.c_matrix(d, self.d_type))
+        return mma.c_registers(total, self.d_type)
+
+    def accumulate(self, a: F32, b: F32, d: mma.Matrix | None) -> mma.Matrix:
+        """D, or zero where it is `None`, plus `a @ b.T`; any number of rows."""
+        total = mma.add(a @ b.T, d, self.d_type, self.saturate)
+        return total.astype(np.float16).astype(np.float32) if self.d_type == "f16" else total
 
     def smem_tiles(
         self, a: SmemDescriptor | None, b: SmemDescriptor
