@@ -368,36 +368,6 @@ def test_mma_sync(a_type, b_type, d_type, k_bytes):
     np.testing.assert_array_equal(mma.c_matrix(fc, d_type), c.astype(np.float32))
 
 
-EXTREMES = np.array([-(1 << 31), (1 << 31) - 1, 0, 12345], np.int64)
-
-
-@pytest.mark.parametrize("a_type, b_type", [("s8", "s8"), ("u8", "s8"), ("s8", "u8"), ("u8", "u8")])
-@pytest.mark.parametrize("saturate", [False, True])
-def test_integer_products_wrap_or_saturate(a_type, b_type, saturate):
-    rng = np.random.default_rng(0)
-    signed = {"s8": np.int8, "u8": np.uint8}
-    a, b = (rng.integers(0, 256, (rows, 32)).astype(np.uint8) for rows in (64, 24))
-    c = rng.choice(EXTREMES, (64, 24))
-    want = c + a.view(signed[a_type]).astype(np.int64) @ b.view(signed[b_type]).astype(np.int64).T
-    want = np.clip(want, EXTREMES[0], EXTREMES[1]) if saturate else want
-    want = want.astype(np.uint32)
-    fc = fragment(c[:16, :8].astype(np.uint32), 4, c_place)
-    fa = fragment(a[:16], 4, a_place(4))
-    fb = fragment(b[:8], 2, lambda i, t, e: (t // 4, 4 * (t % 4) + e + 16 * i))
-    got = mma.c_matrix(mma.mma_sync(fa, fb, fc, a_type, b_type, "s32", saturate), "s32")
-    np.testing.assert_array_equal(got.view(np.uint32), want[:16, :8])
-
-    operation = wgmma.Wgmma(24, a_type, b_type, "s32", saturate=saturate)
-    smem = np.full(1 << 16, 0xFF, np.uint8)
-    da, db = place_operand(smem, 0, a, False, 1), place_operand(smem, 32768, b, False, 1)
-    for warp in range(4):
-        rows = slice(16 * warp, 16 * warp + 16)
-        mine, its = operation.operand_a(smem, da)[rows], operation.operand_b(smem, db)
-        before = fragment(c[rows].astype(np.uint32), 12, c_place)
-        after = mma.c_matrix(operation.multiply(mine, its, before), "s32")
-        np.testing.assert_array_equal(after.view(np.uint32), want[rows])
-
-
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("trans", [False, True])
 def test_ldmatrix_and_stmatrix(num, trans):

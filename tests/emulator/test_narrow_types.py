@@ -4,7 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from overlap_gemm.emulator.units import mma, wgmma
+
 from .handwritten import aligned, per_lane, run
+from .test_matrix_units import a_place, c_place, fragment, place_operand
 
 rng = np.random.default_rng(11)
 EDGES = [0, -0.0, 1, -1, 0.25, 0.75, 5, -6, 7, 449, -1e9, np.inf, -np.inf, 2.0**-126, 3e38, 1e-40]
@@ -126,3 +129,44 @@ def test_an_integer_mma_instruction():
         for i in range(4):
             row, column = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
             assert out.view(np.int32)[4 * lane + i] == want[row, column]
+
+
+def test_vector_registers():
+    a, b, _ = WORDS
+    text = """
+    { .reg .v2 .b32 pair; mov.b32 pair.x, %r0; mov.b32 pair.y, %r1;
+    .reg .b32 %slot; mov.u32 %slot, space; mad.lo.u32 %slot, %r63, 8, %slot;
+    st.shared.v2.b32 [%slot], pair; ld.shared.v2.b32 {%r3, %r4}, [%slot]; sub.s32 %r2, %r4, %r3; }
+    """
+    got = per_lane(".shared .align 8 .b8 space[256];" + text, [a, b], np.uint32, "%r2", "b32")
+    np.testing.assert_array_equal(got, b - a)
+
+
+EXTREMES = np.array([-(1 << 31), (1 << 31) - 1, 0, 12345], np.int64)
+
+
+@pytest.mark.parametrize("a_type, b_type", [("s8", "s8"), ("u8", "s8"), ("s8", "u8"), ("u8", "u8")])
+@pytest.mark.parametrize("saturate", [False, True])
+def test_integer_products_wrap_or_saturate(a_type, b_type, saturate):
+    rng = np.random.default_rng(0)
+    signed = {"s8": np.int8, "u8": np.uint8}
+    a, b = (rng.integers(0, 256, (rows, 32)).astype(np.uint8) for rows in (64, 24))
+    c = rng.choice(EXTREMES, (64, 24))
+    want = c + a.view(signed[a_type]).astype(np.int64) @ b.view(signed[b_type]).astype(np.int64).T
+    want = np.clip(want, EXTREMES[0], EXTREMES[1]) if saturate else want
+    want = want.astype(np.uint32)
+    fc = fragment(c[:16, :8].astype(np.uint32), 4, c_place)
+    fa = fragment(a[:16], 4, a_place(4))
+    fb = fragment(b[:8], 2, lambda i, t, e: (t // 4, 4 * (t % 4) + e + 16 * i))
+    got = mma.c_matrix(mma.mma_sync(fa, fb, fc, a_type, b_type, "s32", saturate), "s32")
+    np.testing.assert_array_equal(got.view(np.uint32), want[:16, :8])
+
+    operation = wgmma.Wgmma(24, a_type, b_type, "s32", saturate=saturate)
+    smem = np.full(1 << 16, 0xFF, np.uint8)
+    da, db = place_operand(smem, 0, a, False, 1), place_operand(smem, 32768, b, False, 1)
+    for warp in range(4):
+        rows = slice(16 * warp, 16 * warp + 16)
+        mine, its = operation.operand_a(smem, da)[rows], operation.operand_b(smem, db)
+        before = fragment(c[rows].astype(np.uint32), 12, c_place)
+        after = mma.c_matrix(operation.multiply(mine, its, before), "s32")
+        np.testing.assert_array_equal(after.view(np.uint32), want[rows])

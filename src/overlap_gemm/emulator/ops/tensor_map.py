@@ -18,6 +18,14 @@ from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction
 from overlap_gemm.emulator.units.tma_encode import FIELDS, field_bits
 
 
+def _word(group: Group, space: str, address: int) -> int:
+    """What a field's surroundings hold. Keeping them is no access that could race with another's."""
+    if space == "global":
+        return int.from_bytes(group.warp.grid.machine.memory.bytes_at(address, 4), "little")
+    at = address & 0xFFFFFF
+    return int.from_bytes(group.warp.cta.cluster.owner(address).smem[at : at + 4].tobytes(), "little")
+
+
 @instruction("tensormap.replace")
 def _replace(program: Any, f: Function, ins: Instruction) -> Op:
     name = ins.parts[3]
@@ -26,7 +34,7 @@ def _replace(program: Any, f: Function, ins: Instruction) -> Op:
     address, *place, value = ins.operands
     ordinal = place[0].value if place and isinstance(place[0], Imm) else 0
     space = space_of(ins)
-    load, store = (Access(ins, space, 4, 1, is_store) for is_store in (False, True))
+    store = Access(ins, space, 4, 1, is_store=True)
 
     def run(group: Group, mask: int, address: Any, value: Any) -> None:
         for lane, (at, new) in threads(mask, (address, value)):
@@ -35,8 +43,8 @@ def _replace(program: Any, f: Function, ins: Instruction) -> Op:
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
             for word, shift, width, piece in pieces:
-                where, place = load.resolve(group, 1 << lane, at + 4 * word)
-                old = int(load.load(group, 1 << lane, where, place))
+                where, place = store.resolve(group, 1 << lane, at + 4 * word)
+                old = _word(group, where, place)
                 hole = ((1 << width) - 1) << shift
                 store.store(group, 1 << lane, where, place, (old & ~hole | piece << shift,))
 

@@ -74,9 +74,16 @@ class _Scope:
     def __init__(self, parent: _Scope | None) -> None:
         self.parent = parent
         self.registers: dict[str, str] = {}
+        self.vectors: dict[str, int] = {}
         self.ranges: dict[str, tuple[int, str]] = {}
         self.slots: dict[str, Reg] = {}
         self.labels: dict[str, str] = {}
+
+    def vector(self, name: str) -> int | None:
+        """Elements of a vector register, `None` where the name is none."""
+        if name in self.vectors:
+            return self.vectors[name]
+        return self.parent.vector(name) if self.parent is not None else None
 
 
 class _FunctionParser:
@@ -131,8 +138,14 @@ class _FunctionParser:
     def statement(self, stmt: str, pos: int) -> None:
         if stmt.startswith(".reg"):
             _, kind, names = stmt.split(None, 2)
+            parts = int(kind[2:]) if kind in (".v2", ".v4") else 0
+            if parts:
+                kind, names = names.split(None, 1)
             for name in _split(names):
-                if m := _REG_RANGE.match(name):
+                if parts:
+                    self.scope.vectors[name] = parts
+                    self.scope.registers |= dict.fromkeys([f"{name}.{p}" for p in "xyzw"[:parts]], kind[1:])
+                elif m := _REG_RANGE.match(name):
                     self.scope.ranges[m.group(1)] = (int(m.group(2)), kind[1:])
                 else:
                     self.scope.registers[name] = kind[1:]
@@ -194,6 +207,8 @@ class _FunctionParser:
             return Pair(self.operand(scope, a, line), self.operand(scope, b, line))
         if (reg := self.register(scope, text)) is not None:
             return reg
+        if (parts := scope.vector(text)) is not None:
+            return Vec(tuple(self.register(scope, f"{text}.{p}") for p in "xyzw"[:parts]))
         if m := re.match(r"([+-]?)0[fF]([0-9a-fA-F]{8})$", text):
             return Imm(int(m.group(2), 16) ^ (0x80000000 if m.group(1) == "-" else 0), "f32")
         if m := re.match(r"([+-]?)0[dD]([0-9a-fA-F]{16})$", text):
