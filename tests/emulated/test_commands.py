@@ -32,6 +32,7 @@ def test_a_right_run_ends_with_code_0_and_its_figures(options):
     "call",
     [
         ("gemm_all_reduce", "--algorithm", "two_shot", "--tile", "128x64", "--cta-group", "1"),
+        ("all_gather_gemm", "--transport", "copy_engine", "--arch", "sm_90a", "--tile", "64x128"),
         pytest.param(
             ("gemm_all_reduce", "--algorithm", "one_shot", "--arch", "sm_90a"), marks=pytest.mark.slow
         ),
@@ -45,7 +46,7 @@ def test_the_other_ops_run(call):
 
 
 def test_what_an_op_cannot_do_is_said():
-    assert "has no puts yet" in invoke("emulate", "gemm_all_gather", "--transport", "nvshmem").output
+    assert "has no nvshmem" in invoke("emulate", "gemm_all_gather", "--transport", "nvshmem").output
     result = invoke("emulate", "gemm_all_gather", "--n", "24")
     assert result.exit_code == 1
     assert "12 columns a rank" in " ".join(result.output.split())

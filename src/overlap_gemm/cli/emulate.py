@@ -12,17 +12,18 @@ from rich.table import Table
 
 from ..backends.fused import PATTERNS
 from ..backends.plans import DTYPES
-from ..kernels.config import InDtype
+from ..kernels.config import GemmConfig, InDtype
 from ..kernels.geometry import ExchangeShape
 from ..testing.cases import Case
+from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
-from ..tuning.space import default_config, settle
+from ..tuning.space import choose_config, constants, default_config, settle
 from .console import rank_zero_console
 
-Op = Literal["gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
+Op = Literal["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce", "gemm_all_gather"]
 Arch = Literal["sm_90a", "sm_100a"]
 Mode = Literal["immediate", "random", "lazy"]
-Transport = Literal["peer_bulk", "nvshmem"]
+Transport = Literal["peer_bulk", "copy_engine", "nvshmem"]
 
 HALVES = {name: dtype for dtype, name in DTYPES.items()}
 """Operand types by the names of `GemmConfig`."""
@@ -40,7 +41,8 @@ def emulate(
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
-        Transport, typer.Option(help="nvshmem: no peer within reach of stores.")
+        Transport,
+        typer.Option(help="nvshmem: no peer within reach of stores; copy_engine: of all_gather_gemm."),
     ] = "peer_bulk",
     algorithm: Annotated[
         Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
@@ -61,8 +63,10 @@ def emulate(
     if algorithm is not None:
         fields["algorithm"] = algorithm
     console = rank_zero_console(0)
-    if transport != "peer_bulk" and op != "gemm_reduce_scatter":
-        raise typer.BadParameter(f"{op} has no puts yet, only peer_bulk", param_hint="--transport")
+    if op == "all_gather_gemm" and transport != "nvshmem":
+        fields["transport"] = transport
+    elif transport == "copy_engine" or (transport == "nvshmem" and op != "gemm_reduce_scatter"):
+        raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
     beyond_reach = transport == "nvshmem"
     if not run_emulated(
         console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
@@ -121,10 +125,7 @@ def run_emulated(
         ) as emulator,
         VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
     ):
-        known = arch, DTYPES[case.dtype]
-        shape = ExchangeShape.even(case.m, case.n, ranks, PATTERNS[case.op])
-        shape = settle(*known, shape, emulator.device.num_sms, None)
-        config = default_config(*known, shape, emulator.device.num_sms)
+        config, pattern = config_of(case, arch, ranks, emulator.device.num_sms)
         try:
             verdicts = [
                 judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
@@ -135,7 +136,7 @@ def run_emulated(
         report = emulator.report
     seconds = time.perf_counter() - start
 
-    way = f" {shape.pattern}" if case.op == "gemm_all_reduce" else ""
+    way = f" {pattern}" if case.op == "gemm_all_reduce" else ""
     table = Table(title=f"{case}{way} on {ranks} emulated {arch} ranks, kernel {config.name}")
     for heading in ("launch", "largest error", "share of bound", "bit-equal to recipe", "right"):
         table.add_column(heading, justify="right")
@@ -163,6 +164,17 @@ def run_emulated(
         recorder.save_json(trace) if trace.suffix == ".json" else recorder.save_png(trace, max_ctas=2)
         console.print(f"what each warp did when: {trace}")
     return right
+
+
+def config_of(case: Case, arch: str, ranks: int, num_sms: int) -> tuple[GemmConfig, str]:
+    """The kernel's configuration and the exchange of tiles, as the op chooses them."""
+    dtype = DTYPES[case.dtype]
+    if case.op == "all_gather_gemm":
+        facts = Facts(case.op, case.m, case.n, case.k, dtype, ranks)
+        return choose_config(facts, constants(arch), arch, num_sms, bias=case.bias), ""
+    shape = ExchangeShape.even(case.m, case.n, ranks, PATTERNS[case.op])
+    shape = settle(arch, dtype, shape, num_sms, None)
+    return default_config(arch, dtype, shape, num_sms), shape.pattern
 
 
 def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> dict[str, Any]:
