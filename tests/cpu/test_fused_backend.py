@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from overlap_gemm.backends.operands import aligned, aligned_bias, major
 from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape, Pattern
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
 
@@ -175,14 +176,34 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 # --- memory ---
 
 
-@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8))
-def test_a_workspace_class_holds_every_call_of_it(rows, columns, world):
-    config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world)
+@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8), st.sampled_from(get_args(Pattern)))
+def test_a_workspace_class_holds_every_call_of_it(rows, columns, world, pattern):
+    config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world, pattern)
     size = size_class(config, shape)
     buffer = size.buffer
     assert size.nbytes(reaches_all=True) == size.zeroed + 2 * buffer
     assert size.nbytes(reaches_all=False) == size.zeroed + 4 * buffer
     assert buffer >= shape.buffer_bytes(config)
     assert buffer % 16 == 0 and size.zeroed % 16 == 0
+    assert size.zeroed >= CONTROL_BYTES + FLAG_BYTES * shape.num_flags(config)
     # Calls of half to the whole of a class share it, so that growing a batch does not allocate every time.
     assert buffer <= max(2 * shape.buffer_bytes(config), 1 << 20)
+
+
+@given(st.integers(1, 3000), st.integers(1, 1000), st.integers(2, 8))
+def test_what_an_exchange_takes_follows_from_what_it_sends(rows, columns, world):
+    """Slots and flags of the ops whose results go to everybody, against those of a reduce-scatter."""
+    config = GemmConfig(slot_dtype="f32")
+
+    def shape(pattern):
+        return ExchangeShape.even(rows, columns, world, pattern)
+
+    scatter, two_shot, one_shot = map(shape, ("reduce_scatter", "two_shot", "one_shot"))
+    tiles = scatter.cta_tiles(config)
+    # Results travel as bfloat16 here, partials as float32.
+    assert two_shot.buffer_bytes(config) * 2 == scatter.buffer_bytes(config) * 3
+    assert two_shot.num_flags(config) == (1 + config.units) * tiles * world
+    assert one_shot.num_flags(config) == one_shot.cta_tiles(config) * world
+    assert one_shot.buffer_bytes(config) >= scatter.buffer_bytes(config)
+    gather = shape("output_gather")
+    assert gather.num_clusters(config) >= gather.grid(config).rows * gather.grid(config).cols

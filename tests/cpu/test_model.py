@@ -16,7 +16,7 @@ from overlap_gemm.tuning.model import (
 )
 from overlap_gemm.tuning.plan import predict
 from overlap_gemm.tuning.settings import configured
-from overlap_gemm.tuning.space import candidates
+from overlap_gemm.tuning.space import candidates, settled
 
 RS = "gemm_reduce_scatter"
 
@@ -237,3 +237,31 @@ def test_every_architecture_has_constants_and_those_of_blackwell_are_called_expe
 def test_a_kernel_that_was_not_measured_is_expected_to_be_the_least_of_its_like():
     machine = load("h200")
     assert efficiency_of(GemmConfig("sm_90a", (64, 256), (1, 2), "pingpong"), machine) == 0.60
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_an_all_reduce_of_few_rows_is_one_shot_and_of_many_two_shot(world):
+    """Tiles travel whole, so the turn is behind the first tile row; nobody has measured where."""
+    machine = load("h200")
+    chosen = {
+        m: settled(Facts("gemm_all_reduce", m, 8192, 8192, "bf16", world), machine, "sm_90a", 132)
+        for m in (16, 128, 512, 8192)
+    }
+    assert chosen == {16: "one_shot", 128: "one_shot", 512: "two_shot", 8192: "two_shot"}
+    with configured(algorithm="one_shot"):
+        call = Facts("gemm_all_reduce", 8192, 8192, 8192, "bf16", world)
+        assert settled(call, machine, "sm_90a", 132) == "one_shot"
+        gather = Facts("gemm_all_gather", 8192, 8192, 8192, "bf16", world)
+        assert settled(gather, machine, "sm_90a", 132) == "output_gather"
+
+
+@pytest.mark.parametrize(
+    ("op", "pattern"), [("gemm_all_reduce", "two_shot"), ("gemm_all_gather", "output_gather")]
+)
+def test_what_is_not_measured_takes_at_least_its_bytes(op, pattern):
+    machine = load("h200")
+    call = Facts(op, 8192, 8192, 8192, "bf16", 4)
+    for config in candidates("sm_90a", "bf16"):
+        found = fused_time(config, call, machine, 132, pattern)
+        assert found.link == pytest.approx(call.bytes_out / machine.bulk_rate, rel=0.05)
+        assert found.total >= found.link

@@ -20,12 +20,13 @@ each_way = pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 
 @both
 @each_way
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4))])
 def test_every_world(arch, algorithm, ranks):
     """M, N and M / P are no multiples of a tile, nor K of a stage."""
     run(OP, arch, ranks, (200, 136, 72), algorithm=algorithm)
 
 
+@pytest.mark.slow
 @both
 def test_one_rank_multiplies(arch):
     run(OP, arch, 1, (70, 72, 72))
@@ -46,14 +47,22 @@ def test_more_ranks_than_loads_in_flight(algorithm):
     run(OP, "sm_100a", 9, (130, 64, 72), algorithm=algorithm)
 
 
-@both
-@each_way
+@pytest.mark.parametrize(
+    ("arch", "algorithm"),
+    [
+        ("sm_90a", "two_shot"),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in (("sm_90a", "one_shot"), ("sm_100a", "two_shot"))
+        ),
+    ],
+)
 def test_fewer_rows_than_ranks(arch, algorithm):
     """Two-shot, rank 2 owns nothing: it sums nothing and receives everything."""
     run(OP, arch, 3, (2, 72, 40), algorithm=algorithm, launches=3)
 
 
-@each_way
+@pytest.mark.parametrize("algorithm", ["two_shot", pytest.param("one_shot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [LARGER[0], *(pytest.param(k, marks=pytest.mark.slow) for k in LARGER[1:])], ids=lambda k: name(k)
 )
@@ -62,12 +71,12 @@ def test_larger_tiles_and_clusters(kind, algorithm):
     run(OP, arch, 2, (600, 136, 72), fields, algorithm=algorithm, mode="random", seed=1)
 
 
-@each_way
+@pytest.mark.parametrize("algorithm", ["two_shot", pytest.param("one_shot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("arch", "dtype", "slot"),
     [
-        ("sm_100a", torch.float16, "f32"),
-        ("sm_90a", torch.bfloat16, "f32"),
+        ("sm_90a", torch.float16, "f32"),
+        pytest.param("sm_100a", torch.bfloat16, "f32", marks=pytest.mark.slow),
         pytest.param("sm_90a", torch.float16, "f16", marks=pytest.mark.slow),
     ],
 )
@@ -79,7 +88,7 @@ def test_types(arch, algorithm, dtype, slot):
 
 @both
 @each_way
-@pytest.mark.parametrize("mode", ["random", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("random", marks=pytest.mark.slow), "lazy"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whenever_asynchronous_operations_complete(arch, algorithm, mode, seed):
     run(OP, arch, 2, (200, 136, 72), algorithm=algorithm, mode=mode, seed=seed, launches=2, num_sms=1 + seed)
@@ -87,7 +96,7 @@ def test_whenever_asynchronous_operations_complete(arch, algorithm, mode, seed):
 
 @both
 @each_way
-@pytest.mark.parametrize("slow_rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slow_rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_lags_behind(arch, algorithm, slow_rank):
     schedule = lagging(slow_rank)
     run(OP, arch, 3, (130, 64, 64), algorithm=algorithm, launches=6, schedule=schedule, num_sms=1)

@@ -17,7 +17,7 @@ both = pytest.mark.parametrize("arch", SMALL)
 
 
 @both
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 2, 4))])
 def test_every_world(arch, ranks):
     """M and n are no multiples of a tile, nor K of a stage."""
     run(OP, arch, ranks, (200, 136 * ranks, 72))
@@ -30,6 +30,7 @@ def test_eight_ranks(arch, rows):
     run(OP, arch, 8, (rows, 8 * 72, 64), launches=2)
 
 
+@pytest.mark.slow
 @both
 def test_fewer_rows_than_ranks(arch):
     run(OP, arch, 3, (2, 3 * 64, 40), launches=2)
@@ -44,7 +45,8 @@ def test_larger_tiles_and_clusters(kind):
 
 
 @both
-@pytest.mark.parametrize("slot", ["same", pytest.param("f32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", ["same", "f32"])
 def test_f16_without_bias(arch, slot):
     """A type of slots that is asked for is that of partial sums, of which there are none here."""
     fields = {**SMALL[arch], **({"slot_dtype": "f32"} if slot == "f32" else {})}
@@ -52,14 +54,14 @@ def test_f16_without_bias(arch, slot):
 
 
 @both
-@pytest.mark.parametrize("mode", ["random", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("random", marks=pytest.mark.slow), "lazy"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whenever_asynchronous_operations_complete(arch, mode, seed):
     run(OP, arch, 2, (200, 272, 72), mode=mode, seed=seed, launches=2, num_sms=1 + seed)
 
 
 @both
-@pytest.mark.parametrize("slow_rank", [0, 2])
+@pytest.mark.parametrize("slow_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_lags_behind(arch, slow_rank):
     run(OP, arch, 3, (130, 3 * 64, 64), launches=6, schedule=lagging(slow_rank), num_sms=1)
 
@@ -87,9 +89,11 @@ def with_shards(world: VirtualWorld, case, chunk):
 
 
 @both
-@pytest.mark.parametrize(("ranks", "columns", "chunk"), [(3, 208, 136), (4, 72, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "columns", "chunk"), [(3, 72, 64), pytest.param(3, 208, 136, marks=pytest.mark.slow)]
+)
 def test_short_and_empty_shards(arch, ranks, columns, chunk):
-    """(136, 72, none) and (64, 8, none, none) columns: the empty ones still receive."""
+    """(64, 8, none) and (136, 72, none) columns: the empty ones still receive."""
     case = Case(OP, 200, columns, 72, torch.bfloat16)
     with world_of(arch, ranks, mode="random") as world:
         launched = [with_shards(world, case.with_seed(seed), chunk) for seed in range(3)]

@@ -135,21 +135,18 @@ def test_classes_take_turns(arch, starved, monkeypatch):
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
 
 
-MIXED = [
-    Call(768, 64, "gemm_all_reduce", "two_shot"),
-    Call(1, 64),
-    Call(768, 64, "gemm_all_reduce", "two_shot"),
-]
-"""As decode between prefill chunks; what the last call writes early are partials where results are read."""
+FIRST, LAST = (Call(768, 64, "gemm_all_reduce", how) for how in ("two_shot", "one_shot"))
+MIXED = [FIRST, Call(1, 64), LAST]
+"""As decode between prefill chunks; what rank 1 sends in the last call lies where the first has results."""
 
 
 @both
-@pytest.mark.parametrize("starved", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starved", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_reduces_around_a_reduce_scatter_of_one_row(arch, starved):
     run_sequence(arch, 3, MIXED, starved=starved)
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_every_op_in_turn(arch):
     calls = [Call(256, 192 if op == "gemm_all_gather" else 64, op, how) for op, how in WAYS[1:]]
     run_sequence(arch, 3, [*calls, Call(1, 64), *reversed(calls)], starved=1, num_sms=1)
@@ -168,7 +165,8 @@ def owners_alone(monkeypatch):
 def test_without_the_rule_these_sequences_are_wrong():
     for sequence in (
         lambda: test_decode_between_prefill_chunks("sm_100a", 1),
-        lambda: run_sequence("sm_100a", 3, MIXED, starved=1),
+        lambda: run_sequence("sm_100a", 3, MIXED, starved=2),
+        lambda: run_random_sequence("sm_100a", 4, random_calls),
         *map(random_on_sm_100, (5, 23)),
     ):
         with pytest.raises((EmulatorError, AssertionError)):
@@ -207,7 +205,7 @@ def test_more_random_sequences(arch, seed, classes, monkeypatch):
 
 
 @both
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [4, 7])
 def test_random_sequences_of_all_ops(arch, seed):
     run_random_sequence(arch, seed, random_calls)
 

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..kernels.config import SMEM_BYTES, GemmConfig
+from ..kernels.geometry import Pattern
 from ..kernels.lint import (
     PtxasReport,
     count_instructions,
@@ -27,6 +28,15 @@ from .console import rank_zero_console
 
 ARCHS = ("sm_90a", "sm_100a")
 
+KERNELS: dict[str, Pattern | None] = {
+    "GEMM": None,
+    "GEMM-RS": "reduce_scatter",
+    "GEMM-AR one-shot": "one_shot",
+    "GEMM-AR two-shot": "two_shot",
+    "GEMM-AG": "output_gather",
+}
+"""The kernels of a configuration, by the names under which they are reported: how each exchanges tiles."""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -34,7 +44,7 @@ class Checked:
 
     Attributes:
         config: its configuration.
-        exchanges: GEMM reduce-scatter, or the plain GEMM of the same configuration.
+        op: what it carries out: a name of `KERNELS`.
         report: what ptxas says; None where there is no ptxas.
         instructions: PTX instructions of the kernel.
         inner_loop: those of the mainloop's inner loop.
@@ -42,29 +52,28 @@ class Checked:
     """
 
     config: GemmConfig
-    exchanges: bool
+    op: str
     report: PtxasReport | None
     instructions: int
     inner_loop: int
     findings: tuple[str, ...]
 
 
-def check(config: GemmConfig, exchanges: bool) -> Checked:
+def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration, assembles it where ptxas is at hand, and applies the lint rules."""
     from ..kernels.build import compile_kernel, make_kernel
     from ..transports.peer_bulk import PeerBulk
 
     # The DSL names its dump file without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
-        kernel = make_kernel(config, PeerBulk() if exchanges else None)
+        pattern = KERNELS[op]
+        kernel = make_kernel(config) if pattern is None else make_kernel(config, PeerBulk(), pattern=pattern)
         ptx = compile_kernel(kernel, f"--keep-ptx --dump-dir={folder}").__ptx__
-    findings = ptx_findings(ptx, exchanges)
+    findings = ptx_findings(ptx, pattern is not None)
     report = run_ptxas(ptx, config.arch) if find_ptxas() else None
     if report is not None:
         findings += ptxas_findings(report)
-    return Checked(
-        config, exchanges, report, count_instructions(ptx), inner_loop_instructions(ptx), tuple(findings)
-    )
+    return Checked(config, op, report, count_instructions(ptx), inner_loop_instructions(ptx), tuple(findings))
 
 
 def smem_bytes(config: GemmConfig) -> int:
@@ -117,18 +126,18 @@ def compile_check(
         )
     wrong: list[Checked] = []
     figures: dict[str, dict[str, int]] = {}
-    jobs = [(config, exchanges) for config in configs for exchanges in (False, True)]
-    for config, exchanges in track(jobs, "compiling"):
-        checked = check(config, exchanges)
+    jobs = [(config, op) for config in configs for op in KERNELS]
+    for config, op in track(jobs, "compiling"):
+        checked = check(config, op)
         assert smem_bytes(config) <= SMEM_BYTES
         if checked.findings:
             wrong.append(checked)
         facts = checked.report
         if facts is not None:
-            figures[f"{config.name} {'GEMM-RS' if exchanges else 'GEMM'}"] = figures_of(checked)
+            figures[f"{config.name} {op}"] = figures_of(checked)
         table.add_row(
             config.name,
-            "GEMM-RS" if exchanges else "GEMM",
+            op,
             *(
                 ("?",) * 3
                 if facts is None
@@ -141,8 +150,7 @@ def compile_check(
     console.print(table)
     for checked in wrong:
         for finding in checked.findings:
-            op = "GEMM-RS" if checked.exchanges else "GEMM"
-            console.print(f"[red]{checked.config.name} {op}[/]: {finding}")
+            console.print(f"[red]{checked.config.name} {checked.op}[/]: {finding}")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     console.print(f"{len(jobs)} kernels compiled, {len(wrong)} with findings")

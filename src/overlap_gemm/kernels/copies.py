@@ -42,7 +42,7 @@ class TileCopies:
 
     def tiles(self, given: Given) -> Any:
         """As many of each source that has columns as the first one has."""
-        return self._sources(given) * Int32(given.work.slots)
+        return self._sources(given) * Int32(self._slots(given))
 
     @cute.jit
     def await_tile(self, given: Given, index: Int32) -> None:
@@ -61,8 +61,22 @@ class TileCopies:
             at = CtaTile.numbered(cfg, self.order, whole, tile)
             first, columns = self._columns(given, source)
             window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
-            slot = (Int64(source) * given.work.slots + tile) * cfg.tile_bytes
+            slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
             copy_unit(cfg, call.base + call.buffer + slot, unit, at, window)
+
+    def _grid(self, given: Given, columns: Any) -> TileGrid:
+        """Cluster tiles of so many columns.
+
+        From the output's rows, not the cluster's work: epilogue warps would keep that in registers, which
+        they lack, through the mainloop.
+        """
+        tile_m, tile_n = self.config.cluster_tile
+        return TileGrid(ceil_div(cute.size(given.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
+
+    def _slots(self, given: Given) -> Any:
+        """Slots of each source: `Work.slots`."""
+        grid = self._grid(given, given.call.exchange.shard_rows)
+        return grid.rows * grid.cols * self.config.cluster_size
 
     def _sources(self, given: Given) -> Any:
         """Ranks that have columns."""
@@ -82,8 +96,7 @@ class TileCopies:
     def _list(self, given: Given, source: Any) -> WorkList:
         """The source's work list."""
         _, columns = self._columns(given, source)
-        rows = given.work.whole.grid.rows
-        return WorkList(TileGrid(rows, ceil_div(columns, self.config.cluster_tile[1])), 0, 1)
+        return WorkList(self._grid(given, columns), 0, 1)
 
 
 @dataclass(frozen=True)

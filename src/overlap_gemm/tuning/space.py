@@ -96,9 +96,9 @@ def default_config(
 def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
     """The shape with the pattern that it will have: an all-reduce is one-shot or two-shot.
 
-    As `configured` asks, else what the model expects to be faster; both have the same first trip, so what
-    decides is another arrival against (P - 1) instead of 2 (P - 1) / P times the bytes. At H200's rates
-    two-shot begins at about 40 rows of 8192 columns on four ranks, 10 on eight. Not measured.
+    As `configured` asks, else what the model expects to be faster: one trip with (P - 1) times the bytes, or
+    two trips with 2 (P - 1) / P times. Tiles travel whole, so at H200's rates the turn is behind the first
+    128 rows of 8192 columns, on four ranks as on eight. Not measured.
 
     Args:
         arch: target.
