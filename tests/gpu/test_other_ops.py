@@ -1,0 +1,180 @@
+"""The other three fused ops on GPUs: virtual ranks on one, a GPU per rank; among each other, in graphs."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import overlap_gemm
+from overlap_gemm.backends.base import OPS
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
+from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
+from overlap_gemm.testing.gradients import forward_and_backward
+from overlap_gemm.testing.references import reference
+from overlap_gemm.testing.tolerances import tolerance
+from overlap_gemm.tuning.settings import configured
+
+OTHERS = {
+    "all_gather_gemm-copy_engine": ("all_gather_gemm", {"transport": "copy_engine"}),
+    "all_gather_gemm-peer_bulk": ("all_gather_gemm", {"transport": "peer_bulk"}),
+    "gemm_all_reduce-one_shot": ("gemm_all_reduce", {"algorithm": "one_shot"}),
+    "gemm_all_reduce-two_shot": ("gemm_all_reduce", {"algorithm": "two_shot"}),
+    "gemm_all_gather": ("gemm_all_gather", {}),
+}
+WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
+SHAPES = {"even": (1024, 512, 512), "ragged": (200, 128, 72), "fewer-rows-than-ranks": (1, 64, 64)}
+MANY_TILES = 4096, 4096, 2048
+
+others = pytest.mark.parametrize("other", OTHERS)
+worlds = pytest.mark.parametrize("world", WORLDS)
+
+
+# --- virtual ranks on one GPU ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
+@others
+def test_virtual_ranks(device, other, kernel, size):
+    op, fields = OTHERS[other]
+    case = Case(op, 520, 512, 200, torch.bfloat16)
+    slot = torch.float32 if HOPPER_KERNELS[kernel].get("slot_dtype") == "f32" else torch.bfloat16
+    with configured(**fields, **HOPPER_KERNELS[kernel]), VirtualWorld(size, device=device) as world:
+        verdicts = [judge(case, given, outs, slot) for given, outs in run_launches(case, world, 4)]
+    assert all(verdict.holds for verdict in verdicts), verdicts
+
+
+# --- a GPU per rank ---
+
+
+def lengths(case):
+    """What a call is told of the whole, where its operands do not tell it: so no ranks are asked."""
+    return {"all_gather_gemm": {"rows": case.m}, "gemm_all_gather": {"columns": case.n}}.get(case.op, {})
+
+
+def own_device(rank):
+    """The rank's GPU; its CPU where this file's own logic is tried without one."""
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def parts(case, rank, size, device):
+    """The whole operands, and the rank's x, weight and bias."""
+    given, layout = operands(case).to(device), LAYOUTS[case.op]
+    names = ("x", "weight", "bias")
+    return given, [layout.part(getattr(given, n), getattr(layout, n), rank, size) for n in names]
+
+
+def call(case, x, weight, bias, backend):
+    """One call of this rank."""
+    return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **lengths(case))
+
+
+def assert_right(case, given, out):
+    """Judges the results of all ranks, of which `out` is this one's."""
+    outs = [None] * dist.get_world_size()
+    dist.all_gather_object(outs, out.cpu())
+    verdict = judge(case, given, [part.to(out.device) for part in outs], case.dtype)
+    assert verdict.holds, (case, verdict)
+
+
+def sequence(rank, size, cases, fields, late=None, backend="fused"):
+    """Queues the calls, with rank `late` behind the others now and then, and judges them all."""
+    queued = []
+    with configured(**fields), poisoned_allocations():
+        for number, case in enumerate(cases):
+            given, operands_ = parts(case, rank, size, own_device(rank))
+            if rank == late and number % 3 == 0 and given.x.is_cuda:
+                torch.cuda._sleep(10_000_000)
+            queued.append((case, given, call(case, *operands_, backend)))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for case, given, out in queued:
+        assert_right(case, given, out)
+    overlap_gemm.close_workspaces()
+
+
+def random_cases(seed, size, count=24, ops=OPS):
+    """Calls of any op and shape, each likely to follow each other."""
+    draw = random.Random(seed)
+    rows = [1, 2, size - 1, size, 64, 130, 256 * size, 2048]
+    shapes = [
+        (draw.choice(rows), draw.choice([8, 64, 512]) * size, draw.choice([64, 200])) for _ in range(count)
+    ]
+    return [Case(draw.choice(ops), *shape, torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
+
+
+def replays(rank, size, cases, fields, count):
+    """A graph of several calls, replayed on changing data: of an odd number, so that parities change."""
+    device = own_device(rank)
+    given = [parts(case, rank, size, device)[1] for case in cases]
+    with configured(**fields):
+        for case, operands_ in zip(cases, given, strict=True):
+            call(case, *operands_, "fused")  # compiles and allocates
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outs = [call(case, *o, "fused") for case, o in zip(cases, given, strict=True)]
+    for launch in range(count):
+        wholes = []
+        for case, operands_ in zip(cases, given, strict=True):
+            whole, fresh = parts(case.with_seed(launch), rank, size, device)
+            wholes.append(whole)
+            for old, new in zip(operands_, fresh, strict=True):
+                if old is not None:
+                    old.copy_(new)
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for case, whole, out in zip(cases, wholes, outs, strict=True):
+            assert_right(case.with_seed(launch), whole, out)
+    overlap_gemm.close_workspaces()
+
+
+def gradients(rank, size, case, fields):
+    """Forward and input gradient against float64."""
+    given, layout = operands(case).to(own_device(rank)), LAYOUTS[case.op]
+    exact, baseline = reference(given), reference(given, case.dtype)
+    with configured(**fields):
+        results = list(forward_and_backward(case.op, given, rank, size, "fused"))
+    for name, result, dim, roundings in results:
+        if name == "weight":
+            continue  # torch's own product, of another shape than the reference's: test_many_gpus judges it
+        truth = layout.part(getattr(exact, name), dim, rank, size)
+        allowed = tolerance(getattr(baseline, name), getattr(exact, name), roundings)
+        error = (result.double() - truth).abs().max().item() if truth.numel() else 0.0
+        assert error <= allowed, f"{name}: largest error {error:.3g}, allowed {allowed:.3g}"
+
+
+@worlds
+@pytest.mark.parametrize("shape", [*SHAPES, "many-tiles"])
+@others
+def test_shapes(ranks, other, shape, world):
+    op, fields = OTHERS[other]
+    cases = [Case(op, *{**SHAPES, "many-tiles": MANY_TILES}[shape], torch.bfloat16, seed=i) for i in range(4)]
+    ranks(world).run(sequence, cases, fields)
+
+
+@worlds
+@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sequences_of_all_ops(ranks, seed, transport, late, world):
+    ranks(world).run(sequence, random_cases(seed, world), {"transport": transport}, late)
+
+
+@worlds
+@pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
+def test_replays_of_all_ops(ranks, transport, world):
+    cases = [Case(op, 512, 256, 200, torch.bfloat16, bias=False) for op in (*OPS, "all_gather_gemm")]
+    ranks(world).run(replays, cases, {"transport": transport}, 10)
+
+
+@worlds
+@pytest.mark.parametrize("shape", SHAPES)
+@others
+def test_gradients(ranks, other, shape, world):
+    op, fields = OTHERS[other]
+    ranks(world).run(gradients, Case(op, *SHAPES[shape], torch.bfloat16), fields)
