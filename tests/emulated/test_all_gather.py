@@ -52,17 +52,19 @@ def in_turn(values, ids=None):
 class World:
     """Virtual ranks of an emulator, and the calls that are queued on them."""
 
-    def __init__(self, arch, ranks, *, transport, fields=None, mode="immediate", seed=0, starved=None, sms=4):
-        self.lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+    def __init__(
+        self, arch, ranks, *, transport, fields=None, mode="immediate", seed=0, starved=None, sms=4, **options
+    ):
+        lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+        self.options = {"schedule": lagging, "num_sms": sms, **options}
         self.fields = {"transport": transport, **(fields or SMALLEST[arch])}
-        self.arch, self.ranks, self.mode, self.seed, self.sms = arch, ranks, mode, seed, sms
+        self.arch, self.ranks, self.mode, self.seed = arch, ranks, mode, seed
         self.judged, self.kept = [], []
 
     def __enter__(self):
         self.asked = configured(**self.fields)
         self.asked.__enter__()
-        how = {"schedule": self.lagging, "num_sms": self.sms}
-        self.emulator = Emulator(self.arch, self.ranks, self.mode, self.seed, **how).__enter__()
+        self.emulator = Emulator(self.arch, self.ranks, self.mode, self.seed, **self.options).__enter__()
         self.world = VirtualWorld(self.ranks, emulator=self.emulator).__enter__()
         return self
 

@@ -20,8 +20,8 @@ from ..schedules import shard_rows
 from ..sharding import Shards
 from ..tuning.machine import machine_for
 from ..tuning.space import UNMEASURED
+from . import gather
 from .base import Op, Problem
-from .gather import all_gather_gemm
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, plan_for
 
@@ -103,8 +103,7 @@ class Fused:
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
         if problem.op == "all_gather_gemm":
-            keep = problem.keep
-            return lambda x, weights, biases: all_gather_gemm(x, weights, biases, shards, group, keep)
+            return gather.bind(x, weight, bias, shards, group, problem.keep)
         op, depth = problem.op, problem.k
         (shape, (rows, columns)) = sizes(op, x, weight, shards, group)
 
@@ -174,4 +173,4 @@ class Fused:
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.all_gather_gemm`. Keeping the gathered x costs a copy of it."""
-        return all_gather_gemm(x, weights, biases, shards, group, keep=True)
+        return gather.all_gather_gemm(x, weights, biases, shards, group, keep=True)

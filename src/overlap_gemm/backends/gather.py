@@ -7,7 +7,7 @@ beside the kernel that waits for them. Nothing else is queued there while it wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
 from .compiled import compiled_gather
-from .operands import ROW_ELEMENTS, aligned, aligned_bias, major
+from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, exchange_arguments, keep_plan, peers_for, power_of_two, resident_clusters
 
 COPY_ENGINE_BYTES = 1 << 20
@@ -139,6 +139,46 @@ class GatherPlan:
         ):
             given = given._replace(is_first=int(i == 0), is_last=int(i == last))
             product.gemm(own, weight, out, bias, given, product.num_clusters, stream)
+
+
+def bind(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    keep: bool,
+) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
+    rows, depth = shards.total, x.shape[1]
+    columns = [len(weight) for weight in weights]
+
+    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return all_gather_gemm(x, weights, biases, shards, group, keep)
+
+    whole = all(n and n % ROW_ELEMENTS == 0 for n in (*columns, depth))
+    strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
+    if group.size == 1 or not (rows and len(x) and whole and strided):
+        return run
+    if any(bias.stride(0) != 1 for bias in biases):
+        return run
+    plan = plan_for(group, x, depth, weights, bool(biases), shards, keep)
+    without: list[Tensor | None] = [None] * len(columns)
+
+    def run_as_planned(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        addresses = x.data_ptr()
+        for operand in (*weights, *biases):
+            addresses |= operand.data_ptr()
+        if addresses % 16 or not plan.is_open:
+            return run(x, weights, biases)
+        outs = [x.new_empty(rows, n) for n in columns]
+        kept = x.new_empty(rows, depth) if keep else None
+        plan.launch(x, weights, outs, biases or without, kept)
+        return x if kept is None else kept, outs
+
+    return run_as_planned
 
 
 def all_gather_gemm(

@@ -28,14 +28,16 @@ from .console import rank_zero_console
 
 ARCHS = ("sm_90a", "sm_100a")
 
-KERNELS: dict[str, Pattern | None] = {
-    "GEMM": None,
+EXCHANGES: dict[str, Pattern] = {
     "GEMM-RS": "reduce_scatter",
     "GEMM-AR one-shot": "one_shot",
     "GEMM-AR two-shot": "two_shot",
     "GEMM-AG": "output_gather",
 }
-"""The kernels of a configuration, by the names under which they are reported: how each exchanges tiles."""
+GATHERS = {"AG-GEMM": False, "AG-GEMM sending": True}
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
+"""The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
+whether its warps send and keep shards."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,19 @@ class Checked:
 
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration, assembles it where ptxas is at hand, and applies the lint rules."""
-    from ..kernels.build import compile_kernel, make_kernel
+    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel
     from ..transports.peer_bulk import PeerBulk
 
     # The DSL names its dump file without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
-        pattern = KERNELS[op]
-        kernel = make_kernel(config) if pattern is None else make_kernel(config, PeerBulk(), pattern=pattern)
+        if op in GATHERS:
+            kernel = make_gather_kernel(config, PeerBulk(), push=GATHERS[op], keep=GATHERS[op])
+        elif op in EXCHANGES:
+            kernel = make_kernel(config, PeerBulk(), pattern=EXCHANGES[op])
+        else:
+            kernel = make_kernel(config)
         ptx = compile_kernel(kernel, f"--keep-ptx --dump-dir={folder}").__ptx__
-    findings = ptx_findings(ptx, pattern is not None)
+    findings = ptx_findings(ptx, op != "GEMM")
     report = run_ptxas(ptx, config.arch) if find_ptxas() else None
     if report is not None:
         findings += ptxas_findings(report)

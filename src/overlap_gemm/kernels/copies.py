@@ -129,7 +129,7 @@ class ResultCopies:
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
         owner = (rank + 1 + index % others) % work.whole.owners
-        await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner)
+        await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner, waits=2)
         at = CtaTile.numbered(cfg, self.order, work.whole, tile)
         slot = call.base + self.results.slot(call, work, owner, tile)
         copy_unit(cfg, slot, unit, at, Window.shard(given.out, work, owner))

@@ -156,11 +156,23 @@ class Window(NamedTuple):
 
 
 @cute.jit
-def await_result(call: Call, op: cutlass.Constexpr, flag: Int32, tile: Int32, source: Int32) -> None:
-    """All lanes: waits for flag number ``flag`` of ``source``; a failure record will say ``tile``."""
+def await_result(
+    call: Call,
+    op: cutlass.Constexpr,
+    flag: Int32,
+    tile: Int32,
+    source: Int32,
+    waits: cutlass.Constexpr = 1,
+) -> None:
+    """All lanes: waits for flag number ``flag`` of ``source``; a failure record will say ``tile``.
+
+    ``waits`` bounds in a row, since ``source`` itself may wait for others first: so the rank that is named is
+    the one that is missing, not one that waits for it.
+    """
     if cute.arch.lane_idx() == 0:
+        bound = call.bound._replace(timeout_ns=call.bound.timeout_ns * waits)
         site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
-        wait_flag(call.flag(call.base, flag, source), call.epoch, call.bound, site)
+        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site)
     cute.arch.sync_warp()
 
 

@@ -1,0 +1,61 @@
+"""An all-gather GEMM whose tensors need no copy is a plan, its outputs and the launches."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import gather
+
+from .test_all_gather import World
+
+
+@pytest.fixture
+def world():
+    with World("sm_90a", 2, transport="copy_engine") as opened:
+        yield opened
+
+
+def queue(world, m=128, widths=(64, 32), k=64, stride=1, **options):
+    """Calls the op on both ranks; returns what must come out and what the ranks got."""
+    generator = torch.Generator().manual_seed(m + k)
+    draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
+    x, results = draw(m, k * stride)[:, ::stride], []
+    for rank, name in enumerate(world.world.names):
+        weights = [draw(n, k) / 8 for n in widths]
+        biases = [draw(n) for n in widths]
+        own = x[rank * m // 2 : (rank + 1) * m // 2]
+        outs = overlap_gemm.all_gather_gemm(
+            own, weights, bias=biases, group=name, rows=m, backend="fused", **options
+        )
+        for out, weight, bias in zip(outs, weights, biases, strict=True):
+            results.append(((x.double() @ weight.double().t() + bias.double()).bfloat16(), out))
+    return results
+
+
+def check(world, results):
+    world.world.synchronize()
+    for expected, out in results:
+        torch.testing.assert_close(out, expected)
+        assert out.is_contiguous()
+
+
+def test_a_second_call_makes_no_plan(world, monkeypatch):
+    first = queue(world)
+    for part in ("plan_for", "all_gather_gemm"):
+        monkeypatch.setattr(gather, part, None)  # not callable
+    check(world, first + queue(world))
+
+
+@pytest.mark.parametrize("changes", [{"k": 61}, {"stride": 2}])
+def test_what_tma_cannot_read_is_copied(world, changes, monkeypatch):
+    called, real = [], gather.all_gather_gemm
+    monkeypatch.setattr(gather, "all_gather_gemm", lambda *given: (called.append(1), real(*given))[1])
+    check(world, queue(world, **changes))
+    assert called
+
+
+def test_a_closed_workspace_is_not_used_again(world):
+    check(world, queue(world))
+    for name in world.world.names:
+        overlap_gemm.close_workspaces(name)
+    check(world, queue(world))
