@@ -32,6 +32,12 @@ def name(arch, fields):
 
 NAMES = [name(arch, fields) for arch, fields in CONFIGS]
 
+ONE_OF_EACH = [
+    pytest.param(*config, marks=[] if number in (0, 2, 3, 6) else [pytest.mark.slow])
+    for number, config in enumerate(CONFIGS)
+]
+"""The default run has each kind of MMA once, the others are slow."""
+
 SHAPES = {
     "even": (256, 128, 128),
     "ragged": (200, 136, 72),
@@ -62,7 +68,7 @@ def test_every_kernel_on_every_world(arch, fields, ranks):
     run(arch, fields, ranks, SHAPES["ragged"])
 
 
-@pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(("arch", "fields"), ONE_OF_EACH, ids=NAMES)
 def test_every_kernel_in_f16(arch, fields):
     """With a bias, as all of these; the last of N = 136 columns fill no tile, nor half of a subtile."""
     run(arch, fields, 2, SHAPES["ragged"], dtype=torch.float16)
@@ -76,7 +82,7 @@ def test_every_shape(arch, fields, shape):
 
 @pytest.mark.parametrize("mode", ["random", "lazy"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(("arch", "fields"), ONE_OF_EACH, ids=NAMES)
 def test_whenever_asynchronous_operations_complete(arch, fields, mode, seed):
     run(arch, fields, 2, SHAPES["ragged"], mode=mode, seed=seed, launches=2)
 

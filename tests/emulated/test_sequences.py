@@ -116,7 +116,7 @@ def test_decode_between_prefill_chunks(arch, starved):
     run_sequence(arch, 3, [(768, 64), (1, 64), (768, 64)], starved=starved)
 
 
-@pytest.mark.parametrize("starved", [1, 2])
+@pytest.mark.parametrize("starved", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_decode_between_prefill_chunks_beyond_reach(starved):
     """The same through the relay kernel."""
     run_sequence("sm_90a", 3, [(768, 64), (1, 64), (768, 64)], starved=starved, network=True)
@@ -181,14 +181,14 @@ def random_on_sm_100(seed):
 
 
 @both
-@pytest.mark.parametrize("seed", [5, 21, 23, 25])
+@pytest.mark.parametrize("seed", [5, 23, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (21, 25))])
 def test_random_sequences(arch, seed):
     """Each of these finds that a rank without rows waits for the owners alone."""
     run_random_sequence(arch, seed)
 
 
 @both
-@pytest.mark.parametrize("seed", [5, 21])
+@pytest.mark.parametrize("seed", [21, pytest.param(5, marks=pytest.mark.slow)])
 def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
     monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
@@ -205,7 +205,7 @@ def test_more_random_sequences(arch, seed, classes, monkeypatch):
 
 
 @both
-@pytest.mark.parametrize("seed", [4, 7])
+@pytest.mark.parametrize("seed", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_random_sequences_of_all_ops(arch, seed):
     run_random_sequence(arch, seed, random_calls)
 
