@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.config import GemmConfig
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
@@ -66,7 +65,6 @@ class GatherPlan:
         products: a launch for each weight.
         workspace: the gather buffer.
         given: the kernels' `Gathering`, without what belongs to a call.
-        config: the first kernel's configuration.
         nbytes: of the own shard.
         copies: (where the own shard goes, where its flag goes) of each peer, in their order; none where the
             kernel's warps send.
@@ -76,7 +74,6 @@ class GatherPlan:
     products: tuple[Product, ...]
     workspace: Workspace
     given: Any
-    config: GemmConfig
     nbytes: int
     copies: tuple[tuple[int, int], ...]
 
@@ -274,19 +271,17 @@ def _make_plan(
     push = nbytes < COPY_ENGINE_BYTES if settings().transport is None else settings().transport == "peer_bulk"
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
-    owners, products, first = num_owners(shards.total, chunk), [], None
+    owners, products = num_owners(shards.total, chunk), []
     for columns, b_major in kinds:
         facts = Facts(
             "all_gather_gemm", shards.total, columns * group.size, depth, DTYPES[dtype], group.size, chunk
         )
         arch = peers.agreed.arch
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, bias=bias)
-        first = first or config
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_size, reserve)
         products.append(Product(compiled_gather(executor, config, push, keep), min(resident, work)))
-    assert first is not None, "an op has a weight"
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
@@ -299,7 +294,7 @@ def _make_plan(
         offset, flag = size.zeroed + group.rank * chunk * row_bytes, CONTROL_BYTES + FLAG_BYTES * group.rank
         order = [(group.rank - i) % group.size for i in range(1, group.size)]
         copies = [(bases[peer] + offset, bases[peer] + flag) for peer in order]
-    return GatherPlan(executor, tuple(products), workspace, given, first, nbytes, tuple(copies))
+    return GatherPlan(executor, tuple(products), workspace, given, nbytes, tuple(copies))
 
 
 def size_class(nbytes: int) -> SizeClass:

@@ -18,11 +18,9 @@ from overlap_gemm.kernels.call import Call, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, READERS_OFFSET, SENDERS_OFFSET
+from overlap_gemm.kernels.receive import LANE_CHUNKS, LANES
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import Work
-
-LANES = 32
-LANE_CHUNKS = UNIT_BYTES // CHUNK_BYTES // LANES
 
 
 class Gathering(NamedTuple):
