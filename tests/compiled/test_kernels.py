@@ -41,14 +41,17 @@ def fits(config, variant):
         return None
 
 
-QUICK = SMALLEST + [fits(base, v) for base, v in zip(SMALLEST * 2, VARIANTS, strict=False)]
+QUICK = SMALLEST + [c for base, v in zip(SMALLEST * 2, VARIANTS, strict=False) if (c := fits(base, v))]
 EVERY = [c for c in SHAPES if c not in QUICK] + [
     c for base in LARGEST for v in VARIANTS if (c := fits(base, v)) and c not in QUICK
 ]
 
 
 def test_variants_fit():
-    assert all(fits(base, v) for base in SMALLEST for v in VARIANTS)
+    for base in SMALLEST:
+        refused = [v for v in VARIANTS if not fits(base, v)]
+        wide = [v for v in VARIANTS if "f32" in v.values()]
+        assert refused == (wide if base.mma == "swapped" else []), base.name
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ def test_every_legal_configuration_fits(config):
         config.subtiles * config.epi_tile[0] * config.epi_tile[1] == config.cta_tile[0] * config.cta_tile[1]
     )
     assert config.slot_subtile_bytes % (16 * config.epilogue_threads) == 0, "whole 16-byte chunks per thread"
+    assert config.slot_subtile_bytes % config.unit_bytes == 0
+    assert config.lane_chunks * 32 * 16 == config.unit_bytes
 
 
 def test_names_are_unique():
@@ -52,6 +54,7 @@ def test_names_are_unique():
         ({"in_dtype": "f16"}, "bf16"),
         ({"ring_stages": 2, "inflight": 2}, "inflight=2"),
         ({"inflight": 0}, "inflight=0"),
+        ({"arch": "sm_90a", "mma": "swapped", "tile": (16, 64), "slot_dtype": "f32"}, "swapped.*f32"),
         ({"raster_group": 0}, "raster_group=0"),
         ({"tile": (128, 256), "out_dtype": "f32", "ring_stages": 10}, "at least 2"),
     ],

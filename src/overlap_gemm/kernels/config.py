@@ -11,7 +11,7 @@ from typing import Literal
 Arch = Literal["sm_90a", "sm_100a", "sm_103a"]
 InDtype = Literal["bf16", "f16"]
 OutDtype = Literal["bf16", "f16", "f32"]
-MmaKind = Literal["1cta", "2cta", "pingpong", "cooperative"]
+MmaKind = Literal["1cta", "2cta", "pingpong", "cooperative", "swapped"]
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -25,10 +25,13 @@ TILE_K = 64
 """K extent of one A/B stage: 128 bytes of a 16-bit type, one swizzle row."""
 
 UNIT_BYTES = 4096
-"""Part of a slot that a warp sums at a time: 8 chunks of 16 bytes a lane. Divides every subtile."""
+"""Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
+
+TILE_UNITS = 4
+"""Least parts of a slot: so many warps finish a small tile together, each with one round of loads."""
 
 MMA_KINDS: dict[str, tuple[MmaKind, ...]] = {
-    "sm_90a": ("pingpong", "cooperative"),
+    "sm_90a": ("pingpong", "cooperative", "swapped"),
     "sm_100a": ("1cta", "2cta"),
     "sm_103a": ("1cta", "2cta"),
 }
@@ -37,12 +40,14 @@ TILES: dict[MmaKind, tuple[tuple[int, int], ...]] = {
     "2cta": ((256, 128), (256, 256)),
     "pingpong": ((64, 128), (64, 256), (128, 128)),
     "cooperative": ((128, 128), (128, 256)),
+    "swapped": ((16, 64), (32, 64), (64, 64), (128, 64)),
 }
 CLUSTERS: dict[MmaKind, tuple[tuple[int, int], ...]] = {
     "1cta": ((1, 1), (2, 1), (1, 2), (2, 2)),
     "2cta": ((2, 1), (2, 2), (4, 1), (4, 2)),
     "pingpong": ((1, 1), (2, 1), (1, 2)),
     "cooperative": ((1, 1), (2, 1), (1, 2)),
+    "swapped": ((1, 1),),
 }
 
 
@@ -55,7 +60,8 @@ class GemmConfig:
         tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
         cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
         mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
-            ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
+            ``"pingpong"`` (two warp groups work on alternate tiles), ``"cooperative"`` (both on one tile) or
+            ``"swapped"`` (ping-pong, with B as the MMA's 64-row operand: for few rows of A).
         in_dtype: element type of A and B. Accumulation is fp32.
         out_dtype: element type of the output.
         slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
@@ -92,6 +98,9 @@ class GemmConfig:
         _require_in("slot_dtype", self.slot_dtype, (self.in_dtype, "f32"))
         _require_in("a_major", self.a_major, ("k", "m"))
         _require_in("b_major", self.b_major, ("k", "n"))
+        if self.mma == "swapped":
+            for name in ("out_dtype", "slot_dtype"):
+                _require_in(f"{name} for mma='swapped'", getattr(self, name), (self.in_dtype,))
         if not 0 < self.inflight < self.ring_stages:
             raise ValueError(
                 f"inflight={self.inflight} bulk groups must be at least 1 and fewer than "
@@ -128,7 +137,7 @@ class GemmConfig:
     @property
     def epilogue_groups(self) -> int:
         """Groups of epilogue warps that take turns on the tiles."""
-        return 2 if self.mma == "pingpong" else 1
+        return 2 if self.mma in ("pingpong", "swapped") else 1
 
     @property
     def epilogue_threads(self) -> int:
@@ -153,6 +162,8 @@ class GemmConfig:
     @property
     def epi_tile(self) -> tuple[int, int]:
         """(M, N) of a subtile: what one ring stage holds."""
+        if self.mma == "swapped":
+            return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
             return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
         return 128, 32
@@ -183,9 +194,19 @@ class GemmConfig:
         return self.tile_bytes // DTYPE_BYTES[self.slot_dtype] * DTYPE_BYTES[self.out_dtype]
 
     @property
+    def unit_bytes(self) -> int:
+        """Part of a slot that a warp finishes at a time: divides every subtile."""
+        return min(UNIT_BYTES, self.tile_bytes // TILE_UNITS)
+
+    @property
     def units(self) -> int:
         """Parts into which the receive role cuts a CTA tile."""
-        return self.tile_bytes // UNIT_BYTES
+        return self.tile_bytes // self.unit_bytes
+
+    @property
+    def lane_chunks(self) -> int:
+        """Chunks of 16 bytes of a unit that each lane of a warp finishes."""
+        return self.unit_bytes // (32 * 16)
 
     @property
     def stage_bytes(self) -> int:

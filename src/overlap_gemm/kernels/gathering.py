@@ -18,7 +18,7 @@ from overlap_gemm.kernels.call import Call, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, READERS_OFFSET, SENDERS_OFFSET
-from overlap_gemm.kernels.receive import LANE_CHUNKS, LANES
+from overlap_gemm.kernels.receive import LANES
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import Work
 
@@ -184,16 +184,17 @@ def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride
         first: this warp's first unit.
         stride: warps that share the copy.
     """
+    chunks = UNIT_BYTES // (CHUNK_BYTES * LANES)
     units = Int32((nbytes + (UNIT_BYTES - 1)) // UNIT_BYTES)
     for unit in cutlass.range(first, units, stride, unroll=1):
-        loaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, LANE_CHUNKS), cutlass.Uint32)
+        loaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, chunks), cutlass.Uint32)
         start = Int64(unit) * UNIT_BYTES + cute.arch.lane_idx() * CHUNK_BYTES
-        for c in cutlass.range_constexpr(LANE_CHUNKS):
+        for c in cutlass.range_constexpr(chunks):
             at = start + c * LANES * CHUNK_BYTES
             # Behind the end the first chunk is loaded again, and not stored.
             safe = cutlass.select_(at < nbytes, at, Int64(0))
             cute.autovec_copy(_chunk(source + safe), loaded[(None, c)])
-        for c in cutlass.range_constexpr(LANE_CHUNKS):
+        for c in cutlass.range_constexpr(chunks):
             at = start + c * LANES * CHUNK_BYTES
             if at < nbytes:
                 cute.autovec_copy(loaded[(None, c)], _chunk(target + at))

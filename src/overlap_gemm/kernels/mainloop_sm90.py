@@ -7,6 +7,11 @@ Ping-pong: each warp group computes whole tiles, alternately; one's epilogue hid
         turn.wait(mma) -> per k tile: ab.wait, wgmma, ab.release of the k tile before -> turn.arrive(mma)
         turn.wait(epilogue) -> subtiles to the ring -> turn.arrive(epilogue)
 
+Swapped: the same, with the operands' parts in the MMA exchanged. The rows of B (a weight's output features)
+are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. So a few tokens
+fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
+accumulator is the tile's transpose; that is undone on the way into the stage.
+
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
 | pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
@@ -61,10 +66,10 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class MainloopSm90:
-    """wgmma mainloop, ping-pong 64 x {128, 256} or 128 x 128, cooperative 128 x {128, 256}.
+    """wgmma mainloop: the tiles of `config.TILES`.
 
     Attributes:
-        config: the kernel's configuration; ``config.mma`` is ``"pingpong"`` or ``"cooperative"``.
+        config: the kernel's configuration; ``config.mma`` is one of sm_90's.
     """
 
     config: GemmConfig
@@ -78,16 +83,19 @@ class MainloopSm90:
 
     def tiled_mma(self) -> cute.TiledMma:
         """64-row instructions, one or (cooperative) two warp groups along M."""
-        cfg = self.config
-        major = OperandMajorMode
+        cfg, (first, second) = self.config, self._mma_order
+        major = [
+            OperandMajorMode.K if major == "k" else OperandMajorMode.MN
+            for major in (cfg.a_major, cfg.b_major)
+        ]
         return utils.sm90.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtype],
             DTYPES[cfg.in_dtype],
-            major.K if cfg.a_major == "k" else major.MN,
-            major.K if cfg.b_major == "k" else major.MN,
+            major[first],
+            major[second],
             cutlass.Float32,
             (cfg.epilogue_threads // 128, 1, 1),
-            (64, cfg.tile[1]),
+            (64, cfg.tile[second]),
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
@@ -204,9 +212,13 @@ class MainloopSm90:
         ab, turn, read = res.ab, res.turn, state.ab
         thread, _, _ = cute.arch.thread_idx()
         part = mma.get_slice((thread - 32 * FIRST_EPILOGUE_WARP) % cfg.epilogue_threads)
-        tCrA = mma.make_fragment_A(part.partition_A(res.sA))
-        tCrB = mma.make_fragment_B(part.partition_B(res.sB))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C(cfg.tile), cutlass.Float32)
+        first, second = self._mma_order
+        stages = (res.sA, res.sB)
+        tCrA = mma.make_fragment_A(part.partition_A(stages[first]))
+        tCrB = mma.make_fragment_B(part.partition_B(stages[second]))
+        acc = cute.make_rmem_tensor(
+            mma.partition_shape_C((cfg.tile[first], cfg.tile[second])), cutlass.Float32
+        )
         k_tiles = self._k_tiles(ops)
         num_blocks = cute.size(tCrA, mode=[2])
         freed = read.clone()
@@ -256,7 +268,8 @@ class MainloopSm90:
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))
         for index in range(cfg.subtiles):
-            # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's.
+            # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's
+            # (swapped: its columns are the tile's rows).
             fragment = cute.make_tensor(acc.iterator + index * values, layout)
             ring_state = writer.write(fragment, index, ring_state)
         if cfg.epilogue_groups > 1:
@@ -265,8 +278,8 @@ class MainloopSm90:
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
-        dtype = stage.element_type
-        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), DTYPES[self.config.in_dtype])
+        dtype, stage = stage.element_type, self._as_accumulated(stage)
+        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(self._is_swapped, 4), DTYPES[self.config.in_dtype])
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
         tiled = cute.make_tiled_copy_S(
             matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
@@ -278,9 +291,24 @@ class MainloopSm90:
 
     def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
-        return ops.mma.get_slice(thread).partition_C(subtile)
+        return ops.mma.get_slice(thread).partition_C(self._as_accumulated(subtile))
 
     # -- details
+
+    @property
+    def _is_swapped(self) -> bool:
+        return self.config.mma == "swapped"
+
+    @property
+    def _mma_order(self) -> tuple[int, int]:
+        """Which operand of the op is the MMA's first, which the second: 0 for A, 1 for B."""
+        return (1, 0) if self._is_swapped else (0, 1)
+
+    def _as_accumulated(self, subtile: Any) -> Any:
+        """A tensor shaped as a subtile, with the modes of the accumulator."""
+        if not self._is_swapped:
+            return subtile
+        return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))
 
     def _k_tiles(self, ops: Operands) -> Any:
         return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K)

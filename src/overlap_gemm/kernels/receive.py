@@ -2,9 +2,9 @@
 
 What there is to finish is one *part* or several, one behind the other (:mod:`overlap_gemm.kernels.sums`,
 :mod:`overlap_gemm.kernels.copies`). A part is a list of CTA tiles, dealt to the CTAs in the order in which
-they come, whoever computes them, and cut into units of 4 KiB of a slot. The warps of a CTA take its units one
-by one: the receive warps from the start, and the epilogue warps once they have written their last tile, since
-what is left then is the tail of the call.
+they come, whoever computes them, and cut into units of at most 4 KiB of a slot. The warps of a CTA take its
+units one by one: the receive warps from the start, and the epilogue warps once they have written their last
+tile, since what is left then is the tail of the call.
 
 Protocol of a unit, by one warp:
 
@@ -31,13 +31,11 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer, store_run
 from overlap_gemm.kernels.call import Call, Tally, count
-from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.work import CtaTile, Work
 
 LANES = 32
-LANE_CHUNKS = UNIT_BYTES // CHUNK_BYTES // LANES
-"""Chunks of a unit that each lane finishes."""
 
 
 class Given(NamedTuple):
@@ -188,13 +186,13 @@ def copy_unit(config: cutlass.Constexpr, address: Int64, unit: Int32, tile: CtaT
         window: of the output.
     """
     chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
-    first = unit * (LANE_CHUNKS * LANES) + cute.arch.lane_idx()
-    loaded = cute.make_rmem_tensor((chunks.elements, LANE_CHUNKS), dtype)
-    for c in cutlass.range_constexpr(LANE_CHUNKS):
+    first = unit * (config.lane_chunks * LANES) + cute.arch.lane_idx()
+    loaded = cute.make_rmem_tensor((chunks.elements, config.lane_chunks), dtype)
+    for c in cutlass.range_constexpr(config.lane_chunks):
         at = address + (first + c * LANES) * (chunks.elements * dtype.width // 8)
         source = global_pointer(dtype, at, min(CHUNK_BYTES, chunks.elements * dtype.width // 8))
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(chunks.elements)), loaded[(None, c)])
-    for c in cutlass.range_constexpr(LANE_CHUNKS):
+    for c in cutlass.range_constexpr(config.lane_chunks):
         row, column = chunks.locate(first + c * LANES)
         row, column = tile.row + row, tile.column + column
         if row < window.rows and column < window.columns:

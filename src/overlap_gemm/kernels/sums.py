@@ -19,7 +19,7 @@ from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, StageChunks
-from overlap_gemm.kernels.receive import LANE_CHUNKS, LANES, Given, Window
+from overlap_gemm.kernels.receive import LANES, Given, Window
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
 
 LOADS_IN_FLIGHT = 8
@@ -93,7 +93,7 @@ class Sums:
         cfg, world = self.config, call.exchange.world
         tile = CtaTile.numbered(cfg, self.order, work.whole, index)
         source_bytes = Int64(work.slots) * cfg.tile_bytes
-        first = unit * (LANE_CHUNKS * LANES) + cute.arch.lane_idx()
+        first = unit * (cfg.lane_chunks * LANES) + cute.arch.lane_idx()
         address = call.base + call.buffer + Int64(index) * cfg.tile_bytes + first * CHUNK_BYTES
         window, result = Window.whole(out), None
         if cutlass.const_expr(self.results is not None):
@@ -114,23 +114,24 @@ class Sums:
     @cute.jit
     def _sum_few(self, lane: Lane, bias: Any, sources: cutlass.Constexpr) -> None:
         """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
-        window = LOADS_IN_FLIGHT // sources
+        chunks = self.config.lane_chunks
+        window = min(LOADS_IN_FLIGHT // sources, chunks)
         loaded = self._registers(sources, window)
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
-        for i in cutlass.range(0, LANE_CHUNKS, window, unroll=1):
+        for i in cutlass.range(0, chunks, window, unroll=1):
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
                 total.fill(0.0)
                 self._add(total, lane, 0, loaded[(None, None, c)])
-                if i + window < LANE_CHUNKS:
+                if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
                 self._store(lane, i + c, total, bias)
 
     @cute.jit
     def _sum_many(self, lane: Lane, bias: Any) -> None:
         """Any number of ranks, `LOADS_IN_FLIGHT` of them at a time."""
-        for i in cutlass.range(LANE_CHUNKS, unroll=1):
+        for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
             for first in cutlass.range(0, lane.world, LOADS_IN_FLIGHT, unroll=1):

@@ -106,6 +106,7 @@ HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "pingpong": {"mma": "pingpong", "tile": (64, 128)},
     "cooperative": {"mma": "cooperative", "tile": (128, 256)},
     "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
+    "swapped": {"mma": "swapped", "tile": (32, 64)},
     "whole-partials": {"slot_dtype": "f32"},
 }
 """Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""

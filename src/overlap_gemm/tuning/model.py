@@ -88,13 +88,13 @@ def efficiency_key(config: GemmConfig) -> str:
 
 
 def efficiency_of(config: GemmConfig, machine: Machine) -> float:
-    """A kernel's efficiency; of one that was not measured, the least of its tile's, or of its kind's."""
+    """A kernel's efficiency; of one that was not measured, the least of its tile's, its kind's, or all."""
     known, name = machine.efficiency, efficiency_key(config)
     if name in known:
         return known[name]
     kind, tile, _ = name.split()
     like = [e for other, e in known.items() if other.startswith(f"{kind} {tile} ")]
-    return min(like or [e for other, e in known.items() if other.startswith(f"{kind} ")])
+    return min(like or [e for other, e in known.items() if other.startswith(f"{kind} ")] or known.values())
 
 
 def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:

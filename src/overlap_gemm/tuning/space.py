@@ -154,7 +154,7 @@ def _choose(
     pattern: Pattern,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
-    fitting = _fitting(candidates(arch, facts.dtype, machine), fields)
+    fitting = _fitting(arch, facts.dtype, machine, fields)
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
@@ -176,13 +176,31 @@ def possible(arch: str, dtype: str, fields: tuple[tuple[str, Any], ...]) -> list
     Raises:
         ValueError: no kernel exists for one of them.
     """
-    return [replace(config, **dict(fields)) for config in _fitting(candidates(arch, dtype), fields)]
+    return [replace(config, **dict(fields)) for config in _fitting(arch, dtype, constants(arch), fields)]
 
 
-def _fitting(every: list[GemmConfig], fields: tuple[tuple[str, Any], ...]) -> list[GemmConfig]:
-    """Those that have the shape that is asked for; all, where none has it."""
+def _fitting(
+    arch: str, dtype: str, machine: Machine, fields: tuple[tuple[str, Any], ...]
+) -> list[GemmConfig]:
+    """The candidates of the shape that is asked for, else any kernels of it; all, where none has it.
+
+    Of all candidates, those that the other fields go with: not every kernel has every type of slots.
+    """
     wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster")]
-    return [c for c in every if all(getattr(c, name) == value for name, value in wanted)] or every
+    known = candidates(arch, dtype, machine)
+    for every in (known, every_config(arch, dtype)):
+        fitting = [c for c in every if all(getattr(c, name) == value for name, value in wanted)]
+        if fitting:
+            return [c for c in fitting if _goes_with(c, fields)] or fitting
+    return known
+
+
+def _goes_with(config: GemmConfig, fields: tuple[tuple[str, Any], ...]) -> bool:
+    try:
+        replace(config, **dict(fields))
+    except ValueError:
+        return False
+    return True
 
 
 def constants(arch: str) -> Machine:
