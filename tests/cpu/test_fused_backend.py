@@ -14,10 +14,11 @@ from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.compiled import transport_for
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.operands import aligned, aligned_bias, major
-from overlap_gemm.backends.plans import size_class
+from overlap_gemm.backends.plans import require_puts, size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape, Pattern
+from overlap_gemm.runtime.group import Group
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
 
@@ -142,26 +143,26 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
 
 
 @pytest.mark.parametrize(
-    ("arch", "reaches_all", "transport"),
+    ("arch", "why_puts", "transport"),
     [
-        ("sm_90a", True, "peer_bulk"),
-        ("sm_100a", True, "peer_bulk"),
-        ("sm_90a", False, "staged"),
-        ("sm_100a", False, "nvshmem"),
-        ("sm_103a", False, "nvshmem"),
+        ("sm_90a", None, "peer_bulk"),
+        ("sm_100a", None, "peer_bulk"),
+        ("sm_90a", "so", "staged"),
+        ("sm_100a", "so", "nvshmem"),
+        ("sm_103a", "so", "nvshmem"),
     ],
 )
-def test_the_transport_follows_from_reach(arch, reaches_all, transport):
-    assert transport_for(arch, reaches_all) == transport
+def test_the_transport_follows_from_whether_stores_will_do(arch, why_puts, transport):
+    assert transport_for(arch, why_puts) == transport
 
 
 def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.4.5")
-    assert transport_for("sm_90a", reaches_all=True) == "peer_bulk"
+    assert transport_for("sm_90a", None) == "peer_bulk"
     with pytest.raises(
-        RuntimeError, match="cannot link .* NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2"
+        RuntimeError, match="^so, and .* cannot link .* NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2"
     ):
-        transport_for("sm_90a", reaches_all=False)
+        transport_for("sm_90a", "so")
 
 
 def test_puts_that_are_not_installed_are_named(monkeypatch):
@@ -170,10 +171,31 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(RuntimeError, match=r"install overlap-gemm\[nvshmem\]"):
-        transport_for("sm_100a", reaches_all=False)
+        transport_for("sm_100a", "so")
+
+
+@pytest.mark.parametrize("pattern", [None, "one_shot", "two_shot", "output_gather"])
+def test_puts_are_refused_for_ops_that_have_none(pattern):
+    with pytest.raises(ValueError, match="transport='nvshmem': .* only for gemm_reduce_scatter"):
+        require_puts(Group("a", 0, 2), pattern)
+
+
+def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
+    monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
+    with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
+        require_puts(Group("a", 0, 2), "reduce_scatter")
+    monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
+    require_puts(Group("a", 0, 2), "reduce_scatter")
 
 
 # --- memory ---
+
+
+def test_puts_have_a_workspace_of_their_own_with_staging():
+    config, shape = GemmConfig(), ExchangeShape.even(512, 512, 4)
+    stores, puts = size_class(config, shape), size_class(config, shape, puts=True)
+    assert puts.nbytes(reaches_all=True) == stores.nbytes(reaches_all=False)
+    assert not stores.holds(puts) and not puts.holds(stores)
 
 
 @given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8), st.sampled_from(get_args(Pattern)))

@@ -77,6 +77,7 @@ def obtained(monkeypatch):
 
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
     monkeypatch.setattr(workspace, "NvshmemSymmetric", Block)
+    monkeypatch.setattr(workspace, "check_network_writes", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
     monkeypatch.setattr(peers, "_peers", {("answers", CPU): side})
@@ -91,6 +92,26 @@ def test_staging_is_allocated_only_where_a_peer_is_beyond_reach(obtained, reach,
     assert (space.reaches_all, space.memory.local.numel()) == (reach, nbytes)
     assert not space.memory.local[:64].any() and space.memory.local[64:].all()
     assert workspace.workspace_bytes() == nbytes
+
+
+@pytest.mark.parametrize(("ordering", "refused"), [(0, True), (100, False), (200, False)])
+def test_a_network_whose_writes_come_out_of_order_is_refused(obtained, monkeypatch, ordering, refused):
+    driver = pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, ordering))
+    monkeypatch.setattr(workspace, "check_network_writes", symmetric.check_network_writes)
+    assert obtained(True, SizeClass(64, 10, 2, 2)).reaches_all, "nobody asks where there is no network"
+    if refused:
+        with pytest.raises(symmetric.SymmetricMemoryError, match="does not order a NIC's writes"):
+            obtained(False, SizeClass(64, 1000, 2, 2))
+    else:
+        assert not obtained(False, SizeClass(64, 1000, 2, 2)).reaches_all
+
+
+def test_puts_need_memory_of_nvshmem(obtained, monkeypatch):
+    group = Answers(None, None)
+    assert workspace.why_no_put_memory(group) is None
+    monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
+    assert "OVERLAP_GEMM_SYMMETRIC=nvshmem" in workspace.why_no_put_memory(group)
 
 
 def test_reach_is_found_out_once_per_workspace(obtained):

@@ -15,18 +15,22 @@ from ..runtime.order import forbid_capture
 from ..runtime.symmetric import init_nvshmem_library, why_no_puts
 
 
-def transport_for(arch: str, reaches_all: bool) -> str:
+def transport_for(arch: str, why_puts: str | None) -> str:
     """How tiles reach their owners: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
 
     On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
 
+    Args:
+        arch: what is compiled for.
+        why_puts: why stores will not do, None if they will.
+
     Raises:
         RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
     """
-    if reaches_all:
+    if why_puts is None:
         return "peer_bulk"
     if reason := why_no_puts():
-        raise RuntimeError(f"some ranks do not reach each other's memory by loads and stores, and {reason}")
+        raise RuntimeError(f"{why_puts}, and {reason}")
     return "staged" if arch == "sm_90a" else "nvshmem"
 
 

@@ -261,6 +261,8 @@ def _make_plan(
 
     executor, group = peers.executor, peers.group
     row_bytes, chunk = depth * dtype.itemsize, shards.chunk
+    if settings().transport == "nvshmem":
+        plans.require_puts(group, None)
     workspace = obtain(peers, size_class(group.size * chunk * row_bytes))
     if not workspace.reaches_all:
         raise RuntimeError(

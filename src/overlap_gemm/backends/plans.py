@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.config import GemmConfig
-from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, slots_offset
+from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, Pattern, slots_offset
 from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
-from ..runtime.workspace import SizeClass, Workspace, obtain
+from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
 from ..tuning.settings import settings
 from ..tuning.space import constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
@@ -140,6 +140,7 @@ def plan_for(
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
         CaptureError: something had to be made during CUDA graph capture.
         ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+        RuntimeError: puts are needed or asked for, and there are none.
     """
     peers, asked = peers_for(group, device), settings()
     key = (dtype, shape, a_major, b_major, bias, depth, asked)
@@ -151,7 +152,8 @@ def plan_for(
     shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
-    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
+    puts = asked.transport == "nvshmem"
+    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve, puts))
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
@@ -165,15 +167,22 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
         return plan
 
 
-def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
+def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int, puts: bool) -> Plan:
     executor, group = peers.executor, peers.group
     work = shape.num_clusters(config)
     if group.size == 1:
         resident = resident_clusters(executor, config.cluster_size, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    workspace = obtain(peers, size_class(config, shape))
-    transport = transport_for(config.arch, workspace.reaches_all)
+    why_puts = None
+    if puts:
+        require_puts(group, shape.pattern)
+        why_puts = "puts are asked for (transport='nvshmem')"
+        transport_for(config.arch, why_puts)  # refused before anything is allocated
+    workspace = obtain(peers, size_class(config, shape, puts))
+    if not workspace.reaches_all:
+        why_puts = "some ranks do not reach each other's memory by loads and stores"
+    transport = transport_for(config.arch, why_puts)
     if transport != "peer_bulk" and shape.pattern != "reduce_scatter":
         raise RuntimeError(
             f"the fused kernel for {shape.pattern} needs peers within reach of loads and stores, and some of "
@@ -188,9 +197,30 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         compiled_kernel(executor, config, transport, shape.pattern),
         min(resident, work),
         workspace,
-        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor),
+        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor, puts),
         compiled_relay(executor, config) if staged else None,
     )
+
+
+def require_puts(group: Group, pattern: Pattern | None) -> None:
+    """Refuses what `configured(transport="nvshmem")` asks for where there is no such way.
+
+    Args:
+        group: the ranks.
+        pattern: how the op exchanges tiles; None for the all-gather GEMM.
+
+    Raises:
+        ValueError: the op has none.
+        RuntimeError: the ranks' memory is not NVSHMEM's.
+    """
+    if pattern != "reduce_scatter":
+        what = "all_gather_gemm" if pattern is None else f"an op that exchanges tiles by {pattern}"
+        raise ValueError(
+            f"transport='nvshmem': there are no puts for {what}, only for gemm_reduce_scatter; ask for them "
+            f"around that op alone"
+        )
+    if reason := why_no_put_memory(group):
+        raise RuntimeError(f"transport='nvshmem': {reason}")
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
@@ -215,10 +245,15 @@ def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool 
     return fit
 
 
-def size_class(config: GemmConfig, shape: ExchangeShape) -> SizeClass:
-    """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
+def size_class(config: GemmConfig, shape: ExchangeShape, puts: bool = False) -> SizeClass:
+    """The smallest class of workspace that holds a call's flags, slots and staged tiles.
+
+    With ``puts`` to all peers, tiles are staged whoever is within reach; such calls have their own workspace.
+    """
     flags = power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
     buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
+    if puts:
+        return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS + STAGING_BUFFERS, 0, "puts")
     return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
 
 
@@ -227,13 +262,18 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def exchange_arguments(workspace: Workspace, shard: int, timeout_ns: int, executor: Executor) -> Any:
-    """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
+def exchange_arguments(
+    workspace: Workspace, shard: int, timeout_ns: int, executor: Executor, puts: bool = False
+) -> Any:
+    """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits.
+
+    With ``puts`` every peer counts as beyond reach.
+    """
     from ..kernels.exchange import Exchange
 
     size = workspace.size
     return Exchange(
-        workspace.memory.bases,
+        workspace.memory.by_put if puts else workspace.memory.bases,
         workspace.group.rank,
         workspace.group.size,
         shard,

@@ -3,6 +3,10 @@
 A flag is a monotonic 32-bit epoch, compared modularly, never reset. Release and acquire are at system scope:
 threads of two GPUs are not inside one ``.gpu`` scope, so a ``.gpu`` pair would not synchronise (PTX ISA,
 memory consistency model, "morally strong operations").
+
+A flag's word has 32 bits, or 64 where NVSHMEM may raise it, whose signals have as many: whoever writes and
+reads a word does it in its full width, since the model promises nothing where accesses of two widths race
+("mixed-size data races"). The epoch is in the low bits.
 """
 
 from __future__ import annotations
@@ -32,16 +36,22 @@ class WaitBound(NamedTuple):
 
 
 @cute.jit
-def release_flag(address: Int64, value: Uint32) -> None:
-    """``st.release.sys``: who acquires ``value`` at ``address`` sees all that this thread has observed.
+def release_flag(address: Int64, value: Uint32, word: cutlass.Constexpr = Uint32) -> None:
+    """``st.release.sys``: who acquires ``value`` at ``address``, a ``word``, sees all that this thread has.
 
     After bulk stores, call it only behind a full ``wait_group`` (never ``.read``) of the same thread.
     """
-    cute.arch.store(global_pointer(Uint32, address, 4), value, sem="release", scope="sys")
+    cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="release", scope="sys")
 
 
 @cute.jit
-def wait_flag(address: Int64, target: Uint32, bound: WaitBound, site: FailureSite) -> None:
+def wait_flag(
+    address: Int64,
+    target: Uint32,
+    bound: WaitBound,
+    site: FailureSite,
+    word: cutlass.Constexpr = Uint32,
+) -> None:
     """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
 
     Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
@@ -52,17 +62,18 @@ def wait_flag(address: Int64, target: Uint32, bound: WaitBound, site: FailureSit
         target: epoch to wait for.
         bound: time limit and failure record.
         site: who waits for whom, for the record.
+        word: the flag's type, ``Uint32`` or ``Uint64``.
     """
-    flag = global_pointer(Uint32, address, 4)
-    seen = cute.arch.load(flag, Uint32, sem="relaxed", scope="sys")
+    flag = global_pointer(word, address, word.width // 8)
+    seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
     if Int32(seen - target) < 0:
         start = cute.arch.globaltimer()
         while Int32(seen - target) < 0:
-            seen = cute.arch.load(flag, Uint32, sem="relaxed", scope="sys")
+            seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
                 fail(bound, site, target, seen)
                 start = cute.arch.globaltimer()
-    _acquire(flag)
+    _acquire(flag, word)
 
 
 @cute.jit
@@ -77,10 +88,12 @@ def fail(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) ->
         trap()
 
 
-def _acquire(flag: Any) -> None:
+def _acquire(flag: Any, word: Any) -> None:
     """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
     cute.arch.inline_ptx(
-        "ld.acquire.sys.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[flag]
+        f"ld.acquire.sys.global.b{word.width} {{$w0}}, [{{$r0}}];",
+        write_only_types=[word],
+        read_only_args=[flag],
     )
 
 

@@ -148,17 +148,20 @@ def announce(call: Call, transport: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def await_peers(call: Call, op: cutlass.Constexpr, role: cutlass.Constexpr) -> None:
+def await_peers(
+    call: Call, op: cutlass.Constexpr, role: cutlass.Constexpr, word: cutlass.Constexpr = Uint32
+) -> None:
     """All lanes of one warp of the grid, at its end: waits until every peer has said what ``role`` names.
 
     That it has entered the call (`announce`), or that it has read what it was sent
-    (:mod:`overlap_gemm.kernels.all_gather`); either way in its *entered* flag.
+    (:mod:`overlap_gemm.kernels.all_gather`); either way in its *entered* flag, a ``word``.
     """
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
             site = call.site(op, role, 0, peer, peer)
-            wait_flag(call.base + ENTERED_OFFSET + FLAG_BYTES * Int64(peer), call.epoch, call.bound, site)
+            flag = call.base + ENTERED_OFFSET + FLAG_BYTES * Int64(peer)
+            wait_flag(flag, call.epoch, call.bound, site, word)
 
 
 @cute.jit

@@ -65,7 +65,8 @@ class ReduceScatter:
     @property
     def receive(self) -> Receiver:
         """Sums the own tiles."""
-        return Receiver(self.config, (Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER),))
+        sums = Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER, flag=self.transport.flag)
+        return Receiver(self.config, (sums,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, by the owners' shards."""

@@ -87,7 +87,7 @@ class Relay:
         for peer in cutlass.range(exchange.world, unroll=1):
             if exchange.peers[peer] < 0:
                 site = call.site(Op.GEMM_REDUCE_SCATTER, Role.CALL_ENTERED, 0, exchange.rank, exchange.rank)
-                wait_flag(call.base + offset, call.epoch, call.bound, site)
+                wait_flag(call.base + offset, call.epoch, call.bound, site, self.transport.flag)
                 self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
 
     @cute.jit
@@ -97,6 +97,6 @@ class Relay:
         if cute.arch.lane_idx() == 0:
             flag = index * call.exchange.world + owner
             site = call.site(Op.GEMM_REDUCE_SCATTER, Role.RELAY_STAGED, index, owner, flag)
-            wait_flag(route.staged, call.epoch, call.bound, site)
+            wait_flag(route.staged, call.epoch, call.bound, site, self.transport.flag)
         cute.arch.sync_warp()
         self.transport.relay(route, cfg.tile_bytes, call.epoch)

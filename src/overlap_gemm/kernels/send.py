@@ -41,7 +41,7 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
     cute.arch.sync_warp()
     if is_first:
-        await_peers(call, op, Role.CALL_ENTERED)
+        await_peers(call, op, Role.CALL_ENTERED, sender.transport.flag)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
@@ -60,12 +60,14 @@ class Sums:
         order: the op's order.
         op: for failure records.
         results: how sums go on to the other ranks, or None. With it the output is that of all owners.
+        flag: the type of the sources' flags.
     """
 
     config: GemmConfig
     order: Any
     op: Op
     results: Any = None
+    flag: Any = Uint32
 
     @cute.jit
     def tiles(self, given: Given) -> Int32:
@@ -83,7 +85,7 @@ class Sums:
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
             flag = index * call.exchange.world + source
             site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
-            wait_flag(call.flag(call.base, index, source), call.epoch, call.bound, site)
+            wait_flag(call.flag(call.base, index, source), call.epoch, call.bound, site, self.flag)
         cute.arch.sync_warp()
 
     @cute.jit

@@ -36,7 +36,15 @@ class Order(Protocol):
 
 
 class Transport(Protocol):
-    """How a tile reaches a peer; each method is called by one thread. See :mod:`overlap_gemm.transports`."""
+    """How a tile reaches a peer; each method is called by one thread. See :mod:`overlap_gemm.transports`.
+
+    Attributes:
+        flag: the type of the flags it raises, ``Uint32`` or ``Uint64``; they are waited for as such.
+    """
+
+    @property
+    def flag(self) -> Any:
+        """See the attributes."""
 
     def put(self, route: Route, offset: Any, stage: Any) -> None:
         """Starts one bulk store of a contiguous stage; the caller commits and waits."""

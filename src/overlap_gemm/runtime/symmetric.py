@@ -16,6 +16,7 @@ every allocation worked (`agree`), so one rank's failure is an error on every ra
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -43,11 +44,13 @@ class SymmetricMemory(Protocol):
         local: this rank's block, uint8 ``[nbytes]``.
         bases: int64 ``[P]`` on the block's device: the address at which this rank's kernels reach each rank's
             block; -1 - (its NVSHMEM PE) where they cannot.
+        by_put: the same with every peer as one that they cannot; None where the memory is not NVSHMEM's.
         multicast: address that reaches all blocks at once (NVLS), 0 where there is none.
     """
 
     local: Tensor
     bases: Tensor
+    by_put: Tensor | None
     multicast: int
 
     def close(self) -> None:
@@ -93,6 +96,8 @@ class TorchSymmetric:
     Raises:
         SymmetricMemoryError: on every rank, if any of them could not allocate or map.
     """
+
+    by_put = None
 
     def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
@@ -151,7 +156,9 @@ class NvshmemSymmetric:
         address = self.local.data_ptr()
         pes = [group.global_rank(rank) for rank in range(group.size)]
         reached = [bindings.ptr(address, pe) or -1 - pe for pe in pes]
+        put_to = [address if rank == group.rank else -1 - pe for rank, pe in enumerate(pes)]
         self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
+        self.by_put = torch.tensor(put_to, dtype=torch.int64, device=device)
         self.multicast = 0
 
     @staticmethod
@@ -171,7 +178,7 @@ class NvshmemSymmetric:
 
         torch.cuda.synchronize(self._device)
         nvshmem.free_tensor(self.local)
-        del self.local, self.bases
+        del self.local, self.bases, self.by_put
 
 
 def why_no_puts() -> str | None:
@@ -189,6 +196,25 @@ def why_no_puts() -> str | None:
     return None
 
 
+def check_network_writes(device: torch.device) -> bool:
+    """Refuses a GPU on which a signal that a network delivers does not vouch for the data before it.
+
+    What NVSHMEM's own waits do behind a signal from a network (its target-side consistency operation), our
+    kernels leave out: an sm_90 GEMM may hold no NVSHMEM call. It is needed where the writes of a NIC may
+    become visible to the GPU out of order; CUDA says where they may not, from Hopper on.
+
+    Raises:
+        RuntimeError: they may.
+    """
+    from cuda.bindings import driver
+
+    ordering = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+    owner = driver.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+    if _cuda(driver.cuDeviceGetAttribute(ordering, device.index)) < int(owner):
+        raise RuntimeError(f"{device} does not order a NIC's writes for its own kernels, which tiles rely on")
+    return True
+
+
 def init_nvshmem(device: torch.device) -> None:
     """Initialises NVSHMEM over torch.distributed's world, once. Collective.
 
@@ -200,6 +226,8 @@ def init_nvshmem(device: torch.device) -> None:
 
     if nvshmem.init_status() >= nvshmem.InitStatus.STATUS_IS_INITIALIZED:
         return
+    # Nothing here uses its collectives, and multicast objects are a resource of the whole host.
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # NVSHMEM expects a live CUDA context
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -40,12 +40,13 @@ class VirtualSymmetric:
 
     local: Tensor
     bases: Tensor
+    by_put: Tensor | None
     multicast: int
     is_open: bool = True
 
     def close(self) -> None:
         """Drops this rank's view; the memory goes with the last one."""
-        del self.local, self.bases
+        del self.local, self.bases, self.by_put
         self.is_open = False
 
 
@@ -127,13 +128,17 @@ class VirtualWorld:
             blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
         views = []
         for rank, block in enumerate(blocks):
-            reached = [
-                -1 - peer if self.beyond_reach and peer != rank else blocks[peer].data_ptr()
-                for peer in range(size)
-            ]
-            bases = torch.tensor(reached, dtype=torch.int64, device=block.device)
-            views.append(VirtualSymmetric(block, bases, multicast))
+            near = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=block.device)
+            by_put = -1 - torch.arange(size, dtype=torch.int64, device=block.device)
+            by_put[rank] = near[rank]
+            bases = by_put if self.beyond_reach else near
+            views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None, multicast))
         return views
+
+    @property
+    def has_nvshmem(self) -> bool:
+        """Whether the ranks' memory is NVSHMEM's, too: emulated."""
+        return self._emulator is not None
 
     def synchronize(self) -> None:
         """Runs or awaits everything the ranks have queued.

@@ -28,7 +28,7 @@ from ..device.failure import RECORD_WORDS, Failure, Role, read_record
 from .group import Group, GroupLike, group_name
 from .order import forbid_capture
 from .peers import Peers, forget, left_behind, sides
-from .symmetric import NvshmemSymmetric, SymmetricMemory, TorchSymmetric, agree
+from .symmetric import NvshmemSymmetric, SymmetricMemory, TorchSymmetric, agree, check_network_writes
 from .virtual import virtual_world
 
 DEFAULT_LIMIT = 8 << 30
@@ -180,6 +180,16 @@ def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
     return NvshmemSymmetric if name == "nvshmem" else TorchSymmetric
 
 
+def why_no_put_memory(group: Group) -> str | None:
+    """Why NVSHMEM cannot put into the workspaces of a group, None if it can."""
+    world = virtual_world(group)
+    if world is not None:
+        return None if world.has_nvshmem else "virtual ranks on a GPU are one process, and have no NVSHMEM"
+    if _provider() is not NvshmemSymmetric:
+        return "the workspaces must be NVSHMEM's memory: OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
+    return None
+
+
 def _check_limit(nbytes: int) -> bool:
     limit = int(os.environ.get("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT))
     if workspace_bytes() + nbytes > limit:
@@ -197,6 +207,8 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
     reaches_all = _provider().reaches_all(group, device) if world is None else not world.beyond_reach
     nbytes = size.nbytes(reaches_all)
     agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
+    if world is None and not reaches_all:
+        agree(group, lambda: check_network_writes(device), "receiving over a network")
     memory: SymmetricMemory
     if world is not None:
         memory = world.symmetric(size, group.rank, nbytes, size.prepare)

@@ -36,6 +36,8 @@ class Staged:
     buffer and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
     """
 
+    flag = Uint64
+
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
         """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
@@ -48,7 +50,7 @@ class Staged:
         address = peer + route.flag
         if peer < 0:
             address = route.staged
-        release_flag(address, epoch)
+        release_flag(address, epoch, self.flag)
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
@@ -56,7 +58,7 @@ class Staged:
         base = peers[peer]
         if base < 0:
             base = peers[rank]
-        release_flag(base + offset, epoch)
+        release_flag(base + offset, epoch, self.flag)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Nvshmem:
 
     Also the put of the relay kernel, there by a whole warp.
     """
+
+    flag = Uint64
 
     def __post_init__(self) -> None:
         """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
@@ -82,7 +86,7 @@ class Nvshmem:
 
         peer = route.peers[route.owner]
         if peer >= 0:
-            release_flag(peer + route.flag, epoch)
+            release_flag(peer + route.flag, epoch, self.flag)
         else:
             own = route.peers[route.rank]
             nv.put_signal_nbi(
@@ -116,8 +120,10 @@ class Nvshmem:
 
         base = peers[peer]
         if base >= 0:
-            release_flag(base + offset, epoch)
+            release_flag(base + offset, epoch, self.flag)
         else:
+            # A signal alone orders nothing; behind this fence it releases what this thread has observed.
+            cute.arch.fence_acq_rel_sys()
             nv.signal_op(_word(peers[rank] + offset), Uint64(epoch), SIGNAL_SET, Int32(-1 - base))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cutlass import Uint32
+
 from overlap_gemm.device.flags import release_flag
 from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
@@ -13,6 +15,8 @@ from overlap_gemm.device.route import Route
 @dataclass(frozen=True)
 class PeerBulk:
     """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
+
+    flag = Uint32
 
     def put(self, route: Route, offset: Any, stage: Any) -> None:
         """Starts one bulk store of a contiguous stage; the calling thread commits and waits.

@@ -22,8 +22,10 @@ _KEY = "overlap_gemm.settings"
 
 
 Algorithm = Literal["one_shot", "two_shot"]
-Transport = Literal["copy_engine", "peer_bulk"]
 """How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
+
+Transport = Literal["copy_engine", "peer_bulk", "nvshmem"]
+"""How tiles or shards travel; see `configured`."""
 
 
 class Settings(NamedTuple):
@@ -34,8 +36,8 @@ class Settings(NamedTuple):
         reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
             differ between ranks.
         algorithm: which all-reduce; None: the model's choice. The same on all ranks.
-        transport: how the shards of an all-gather GEMM are sent; None: as their size says. It may differ
-            between ranks.
+        transport: how tiles or shards travel; None: by stores to whom they reach, and the shards of an
+            all-gather GEMM as their size says. ``"nvshmem"`` is the same on all ranks, the others may differ.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
@@ -83,7 +85,10 @@ def configured(
         algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
             ``"two_shot"``, the sums of the owners of rows go on to all. The same on every rank.
         transport: how `all_gather_gemm` sends shards: ``"copy_engine"``, or ``"peer_bulk"``, by warps of the
-            kernel. Ranks may differ.
+            kernel. Ranks may differ. Or ``"nvshmem"``, on every rank: `gemm_reduce_scatter` puts tiles to
+            every peer by NVSHMEM, also to those within reach of stores, which is slower and there to be
+            tested; its memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``). The other ops have no
+            such way and raise ValueError.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 
