@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ def test_device_code_that_cannot_be_linked_is_named_with_what_to_install(monkeyp
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     found = doctor._nvshmem_bitcode()
     assert (found.status, words in found.value) == (status, True), found
+
+
+@pytest.mark.parametrize(("device", "status"), [("3.8.0", "ok"), ("3.7.2", "ok"), ("3.9.1", "broken")])
+def test_a_library_older_than_the_device_code_is_broken(monkeypatch, device, status):
+    nvshmem = pytest.importorskip("nvshmem.core")
+    monkeypatch.setattr(nvshmem, "get_version", lambda: SimpleNamespace(libnvshmem_version="3.8.0"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: device)
+    found = doctor._nvshmem_library()
+    assert (found.status, found.value.startswith("3.8.0")) == (status, True), found
 
 
 def test_gpus_peers_and_multicast(monkeypatch):

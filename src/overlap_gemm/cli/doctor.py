@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.select import BACKENDS
-from ..runtime.symmetric import why_no_puts
+from ..runtime.symmetric import numbers, why_no_puts
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -93,6 +93,7 @@ def communication() -> Iterator[Finding]:
     mpirun = shutil.which("mpirun")
     yield Finding("communication", "mpirun", mpirun or "not on PATH", _status(mpirun is not None))
     yield _distribution("communication", "nvshmem4py-cu13")
+    yield _nvshmem_library()
     yield _nvshmem_bitcode()
 
 
@@ -108,6 +109,22 @@ def _mpi() -> Finding:
         return Finding("communication", "mpi4py", f"finds no MPI library: {error}", "broken")
     library = MPI.Get_library_version().split(",")[0].strip()
     return Finding("communication", "mpi4py", f"{mpi4py.__version__} on {library}")
+
+
+def _nvshmem_library() -> Finding:
+    """The host library that a process gets: the one torch has loaded, if it has, whatever else there is."""
+    name = "NVSHMEM library"
+    try:
+        import nvshmem.core as nvshmem
+
+        loaded = str(nvshmem.get_version().libnvshmem_version)
+        device = importlib.metadata.version("nvidia-nvshmem-cu13")
+    except Exception as error:  # of several packages, where one of them or the library is missing
+        return Finding("communication", name, f"cannot be loaded: {error}", "absent")
+    if numbers(loaded)[:2] < numbers(device)[:2]:
+        older = f"{loaded}, which refuses kernels linked with the device code of {device}"
+        return Finding("communication", name, older, "broken")
+    return Finding("communication", name, loaded)
 
 
 def _nvshmem_bitcode() -> Finding:

@@ -187,13 +187,18 @@ def why_no_puts() -> str | None:
         version = importlib.metadata.version("nvidia-nvshmem-cu13")
     except importlib.metadata.PackageNotFoundError:
         return "NVSHMEM's device code is not installed: install overlap-gemm[nvshmem]"
-    if tuple(map(int, version.split(".")[:3])) < PUTS_SINCE:
+    if numbers(version) < PUTS_SINCE:
         least = ".".join(map(str, PUTS_SINCE))
         return (
             f"CuTe DSL's compiler cannot link the device code of NVSHMEM {version}: install "
             f"nvidia-nvshmem-cu13>={least} (torch 2.15 brings it)"
         )
     return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first three of a version, for comparing."""
+    return tuple(map(int, version.split(".")[:3]))
 
 
 def check_network_writes(device: torch.device) -> bool:
