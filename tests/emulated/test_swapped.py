@@ -2,6 +2,9 @@
 
 import pytest
 
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.send import Parcel
+
 from .op_runs import run
 
 TILES = [(16, 64), (32, 64), (64, 64), (128, 64)]
@@ -38,3 +41,10 @@ def test_every_world_and_few_rows(sender, world, rows, tile):
     columns = 72 * world if sender == "output_gather" else 136
     sizes = rows, columns, 104
     run(op, "sm_90a", world, sizes, {"mma": "swapped", "tile": tile}, launches=2, mode="lazy", **fields)
+
+
+def test_rows_that_do_not_exist_are_not_sent():
+    """A tile's rows by whole units, of four rows here; a tile behind all rows sends nothing."""
+    config = GemmConfig("sm_90a", (16, 64), mma="swapped")
+    sent = [Parcel(None, rows).num_bytes(config, 0) for rows in (-16, 0, 1, 4, 5, 16, 100)]
+    assert sent == [-2048, 0, 512, 512, 1024, 2048, 2048]

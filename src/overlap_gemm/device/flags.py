@@ -44,6 +44,21 @@ def release_flag(address: Int64, value: Uint32, word: cutlass.Constexpr = Uint32
     cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="release", scope="sys")
 
 
+def release_fence() -> None:
+    """``fence.acq_rel.sys``: flags that this thread raises behind it (`raise_flag`) release what it has seen.
+
+    For flags at several peers: each `release_flag` waits for the stores before it, so for the last flag's
+    way. After bulk stores, call it only behind a full ``wait_group``, as `release_flag`.
+    """
+    cute.arch.fence_acq_rel_sys()
+
+
+@cute.jit
+def raise_flag(address: Int64, value: Uint32) -> None:
+    """``st.relaxed.sys``, behind a `release_fence`."""
+    cute.arch.store(global_pointer(Uint32, address, 4), value, sem="relaxed", scope="sys")
+
+
 @cute.jit
 def wait_flag(
     address: Int64,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 CHUNK_BYTES = 16
@@ -24,7 +24,7 @@ def global_pointer(dtype: Any, address: Any, align: int) -> Any:
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
-def bulk_store(stage: Any, address: Any) -> None:
+def bulk_store(stage: Any, address: Any, num_bytes: Any = None) -> None:
     """Starts one non-tensor bulk copy of a contiguous shared-memory tensor to global ``address``.
 
     To be called by one thread, which must also commit and wait (bulk groups belong to the thread, PTX ISA
@@ -33,7 +33,14 @@ def bulk_store(stage: Any, address: Any) -> None:
     Args:
         stage: 1-D shared-memory tensor of static size.
         address: ``Int64`` destination.
+        num_bytes: how much of the stage, a multiple of 16; None for all of it.
     """
+    if num_bytes is not None:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[Int64(address), stage.iterator.toint(), Int32(num_bytes)],
+        )
+        return
     dtype, size = stage.element_type, cute.size(stage)
     # num_bits_per_copy names the whole stage: a smaller value would split it into several instructions.
     atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), dtype, num_bits_per_copy=size * dtype.width)

@@ -50,7 +50,7 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, OwnerSender, send_role
 from overlap_gemm.kernels.sums import Sums
-from overlap_gemm.kernels.surface import DirectTransport, Output, Transport
+from overlap_gemm.kernels.surface import DirectTransport, Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards, LinearOrder
 
@@ -65,7 +65,7 @@ class OneShot:
     """
 
     config: GemmConfig
-    transport: Transport
+    transport: DirectTransport
 
     epilogue = ()  # an accumulator is no complete sum
     gate = None

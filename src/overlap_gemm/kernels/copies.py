@@ -17,7 +17,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
-from overlap_gemm.kernels.receive import LANES, Given, Window, await_result, copy_unit
+from overlap_gemm.kernels.receive import LANES, Given, Window, await_result, copy_unit, unit_exists
 from overlap_gemm.kernels.surface import DirectTransport
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
@@ -62,7 +62,8 @@ class TileCopies:
             first, columns = self._columns(given, source)
             window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
             slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
-            copy_unit(cfg, call.base + call.buffer + slot, unit, at, window)
+            if unit_exists(cfg, unit, at, window):
+                copy_unit(cfg, call.base + call.buffer + slot, unit, at, window)
 
     def _grid(self, given: Given, columns: Any) -> TileGrid:
         """Cluster tiles of so many columns.
@@ -124,15 +125,17 @@ class ResultCopies:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Waits for one unit, copies it."""
+        """Waits for one unit, copies it; of one without rows, nobody raises the flag."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
         owner = (rank + 1 + index % others) % work.whole.owners
-        await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner, waits=2)
         at = CtaTile.numbered(cfg, self.order, work.whole, tile)
-        slot = call.base + self.results.slot(call, work, owner, tile)
-        copy_unit(cfg, slot, unit, at, Window.shard(given.out, work, owner))
+        window = Window.shard(given.out, work, owner)
+        if unit_exists(cfg, unit, at, window):
+            await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner, waits=2)
+            slot = call.base + self.results.slot(call, work, owner, tile)
+            copy_unit(cfg, slot, unit, at, window)
 
     def _others(self, given: Given) -> Any:
         """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""

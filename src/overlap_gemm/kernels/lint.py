@@ -88,7 +88,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
     unwaited = False  # a bulk group committed in the text and no full wait behind it
     for number, line in enumerate(lines, 1):
-        release = re.search(r"\b(?:st|red)\.release\.(\w+)", line)
+        release = re.search(r"\b(?:(?:st|red)\.release|fence\.acq_rel)\.(\w+)", line)
         if line.startswith("cp.async.bulk.commit_group"):
             unwaited = True
         elif re.match(r"cp\.async\.bulk\.wait_group\s", line):

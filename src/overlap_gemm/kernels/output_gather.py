@@ -41,7 +41,7 @@ from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, send_role
-from overlap_gemm.kernels.surface import Output, Transport
+from overlap_gemm.kernels.surface import DirectTransport, Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import LinearOrder
 
@@ -56,7 +56,7 @@ class OutputGather:
     """
 
     config: GemmConfig
-    transport: Transport
+    transport: DirectTransport
 
     gate = None
 

@@ -153,6 +153,12 @@ class Window(NamedTuple):
         store_run(self.address + (Int64(row) * self.pitch + column) * width, values)
 
 
+def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) -> Any:
+    """Whether some row of the unit lies in the window: no other unit is sent (`send.Parcel`)."""
+    row, _ = StageChunks(config).locate(unit * (config.lane_chunks * LANES))
+    return tile.row + row < window.rows
+
+
 @cute.jit
 def await_result(
     call: Call,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Role
+from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
-from overlap_gemm.kernels.surface import Transport
+from overlap_gemm.kernels.surface import DirectTransport, Transport
 from overlap_gemm.kernels.work import CtaTile, Work
 
 
@@ -44,6 +45,30 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         await_peers(call, op, Role.CALL_ENTERED, sender.transport.flag)
 
 
+class Parcel(NamedTuple):
+    """A tile on its way: its route, and how much of it there is.
+
+    Rows that do not exist are not sent: rows of a subtile lie one behind the other on the wire
+    (`StageChunks`), so those that exist are its first bytes. They are sent by whole units, of which a
+    receiver takes those that have rows (`receive.unit_exists`): it loads nothing that was not sent.
+
+    Attributes:
+        route: the way.
+        rows: rows of the product from the tile's first one on, of its owner; not more than 0 where the tile
+            lies behind them all.
+    """
+
+    route: Route
+    rows: Any
+
+    def num_bytes(self, config: GemmConfig, subtile: Any) -> Any:
+        """Bytes of a subtile's units that have rows: 0 or less where none has."""
+        tall, wide = config.epi_tile
+        rows = cutlass.min(self.rows - subtile // config.epi_columns * tall, tall)
+        unit_rows = config.unit_bytes // (wide * DTYPE_BYTES[config.slot_dtype])
+        return (rows + (unit_rows - 1)) // unit_rows * config.unit_bytes
+
+
 @dataclass(frozen=True)
 class OwnerSender:
     """Sends each tile to the slot of its owner and releases its flag there (a ``TileSender``).
@@ -64,26 +89,33 @@ class OwnerSender:
     call: Call
     stages: Any
 
-    def locate(self, tile: Any) -> Route:
+    def locate(self, tile: Any) -> Parcel:
         """The tile's route to its owner."""
-        at = CtaTile.at(self.config, self.work.place(self.order, tile))
-        return route_of(self.config, self.call, self.work.slots, at.index, at.owner)
+        work = self.work
+        at = CtaTile.at(self.config, work.place(self.order, tile))
+        route = route_of(self.config, self.call, work.slots, at.index, at.owner)
+        rows = cutlass.min(work.shard_rows, work.rows - at.owner * work.shard_rows)
+        return Parcel(route, rows - at.row)
 
-    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
+    @cute.jit
+    def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to the owner's slot."""
-        offset = subtile * self.config.slot_subtile_bytes
-        self.transport.put(place, offset, self.stages.flat[(None, stage)])
+        num_bytes = place.num_bytes(self.config, subtile)
+        if num_bytes > 0:
+            offset = subtile * self.config.slot_subtile_bytes
+            self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
 
     def publish(self, tile: Any) -> None:
         """Tells the owner that the tile's slot is complete, or completes it."""
-        self.transport.publish(self.locate(tile), self.config.tile_bytes, self.call.epoch)
+        self.transport.publish(self.locate(tile).route, self.config.tile_bytes, self.call.epoch)
 
 
 @dataclass(frozen=True)
 class BroadcastSender:
     """Sends each tile to this rank's slot at every rank, itself among them (a ``TileSender``).
 
-    A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them.
+    A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them, and one
+    fence the flags that say so.
 
     Attributes:
         config: the kernel's configuration.
@@ -96,33 +128,38 @@ class BroadcastSender:
 
     config: GemmConfig
     order: Any
-    transport: Transport
+    transport: DirectTransport
     work: Work
     call: Call
     stages: Any
 
-    def locate(self, tile: Any) -> Route:
+    def locate(self, tile: Any) -> Parcel:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
-        return route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
+        route = route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
+        return Parcel(route, self.work.rows - at.row)
 
     @cute.jit
-    def send(self, place: Route, subtile: Int32, stage: Int32) -> None:
+    def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to every rank, the next one first."""
-        offset = subtile * self.config.slot_subtile_bytes
-        rank = Int32(place.rank)
-        for _ in cutlass.range(self.call.exchange.world, unroll=1):
-            rank = _next(rank, self.call.exchange.world)
-            self.transport.put(place._replace(owner=rank), offset, self.stages.flat[(None, stage)])
+        route, num_bytes = place.route, place.num_bytes(self.config, subtile)
+        if num_bytes > 0:
+            offset = subtile * self.config.slot_subtile_bytes
+            rank = Int32(route.rank)
+            for _ in cutlass.range(self.call.exchange.world, unroll=1):
+                rank = _next(rank, self.call.exchange.world)
+                stage_bytes = self.stages.flat[(None, stage)]
+                self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
 
     @cute.jit
     def publish(self, tile: Int32) -> None:
         """Tells every rank that the tile's slot is complete."""
-        place = self.locate(tile)
-        rank = Int32(place.rank)
+        route, epoch = self.locate(tile).route, self.call.epoch
+        rank = Int32(route.rank)
+        release_fence()
         for _ in cutlass.range(self.call.exchange.world, unroll=1):
             rank = _next(rank, self.call.exchange.world)
-            self.transport.publish(place._replace(owner=rank), self.config.tile_bytes, self.call.epoch)
+            self.transport.publish(route._replace(owner=rank), self.config.tile_bytes, epoch, fenced=True)
 
 
 @cute.jit

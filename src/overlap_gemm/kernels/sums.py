@@ -19,7 +19,7 @@ from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, StageChunks
-from overlap_gemm.kernels.receive import LANES, Given, Window
+from overlap_gemm.kernels.receive import LANES, Given, Window, unit_exists
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
 
 LOADS_IN_FLIGHT = 8
@@ -90,16 +90,24 @@ class Sums:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Sums one unit."""
-        call, work, out, bias = given
-        cfg, world = self.config, call.exchange.world
-        tile = CtaTile.numbered(cfg, self.order, work.whole, index)
-        source_bytes = Int64(work.slots) * cfg.tile_bytes
-        first = unit * (cfg.lane_chunks * LANES) + cute.arch.lane_idx()
-        address = call.base + call.buffer + Int64(index) * cfg.tile_bytes + first * CHUNK_BYTES
-        window, result = Window.whole(out), None
+        """Sums one unit; one without rows has nobody's partials, and nobody waits for its sum."""
+        work, out = given.work, given.out
+        tile = CtaTile.numbered(self.config, self.order, work.whole, index)
+        window = Window.whole(out)
         if cutlass.const_expr(self.results is not None):
-            window = Window.shard(out, work, call.exchange.rank)
+            window = Window.shard(out, work, given.call.exchange.rank)
+        if unit_exists(self.config, unit, tile, window):
+            self._sum(given, index, unit, tile, window)
+
+    @cute.jit
+    def _sum(self, given: Given, index: Int32, unit: Int32, tile: CtaTile, window: Window) -> None:
+        call, work, _, bias = given
+        world = call.exchange.world
+        source_bytes = Int64(work.slots) * self.config.tile_bytes
+        first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
+        address = call.base + call.buffer + Int64(index) * self.config.tile_bytes + first * CHUNK_BYTES
+        result = None
+        if cutlass.const_expr(self.results is not None):
             result = self.results.lane(call, work, index, first)
         lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, result)
         if world <= 2:

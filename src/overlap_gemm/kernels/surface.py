@@ -46,8 +46,8 @@ class Transport(Protocol):
     def flag(self) -> Any:
         """See the attributes."""
 
-    def put(self, route: Route, offset: Any, stage: Any) -> None:
-        """Starts one bulk store of a contiguous stage; the caller commits and waits."""
+    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+        """Starts one bulk store of a contiguous stage's first bytes; the caller commits and waits."""
 
     def publish(self, route: Route, tile_bytes: int, epoch: Any) -> None:
         """Makes the tile's arrival known to its owner, behind a full wait for its stores."""
@@ -58,6 +58,9 @@ class Transport(Protocol):
 
 class DirectTransport(Transport, Protocol):
     """A transport that reaches every peer by ordinary stores."""
+
+    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
+        """The same; ``fenced``: behind a `device.flags.release_fence`, too, which may serve several flags."""
 
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
         """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""

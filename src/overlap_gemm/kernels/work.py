@@ -38,6 +38,7 @@ class Work(NamedTuple):
         whole: the list, of all clusters.
         shard_rows: rows of a full shard.
         slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
+        rows: rows of the product.
     """
 
     first: Any
@@ -46,6 +47,7 @@ class Work(NamedTuple):
     whole: WorkList
     shard_rows: Any
     slots: Any
+    rows: Any
 
     def place(self, order: Any, j: Any) -> Place:
         """Place of this cluster's ``j``-th tile."""
@@ -67,7 +69,8 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
     total = Int32(order.num_tiles(whole))
     # Not negative, also where there are more clusters than tiles: ``first < stride``.
-    return Work(first, stride, (total - first + stride - 1) // stride, whole, share.shard_rows, slots)
+    num_tiles = (total - first + stride - 1) // stride
+    return Work(first, stride, num_tiles, whole, share.shard_rows, slots, share.rows)
 
 
 def work_list(config: GemmConfig, rows: Any, cols: Any, rank: Any, shard: Any) -> WorkList:

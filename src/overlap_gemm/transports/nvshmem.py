@@ -39,9 +39,9 @@ class Staged:
     flag = Uint64
 
     @cute.jit
-    def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
+    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
         """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
-        _store(route, offset, stage)
+        _store(route, offset, stage, num_bytes)
 
     @cute.jit
     def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
@@ -75,9 +75,9 @@ class Nvshmem:
         import nvshmem.core.device.cute  # noqa: F401
 
     @cute.jit
-    def put(self, route: Route, offset: Int64, stage: cute.Tensor) -> None:
+    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
         """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
-        _store(route, offset, stage)
+        _store(route, offset, stage, num_bytes)
 
     @cute.jit
     def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
@@ -128,12 +128,13 @@ class Nvshmem:
 
 
 @cute.jit
-def _store(route: Route, offset: Int64, stage: cute.Tensor) -> None:
+def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
     peer = route.peers[route.owner]
     address = peer + route.slot
-    if peer < 0:
+    if peer < 0:  # a tile is put whole
         address = route.staging
-    bulk_store(stage, address + offset)
+        num_bytes = Int32(cute.size(stage) * stage.element_type.width // 8)
+    bulk_store(stage, address + offset, num_bytes)
 
 
 def _words(address: Any, num_bytes: Any) -> Any:

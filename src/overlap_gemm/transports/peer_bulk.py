@@ -7,7 +7,7 @@ from typing import Any
 
 from cutlass import Uint32
 
-from overlap_gemm.device.flags import release_flag
+from overlap_gemm.device.flags import raise_flag, release_flag
 from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
 
@@ -18,22 +18,27 @@ class PeerBulk:
 
     flag = Uint32
 
-    def put(self, route: Route, offset: Any, stage: Any) -> None:
-        """Starts one bulk store of a contiguous stage; the calling thread commits and waits.
+    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+        """Starts one bulk store of a stage's first bytes; the calling thread commits and waits.
 
         Args:
             route: the tile's way to its owner.
             offset: bytes from the tile's slot, a multiple of 16.
             stage: contiguous shared-memory tensor.
+            num_bytes: a multiple of 16.
         """
-        bulk_store(stage, route.peers[route.owner] + route.slot + offset)
+        bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
-    def publish(self, route: Route, tile_bytes: int, epoch: Any) -> None:
+    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
         """Releases the tile's flag at system scope.
 
-        The calling thread has executed a full ``wait_group`` over the tile's stores.
+        The calling thread has executed a full ``wait_group`` over the tile's stores and, if ``fenced``, a
+        `release_fence` behind it.
         """
-        self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+        if fenced:
+            raise_flag(route.peers[route.owner] + route.flag, epoch)
+        else:
+            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
 
     def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
         """Releases the flag at ``offset`` in the workspace of ``peer``."""
