@@ -105,7 +105,7 @@ def test_shards_that_keep_rows_together_leave_ranks_without_tiles():
     assert coarse.fused.link > even.fused.link
 
 
-def test_gathered_columns_are_transposed():
+def test_gathered_columns_are_laid_beside_each_other():
     call, machine = facts(m=512, op="gemm_all_gather"), load("h200")
     whole = collective_seconds("all_gather", call.bytes_out, 4, machine)
     moved = transfer_seconds(call, machine, ("reduce_scatter", "all_reduce"))

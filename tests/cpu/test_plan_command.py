@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from overlap_gemm.backends.base import OPS
 from overlap_gemm.cli import app
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for
 
@@ -17,7 +18,9 @@ def plan(*arguments):
     [
         ("gemm_reduce_scatter", (8192, 8192, 28672), "fused"),
         ("gemm_reduce_scatter", (1, 8192, 8192), "torch"),
-        ("all_gather_gemm", (2048, 28672, 8192), "torch"),
+        ("all_gather_gemm", (2048, 28672, 8192), "fused"),
+        ("all_gather_gemm", (16, 10240, 8192), "torch"),
+        ("gemm_all_reduce", (16, 8192, 8192), "torch"),
     ],
 )
 def test_choice_times_bound_and_why(op, shape, choice):
@@ -35,11 +38,10 @@ def test_the_link_bounds_where_it_is_slower():
     assert "limited by the link" in said
 
 
-@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_all_gather"])
-def test_a_kernel_that_no_gpu_has_run_is_shown_and_not_chosen(op):
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_fused_where_rows_are_many(op):
     _, said = plan(op, 8192, 8192, 28672, "--ranks", 4)
-    assert "us expected, which no GPU has run, so auto leaves it alone" in said
-    assert "choice, captured in a CUDA graph: torch" in said
+    assert "choice, captured in a CUDA graph: fused" in said
 
 
 def test_an_unmeasured_machine_is_called_expected():

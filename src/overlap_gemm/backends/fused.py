@@ -19,7 +19,6 @@ from ..runtime.group import Group
 from ..schedules import shard_rows
 from ..sharding import Shards
 from ..tuning.machine import machine_for
-from ..tuning.space import UNMEASURED
 from . import gather
 from .base import Op, Problem
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
@@ -84,8 +83,6 @@ class Fused:
             return None
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
-        if problem.op in UNMEASURED:
-            return f"no GPU has run {problem.op} fused yet; ask for it with backend='fused'"
         if problem.reach is None:
             return "nobody asked what the ranks' GPUs reach"
         if problem.reach.why_not is None and machine_for(problem.reach.arch) is None:

@@ -71,13 +71,23 @@ class Torch:
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_gather`: computed transposed, so that blocks are whole rows."""
+        """See `Backend.gemm_all_gather`: blocks of columns are gathered whole, then laid beside each other.
+
+        A copy of runs of a block's columns, several times faster than to compute the product transposed and
+        to transpose what is gathered.
+        """
         if group.size == 1:
             return gemm(x, weight, bias)
-        local = gemm(weight, x)
-        if bias is not None:
-            local += bias[:, None]
-        return all_gather_rows(local, shards, group).t().contiguous()
+        rows, columns = x.shape[0], weight.shape[0]
+        block = gemm(x, weight, bias) if columns == shards.chunk else x.new_empty(rows, shards.chunk)
+        if columns < shards.chunk:
+            gemm(x, weight, bias, out=block[:, :columns])
+            block[:, columns:].zero_()
+        blocks = block.new_empty(group.size, rows, shards.chunk)
+        if blocks.numel():
+            with collective("all-gather", group):
+                group.all_gather(blocks.flatten(0, 1), block)
+        return blocks.movedim(0, 1).reshape(rows, -1)[:, : shards.total].contiguous()
 
 
 def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:

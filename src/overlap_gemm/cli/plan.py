@@ -58,10 +58,8 @@ def plan(
     )
     for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
         console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
-    if captured.config is not None and captured.fused is not None:
-        left = "" if "fused" in captured.ways else ", which no GPU has run, so auto leaves it alone"
-        expected = f"{captured.fused.total * 1e6:.1f} us expected"
-        console.print(f"fused kernel: {captured.config.name}, {expected}{left}\n  {_parts(captured.fused)}")
+    expected = f"{captured.fused.total * 1e6:.1f} us expected"
+    console.print(f"fused kernel: {captured.config.name}, {expected}\n  {_parts(captured.fused)}")
 
 
 def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:

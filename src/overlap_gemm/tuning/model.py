@@ -156,7 +156,7 @@ def transfer_seconds(facts: Facts, machine: Machine, sums: Sequence[str]) -> flo
     }[facts.op]
     each = facts.bytes_out / len(names)
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
-    if facts.op == "gemm_all_gather":  # columns travel as rows, and are transposed behind
+    if facts.op == "gemm_all_gather":  # by blocks of columns, which are laid beside each other behind
         m, n, _ = facts.extents
         seconds += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     return seconds

@@ -16,7 +16,7 @@ from .model import (
     transfer_seconds,
 )
 from .settings import Settings, settings
-from .space import UNMEASURED, choose_config, seconds_of, settled
+from .space import choose_config, seconds_of, settled
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -26,11 +26,11 @@ class Prediction:
     """The model's answer. Seconds throughout.
 
     Attributes:
-        ways: Backend -> time of a call; no "fused" where no GPU has run such a kernel for the op.
+        ways: Backend -> time of a call.
         product: The product alone, by cuBLAS.
         link: The op's bytes alone, at the link's full rate.
         bound: max(product, link): what no way can beat.
-        config: The fused kernel that is meant, None without one.
+        config: The fused kernel that is meant.
         fused: Where its time goes.
         machine: Whose constants these are.
     """
@@ -39,8 +39,8 @@ class Prediction:
     product: float
     link: float
     bound: float
-    config: GemmConfig | None
-    fused: FusedTime | None
+    config: GemmConfig
+    fused: FusedTime
     machine: Machine
 
     @property
@@ -72,16 +72,15 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
     ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
+    pattern = settled(facts, machine, arch, sms)
+    config = choose_config(facts, machine, arch, sms, pattern)
+    fused = seconds_of(config, facts, machine, sms, pattern)
     ways = {
+        "fused": fused.total,
         "torch": product + torch,
         "sequential": product + ordered,
         "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
-    pattern = settled(facts, machine, arch, sms)
-    config = choose_config(facts, machine, arch, sms, pattern)
-    fused = seconds_of(config, facts, machine, sms, pattern)
-    if facts.op not in UNMEASURED:
-        ways["fused"] = fused.total
     if not captured:
         ways = {name: max(seconds, machine.host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)

@@ -24,9 +24,6 @@ OPS: dict[Pattern, str] = {
 }
 """Which op exchanges tiles so."""
 
-UNMEASURED = ("all_gather_gemm", "gemm_all_reduce", "gemm_all_gather")
-"""Ops whose kernels no GPU has run: their times are not measured, and `auto` leaves them alone."""
-
 ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
 """The patterns of an all-reduce."""
 
