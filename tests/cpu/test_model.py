@@ -34,7 +34,8 @@ def h200(*arguments, **named):
 MEASURED = [
     # (op, M, N, K, ranks), then microseconds: product by cuBLAS, torch's two calls, our sequential, fused.
     # One run each, CUDA graphs, H200. The fused times are those of the order that the model describes (owners
-    # in turn, own tiles spread); None where only the order before it was measured, or nothing.
+    # in turn, own tiles spread); None where only the order before it was measured, or nothing. Where the other
+    # ops' fused times were measured (2026-11-22), the rest of the line is of another run.
     ((RS, 8192, 8192, 8192, 4), 438, 733, 973, 427),
     ((RS, 8192, 4096, 14336, 4), 360, 508, 634, 379),
     ((RS, 2048, 8192, 28672, 4), 357, 442, 492, 377),
@@ -49,15 +50,20 @@ MEASURED = [
     ((RS, 2048, 8192, 8192, 8), 53, 168, 254, None),
     ((RS, 8192, 8192, 28672, 8), 732, 1023, 1317, None),
     ((RS, 2048, 8192, 28672, 8), 171, 279, 365, None),
-    (("all_gather_gemm", 8192, 28672, 8192, 4), 1335, 1690, 1680, None),
-    (("all_gather_gemm", 8192, 10240, 8192, 4), 442, 795, 793, None),
-    (("all_gather_gemm", 2048, 28672, 8192, 4), 312, 430, 430, None),
+    (("all_gather_gemm", 8192, 28672, 8192, 4), 1335, 1690, 1680, 1397),
+    (("all_gather_gemm", 8192, 10240, 8192, 4), 442, 795, 793, 493),
+    (("all_gather_gemm", 2048, 28672, 8192, 4), 312, 430, 430, 359),
+    (("all_gather_gemm", 512, 10240, 8192, 4), 31.4, 79.4, None, 72.7),
+    (("all_gather_gemm", 128, 10240, 8192, 4), None, 40.0, None, 65.6),
+    (("gemm_all_gather", 8192, 8192, 8192, 4), 362, 900, None, 559),
+    (("gemm_all_gather", 2048, 8192, 8192, 4), 89, 249, None, 172),
+    (("gemm_all_gather", 16, 8192, 8192, 4), 10.0, 22.8, None, None),
     (("gemm_all_reduce", 1, 8192, 8192, 4), 9.0, 19.8, 39.1, None),
     (("gemm_all_reduce", 16, 8192, 8192, 4), 7.9, 19.7, 42.8, None),
     (("gemm_all_reduce", 64, 8192, 28672, 4), 33.0, 53.5, 79.6, None),
     (("gemm_all_reduce", 256, 8192, 28672, 4), 45.2, 88.2, 129.8, None),
-    (("gemm_all_reduce", 2048, 8192, 28672, 4), 311, 496, 607, None),
-    (("gemm_all_reduce", 8192, 8192, 8192, 4), 372, 994, 1325, None),
+    (("gemm_all_reduce", 2048, 8192, 28672, 4), 311, 496, 607, 375),
+    (("gemm_all_reduce", 8192, 8192, 8192, 4), 372, 994, 1325, 679),
 ]
 
 
@@ -71,9 +77,9 @@ def test_the_models_error_is_known():
     _, product, torch, sequential, fused = zip(*MEASURED, strict=True)
     for measured, predicted, largest, mean in (
         (product, [p.product for p in predictions], 0.27, 0.08),
-        (torch, [p.ways["torch"] for p in predictions], 0.12, 0.05),
+        (torch, [p.ways["torch"] for p in predictions], 0.17, 0.05),
         (sequential, [p.ways["sequential"] for p in predictions], 0.20, 0.07),
-        (fused, [p.ways.get("fused") for p in predictions], 0.03, 0.02),
+        (fused, [p.ways["fused"] for p in predictions], 0.09, 0.03),
     ):
         found = errors(measured, predicted)
         assert max(map(abs, found)) < largest
@@ -109,7 +115,7 @@ def test_gathered_columns_are_laid_beside_each_other():
     call, machine = facts(m=512, op="gemm_all_gather"), load("h200")
     whole = collective_seconds("all_gather", call.bytes_out, 4, machine)
     moved = transfer_seconds(call, machine, ("reduce_scatter", "all_reduce"))
-    assert moved - whole == pytest.approx(2 * 512 * 8192 * 2 / machine.memory_rate)
+    assert moved - whole == pytest.approx(3 * 2 * 512 * 8192 * 2 / machine.memory_rate)
 
 
 # --- only shared facts ---

@@ -158,7 +158,8 @@ def transfer_seconds(facts: Facts, machine: Machine, sums: Sequence[str]) -> flo
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
     if facts.op == "gemm_all_gather":  # by blocks of columns, which are laid beside each other behind
         m, n, _ = facts.extents
-        seconds += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        # Measured: such a copy reaches a third of the memory's rate.
+        seconds += 3 * 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     return seconds
 
 
@@ -195,8 +196,7 @@ def fused_time(
 ) -> FusedTime:
     """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
 
-    Of the patterns, only ``"reduce_scatter"`` has been measured; what the others have beside it is counted in
-    bytes and arrivals, at the same rates.
+    What the other patterns have beside a reduce-scatter is counted in bytes and arrivals, at the same rates.
     """
     m, n, k = facts.local
     world = facts.world
@@ -229,8 +229,11 @@ def fused_time(
         link *= 2
         memory += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     elif pattern != "reduce_scatter":  # every rank reads and writes what all send
+        copied = 2 * world * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
         received *= 2
-        memory += 2 * world * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        memory += copied
+        if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
+            received += copied
     return FusedTime(
         waves=ceil_div(clusters, resident) * wave,
         link=link,
@@ -245,26 +248,30 @@ def fused_time(
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
     """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
 
-    The own shard is there; the others arrive one behind the other at the link's full rate. What of that the
-    product does not hide is `fill`. Not compared with a measurement yet.
+    The own shard is there; the others arrive one behind the other at the link's full rate. Behind the last
+    arrival there is a wave at least: all of it where there is but one. What of the arrivals the product does
+    not hide is `tail`.
     """
     m, n, k = facts.local
     world = facts.world
     shard = facts.shard or shard_rows(m, world)
     owners = num_owners(m, shard)
     tile_m, tile_n = config.cluster_tile
-    clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
+    per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_size)
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
     mainloop = 2 * rows * columns * k / rate
     epilogue = machine.epilogue * rows * columns
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-    waves = ceil_div(clusters, resident) * wave
+    waves = ceil_div(owners * per_shard, resident) * wave
     arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
     done = waves / owners
     for step in range(1, owners):
         done = max(done, step * arrival + machine.arrival) + waves / owners
+    if owners > 1:
+        last = (owners - 1) * arrival + machine.arrival
+        done = max(done, last + max(1, per_shard / resident) * wave)
     return FusedTime(
         waves=waves,
         link=(owners - 1) * arrival,
