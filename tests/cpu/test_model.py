@@ -16,7 +16,7 @@ from overlap_gemm.tuning.model import (
 )
 from overlap_gemm.tuning.plan import predict
 from overlap_gemm.tuning.settings import configured
-from overlap_gemm.tuning.space import candidates, settled
+from overlap_gemm.tuning.space import FOR_FEW_ROWS, candidates, choose_config, settled
 
 RS = "gemm_reduce_scatter"
 
@@ -33,7 +33,7 @@ def h200(*arguments, **named):
 
 MEASURED = [
     # (op, M, N, K, ranks), then microseconds: product by cuBLAS, torch's two calls, our sequential, fused.
-    # One run each, CUDA graphs, H200. The fused times are those of the order that the model describes (owners
+    # One run each, CUDA graphs, H200. The fused times are those of the order that the model has (owners
     # in turn, own tiles spread); None where only the order before it was measured, or nothing. Where the other
     # ops' fused times were measured (2026-11-22), the rest of the line is of another run.
     ((RS, 8192, 8192, 8192, 4), 438, 733, 973, 427),
@@ -221,7 +221,8 @@ def test_a_curve_is_linear_between_its_points_and_behind_them():
 def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     call, machine = facts(m=rows, world=8), machine_for(arch)
     found = predict(call, arch, 132, captured=True)
-    times = [fused_time(c, call, machine, 132).total for c in candidates(arch, "bf16")]
+    timed = [c for c in candidates(arch, "bf16") if c.mma not in FOR_FEW_ROWS]
+    times = [fused_time(c, call, machine, 132).total for c in timed]
     assert found.fused.total == min(times) == found.ways["fused"]
 
 
@@ -245,15 +246,29 @@ def test_a_kernel_that_was_not_measured_is_expected_to_be_the_least_of_its_like(
     assert efficiency_of(GemmConfig("sm_90a", (64, 256), (1, 2), "pingpong"), machine) == 0.60
 
 
+@pytest.mark.parametrize(("rows", "tile"), [(1, (16, 64)), (16, (16, 64)), (64, (32, 64)), (128, (64, 64))])
+def test_few_rows_get_tiles_so_narrow_that_all_sms_read_the_weight(rows, tile):
+    call, machine = Facts("gemm_all_reduce", rows, 8192, 8192, "bf16", 4), load("h200")
+    config = choose_config(call, machine, "sm_90a", 132, "one_shot")
+    assert (config.mma, config.tile) == ("swapped", tile)
+    wide = replace(config, mma="pingpong", tile=(64, 256))
+    narrow, slow = (fused_time(c, call, machine, 132, "one_shot") for c in (config, wide))
+    assert narrow.total < slow.total
+    weight = 8192 * 8192 / 4 * 2 / machine.memory_rate
+    assert weight <= narrow.waves < 2.2 * weight < slow.waves, "32 SMs read it at their own rate"
+    assert choose_config(call, machine, "sm_90a", 132, "one_shot", slot_dtype="f32").mma != "swapped"
+
+
 @pytest.mark.parametrize("world", [4, 8])
 def test_an_all_reduce_of_few_rows_is_one_shot_and_of_many_two_shot(world):
-    """Tiles travel whole, so the turn is behind the first tile row; nobody has measured where."""
+    """The more ranks, the more a broadcast costs; nobody has measured where the turn is."""
     machine = load("h200")
     chosen = {
         m: settled(Facts("gemm_all_reduce", m, 8192, 8192, "bf16", world), machine, "sm_90a", 132)
         for m in (16, 128, 512, 8192)
     }
-    assert chosen == {16: "one_shot", 128: "one_shot", 512: "two_shot", 8192: "two_shot"}
+    turn = "one_shot" if world == 4 else "two_shot"
+    assert chosen == {16: "one_shot", 128: turn, 512: "two_shot", 8192: "two_shot"}
     with configured(algorithm="one_shot"):
         call = Facts("gemm_all_reduce", 8192, 8192, 8192, "bf16", world)
         assert settled(call, machine, "sm_90a", 132) == "one_shot"

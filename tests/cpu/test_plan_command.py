@@ -20,7 +20,7 @@ def plan(*arguments):
         ("gemm_reduce_scatter", (1, 8192, 8192), "torch"),
         ("all_gather_gemm", (2048, 28672, 8192), "fused"),
         ("all_gather_gemm", (16, 10240, 8192), "torch"),
-        ("gemm_all_reduce", (16, 8192, 8192), "torch"),
+        ("gemm_all_reduce", (16, 8192, 8192), "fused"),
     ],
 )
 def test_choice_times_bound_and_why(op, shape, choice):

@@ -8,7 +8,9 @@ the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curv
 - **Fused.** The tiles of all shards are dealt to the resident clusters in waves, own ones among foreign ones,
   so that the link is asked evenly. Ping-pong and tcgen05 kernels work on the next tile during an epilogue. A
   cooperative one does not: every epilogue, and what of its tile the ring does not hold, stops the tensor
-  cores. Behind the last wave come its bytes on the link and the sum of its tiles over all sources.
+  cores. Few rows are bound by memory: a tile takes as long as one SM loads it, so tiles must be many, and the
+  last one leaves when all of the operands have been read; rows that do not exist are not sent. Behind the
+  last wave come its bytes on the link and the sum of its tiles over all sources.
 - **Collectives** are interpolated between measured sizes.
 """
 
@@ -203,7 +205,7 @@ def fused_time(
     tile_m, tile_n = config.cluster_tile
     resident = max(1, sms // config.cluster_size)
     rows, columns = config.cta_tile
-    tile_bytes = config.subtiles * config.slot_subtile_bytes + FLAG_BYTES
+    shard = m
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
     if pattern in ("reduce_scatter", "two_shot"):
         shard = facts.shard or shard_rows(m, world)
@@ -212,6 +214,9 @@ def fused_time(
         # A rank that owns no rows sends them all.
         copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
     link_share = machine.bulk_rate / sms
+    # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
+    exist = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
+    tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
     mainloop = 2 * rows * columns * k / rate
@@ -235,7 +240,7 @@ def fused_time(
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
     return FusedTime(
-        waves=ceil_div(clusters, resident) * wave,
+        waves=max(ceil_div(clusters, resident) * wave, _memory_seconds(m, n, k, facts.dtype, machine)),
         link=link,
         memory=memory,
         fill=mainloop,

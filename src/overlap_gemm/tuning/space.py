@@ -24,6 +24,10 @@ OPS: dict[Pattern, str] = {
 }
 """Which op exchanges tiles so."""
 
+FOR_FEW_ROWS: dict[MmaKind, tuple[str, ...]] = {"swapped": ("gemm_all_reduce", "gemm_all_gather")}
+"""Kernels for few rows, and the ops that get them by themselves; others, where they are asked for: no GPU has
+timed them there."""
+
 ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
 """The patterns of an all-reduce."""
 
@@ -94,8 +98,8 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
     """The shape with the pattern that it will have: an all-reduce is one-shot or two-shot.
 
     As `configured` asks, else what the model expects to be faster: one trip with (P - 1) times the bytes, or
-    two trips with 2 (P - 1) / P times. Tiles travel whole, so at H200's rates the turn is behind the first
-    128 rows of 8192 columns, on four ranks as on eight. Not measured.
+    two trips with 2 (P - 1) / P times. At H200's rates the turn is behind 128 rows of 8192 columns on
+    four ranks, before that on eight. Not measured.
 
     Args:
         arch: target.
@@ -152,6 +156,7 @@ def _choose(
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _fitting(arch, facts.dtype, machine, fields)
+    fitting = [c for c in fitting if facts.op in FOR_FEW_ROWS.get(c.mma, (facts.op,))] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
