@@ -33,8 +33,8 @@ def h200(*arguments, **named):
 
 MEASURED = [
     # (op, M, N, K, ranks), then microseconds: product by cuBLAS, torch's two calls, our sequential, fused.
-    # One run each, CUDA graphs, H200. The fused times are those of the order that the model has (owners
-    # in turn, own tiles spread); None where only the order before it was measured, or nothing. Where the other
+    # One run each, CUDA graphs, H200. The fused times are those of the order that the model describes (owners
+    # in turn, own tiles spread); None where only the order before it was measured, or none. Where the other
     # ops' fused times were measured (2026-11-22), the rest of the line is of another run.
     ((RS, 8192, 8192, 8192, 4), 438, 733, 973, 427),
     ((RS, 8192, 4096, 14336, 4), 360, 508, 634, 379),
