@@ -1,6 +1,6 @@
 """What a program can have done before it serves, or captures a CUDA graph: compile, allocate, agree, load.
 
-overlap_gemm.reserve(max_rows=8192, columns=8192)                      # one workspace for all calls below
+overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the workspaces of all calls below
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
@@ -16,7 +16,6 @@ from .backends import ahead
 from .backends.base import OPS, Op, Problem
 from .backends.fused import Fused
 from .backends.select import choose
-from .kernels.geometry import ExchangeShape
 from .runtime.group import Group, GroupLike, find
 from .runtime.order import forbid_capture
 from .sharding import Shards
@@ -56,8 +55,7 @@ def warmup(
         CaptureError: A CUDA graph is being captured.
         ValueError, RuntimeError: As the op.
     """
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    _check_op(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
@@ -85,42 +83,55 @@ def warmup(
 
 
 def reserve(
-    *,
+    *ops: Op,
     max_rows: int,
     columns: int,
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
 ) -> int:
-    """Allocates one workspace for all fused `gemm_reduce_scatter`s up to a size; those then allocate none.
-
-    Other fused ops share it as far as they fit; `warmup` makes room for them.
+    """Allocates the workspaces of all fused calls up to a size; those then allocate none.
 
     Collective: every rank of the group calls it with the same arguments.
 
     Args:
+        *ops: The ops' names; all four if none. Those that exchange tiles share one workspace, of
+            `2 * max_rows * columns` elements and more; `all_gather_gemm` has its own, of
+            `max_rows * columns`.
         max_rows: The largest M over all ranks.
-        columns: The largest N.
+        columns: The largest N over all ranks; of `all_gather_gemm` the largest K. (Both are a model's hidden
+            size where its linears are column- and row-parallel in turn.)
         group: As for an op.
         dtype: Of the operands.
         device: As for `warmup`.
 
     Returns:
-        Bytes of this rank's device memory that the workspace holds; 0 where there are no fused kernels, or
+        Bytes of this rank's device memory that the workspaces hold; 0 where there are no fused kernels, or
         only one rank.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
         DisagreementError, SymmetricMemoryError: On every rank, if one of them could not allocate.
+        ValueError: No such op.
     """
+    for op in ops:
+        _check_op(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "reserve cannot allocate")
     empty = torch.empty(0, dtype=dtype, device=where)
-    problem = Problem.of("gemm_reduce_scatter", max_rows, columns, None, empty, ranks, None, "fused")
-    if Fused().why_not(problem) is not None:
-        return 0
-    return ahead.reserve(ranks, where, dtype, ExchangeShape.even(max_rows, columns, ranks.size))
+
+    def is_fused(op: Op) -> bool:
+        problem = Problem.of(op, max_rows, columns, None, empty, ranks, None, "fused")
+        return Fused().why_not(problem) is None
+
+    wanted = [op for op in ops or OPS if is_fused(op)]
+    return ahead.reserve(ranks, where, dtype, wanted, max_rows, columns) if wanted else 0
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
 
 
 def _device(group: Group, given: torch.device | str | None) -> torch.device:

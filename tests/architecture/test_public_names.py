@@ -33,7 +33,7 @@ SIGNATURES = {
     "finalize": (),
     "close_workspaces": ("group=None",),
     "configured": ("*", "reserve_sms=None", "algorithm=None", "transport=None", "fields"),
-    "reserve": ("*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
+    "reserve": ("ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",
         "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",

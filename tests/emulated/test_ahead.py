@@ -1,5 +1,6 @@
 """A workspace that is reserved serves every call up to its size, whichever kernel that gets."""
 
+import pytest
 import torch
 
 import overlap_gemm
@@ -10,24 +11,29 @@ from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.space import OPS
 
 CPU = torch.device("cpu")
 
 
-def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch):
+@pytest.mark.parametrize("pattern", ["reduce_scatter", "one_shot", "output_gather"])
+def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
+    """``"one_shot"`` stands for an all-reduce: the model settles which."""
     monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     monkeypatch.setattr(plans, "SMALLEST_FLAGS", 1)
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
-        held = [reserve(g, CPU, torch.bfloat16, ExchangeShape.even(4096, 1024, 2)) for g in world.ranks]
+        held = [reserve(g, CPU, torch.bfloat16, [OPS[pattern]], 4096, 1024) for g in world.ranks]
         assert overlap_gemm.workspace_bytes() == sum(held)
-        for rows in (1, 2, 100, 1000, 2048, 4095, 4096):
-            for columns in (8, 1024):
-                shape = ExchangeShape.even(rows, columns, 2)
+        for rows in (1, 2, 100, 300, 700, 1000, 2048, 4095, 4096):
+            for columns, depth in ((16, None), (1024, None), (1024, 64), (1024, 1 << 17)):
+                shape = ExchangeShape.even(rows, columns, 2, pattern)
                 monkeypatch.setattr(plans, "compiled_kernel", lambda *_: None)
                 for group in world.ranks:
                     for tile in ((128, 64), (128, 128), (128, 256)):
-                        with configured(mma="1cta", tile=tile):
-                            plan_for(group, CPU, torch.bfloat16, shape, "k", "k", False)
+                        fields = {} if pattern == "one_shot" else {"mma": "1cta", "tile": tile}
+                        with configured(**fields):
+                            plan_for(group, CPU, torch.bfloat16, shape, "k", "k", False, depth)
         assert overlap_gemm.workspace_bytes() == sum(held)
-        plan_for(world.ranks[0], CPU, torch.bfloat16, ExchangeShape.even(9000, 1024, 2), "k", "k", False)
+        larger = ExchangeShape.even(9000, 1024, 2, pattern)
+        plan_for(world.ranks[0], CPU, torch.bfloat16, larger, "k", "k", False)
         assert overlap_gemm.workspace_bytes() > sum(held)

@@ -153,7 +153,9 @@ def test_after_a_warm_up_no_plan_is_made(world, launched, monkeypatch):
 
 def test_what_is_reserved_serves_smaller_calls(world, launched):
     for name in world.names:
-        held = overlap_gemm.reserve(max_rows=4096, columns=1024, group=name, device="cpu")
+        held = overlap_gemm.reserve(
+            "gemm_reduce_scatter", max_rows=4096, columns=1024, group=name, device="cpu"
+        )
     assert held > 0 and overlap_gemm.workspace_bytes() == 2 * held
     for name in world.names:
         overlap_gemm.gemm_reduce_scatter(X, WEIGHT, group=name, backend="fused")

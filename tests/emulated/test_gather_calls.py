@@ -59,3 +59,16 @@ def test_a_closed_workspace_is_not_used_again(world):
     for name in world.world.names:
         overlap_gemm.close_workspaces(name)
     check(world, queue(world))
+
+
+def test_what_is_reserved_serves_smaller_calls(world, monkeypatch):
+    monkeypatch.setattr(gather, "SMALLEST_BUFFER", 1)
+    held = [
+        overlap_gemm.reserve("all_gather_gemm", max_rows=300, columns=61, group=name, device="cpu")
+        for name in world.world.names
+    ]
+    assert min(held) > 300 * 64 * 2 and overlap_gemm.workspace_bytes() == sum(held)
+    check(world, queue(world, m=300, k=61) + queue(world, m=128, k=61) + queue(world, m=128, k=32))
+    assert overlap_gemm.workspace_bytes() == sum(held)
+    check(world, queue(world, m=300, k=200))
+    assert overlap_gemm.workspace_bytes() > sum(held)

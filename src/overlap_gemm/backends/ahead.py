@@ -2,42 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
+from ..schedules import shard_rows
+from ..tuning.model import Facts
 from ..tuning.settings import settings
-from ..tuning.space import possible
+from ..tuning.space import OPS, constants, possible, settled
+from . import gather
+from .base import Op
 from .plans import DTYPES, peers_for, size_class
 
+DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
+"""Values of K for which the model is asked whether an all-reduce may be one-shot."""
 
-def reserve(group: Group, device: torch.device, dtype: torch.dtype, shape: ExchangeShape) -> int:
-    """Allocates one workspace for all calls up to a shape, whichever configurations they get. Collective.
 
-    Calls of fewer rows or columns then allocate nothing, and share it.
+def reserve(
+    group: Group, device: torch.device, dtype: torch.dtype, ops: Sequence[Op], rows: int, width: int
+) -> int:
+    """Allocates the workspaces of all calls up to a size, whichever configurations they get. Collective.
+
+    (One-shot all-reduces with more rows than the model takes them for are not among them: `configured`.)
+
+    Calls of fewer rows or columns then allocate nothing. The ops that exchange tiles share one workspace,
+    all-gather GEMMs another one.
 
     Args:
         group: the ranks.
         device: where this one's tensors will be.
         dtype: of them.
-        shape: the largest.
+        ops: which.
+        rows: the largest M over all ranks.
+        width: the largest N of ops that exchange tiles, the largest K of all-gather GEMMs.
 
     Returns:
-        Bytes that this rank's workspace holds.
+        Bytes that this rank's workspaces hold.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
     """
     if group.size == 1:
         return 0
-    peers = peers_for(group, device)
-    configs = possible(peers.agreed.arch, DTYPES[dtype], settings().fields)
-    classes = [size_class(config, shape) for config in configs]
-    largest = SizeClass(
-        max(size.zeroed for size in classes),
-        max(size.buffer for size in classes),
-        SLOT_BUFFERS,
-        STAGING_BUFFERS,
-    )
-    return obtain(peers, largest).memory.local.numel()
+    peers, kind = peers_for(group, device), DTYPES[dtype]
+    needed: list[SizeClass] = []
+    configs = possible(peers.agreed.arch, kind, settings().fields)
+    classes = [
+        size_class(config, shape)
+        for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms)
+        for config in configs
+    ]
+    if classes:
+        zeroed, buffer = max(size.zeroed for size in classes), max(size.buffer for size in classes)
+        needed.append(SizeClass(zeroed, buffer, SLOT_BUFFERS, STAGING_BUFFERS))
+    if "all_gather_gemm" in ops:
+        gathered = group.size * shard_rows(rows, group.size) * gather.padded(width) * dtype.itemsize
+        needed.append(gather.size_class(gathered))
+    return sum(obtain(peers, size).memory.local.numel() for size in needed)
+
+
+def _shapes(
+    ops: Sequence[Op], rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
+) -> Iterator[ExchangeShape]:
+    """The largest shape of each pattern that the calls of `ops` may have."""
+    for pattern, op in OPS.items():
+        if op in ops:
+            most = rows if pattern != "one_shot" else _one_shot_rows(rows, width, world, arch, dtype, num_sms)
+            if most:
+                yield ExchangeShape.even(most, width, world, pattern)
+
+
+def _one_shot_rows(rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int) -> int:
+    """For how many rows the model may take one-shot, whose slots are for all of them; 0 if for none."""
+    machine = constants(arch)
+
+    def is_taken(m: int, depth: int | None) -> bool:
+        facts = Facts("gemm_all_reduce", m, width, depth, dtype, world)
+        return settled(facts, machine, arch, num_sms) == "one_shot"
+
+    fewer = [rows, *(1 << bit for bit in range((rows - 1).bit_length()))]
+    taken = [m for m in fewer if any(is_taken(m, depth) for depth in (None, *DEPTHS))]
+    return min(rows, 2 * max(taken, default=0))

@@ -194,11 +194,11 @@ def all_gather_gemm(
     rows, depth, alone = shards.total, x.shape[1], group.size == 1
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0]) for weight in weights]
-    own = aligned(x.contiguous()) if shards.size(group.rank) else x.new_zeros(1, _whole(depth))
+    own = aligned(x.contiguous()) if shards.size(group.rank) else x.new_zeros(1, padded(depth))
     # A rank without columns takes part all the same: its peers wait for its word.
     used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
     operands = [aligned(weight) for weight in used]
-    outs = [x.new_empty(rows, _whole(len(weight))) for weight in used]
+    outs = [x.new_empty(rows, padded(len(weight))) for weight in used]
     vectors: list[Tensor | None] = [None] * len(used)
     if biases:
         vectors = [_whole_bias(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
@@ -312,8 +312,8 @@ def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     return first if group.is_virtual else first.contiguous()
 
 
-def _whole(extent: int) -> int:
-    """Elements of a row, padded to whole 16 bytes of a 16-bit type; at least one 16."""
+def padded(extent: int) -> int:
+    """Elements of a row, with what makes it whole 16 bytes of a 16-bit type; at least one 16."""
     return max(ceil_div(extent, ROW_ELEMENTS), 1) * ROW_ELEMENTS
 
 
