@@ -169,6 +169,15 @@ def test_weights_share_a_gather(arch, value, transport):
         world.run()
 
 
+@both
+def test_what_is_kept_is_read_before_the_next_shards_come(arch):
+    """One CTA, so each of its warps keeps several units, and each of its lanes reads at the end."""
+    with World(arch, 2, transport="peer_bulk", sms=1) as world:
+        world.several(384, [128], 64, keep=True)
+        world.call(384, 256, 64)
+        world.run()
+
+
 def random_calls(world, seed, calls):
     """Any op that there is a kernel for, any shape: each likely to follow each other."""
     draw, ranks = random.Random(seed), world.ranks

@@ -168,10 +168,12 @@ def await_peers(
 def count_grid(call: Call, offset: cutlass.Constexpr, warps: cutlass.Constexpr) -> Int32:
     """All lanes of a warp: counts it at a control word. 1 for the grid's last, with ``warps`` a CTA; else 0.
 
-    The last one, which sets the word back, is behind all that the others did before they counted.
+    The last one, which sets the word back, is behind all that the others, every lane of them, did before they
+    counted.
     """
     x, y, _ = cute.arch.grid_dim()
     is_last = Int32(0)
+    cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         word = global_pointer(Uint32, call.base + offset, 4)
         taken = cute.arch.atomic_add(word, Uint32(1), sem="acq_rel", scope="gpu")

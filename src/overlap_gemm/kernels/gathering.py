@@ -147,7 +147,6 @@ class ShardRole:
             peer = (exchange.rank + exchange.world - i) % exchange.world
             target = exchange.peers[peer] + exchange.slots_offset + offset
             copy_units(target, call.given.own, nbytes, first, stride)
-        cute.arch.sync_warp()
         is_last = count_grid(call.call, SENDERS_OFFSET, self.config.receive_warps)
         if is_last != 0:  # noqa: SIM102
             if exchange.rank < call.owners:
