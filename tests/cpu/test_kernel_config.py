@@ -55,6 +55,8 @@ def test_names_are_unique():
         ({"ring_stages": 2, "inflight": 2}, "inflight=2"),
         ({"inflight": 0}, "inflight=0"),
         ({"arch": "sm_90a", "mma": "swapped", "tile": (16, 64), "slot_dtype": "f32"}, "swapped.*f32"),
+        ({"arch": "sm_90a", "mma": "swapped", "tile": (128, 64), "k_split": 2}, "k_split.*128"),
+        ({"k_split": 2}, "k_split"),
         ({"raster_group": 0}, "raster_group=0"),
         ({"tile": (128, 256), "out_dtype": "f32", "ring_stages": 10}, "at least 2"),
     ],

@@ -2,12 +2,11 @@
 
 import pytest
 
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.config import K_SPLITS, TILES, GemmConfig, may_split
 from overlap_gemm.kernels.send import Parcel
 
 from .op_runs import run
 
-TILES = [(16, 64), (32, 64), (64, 64), (128, 64)]
 SENDERS = {
     "one_shot": ("gemm_all_reduce", {"algorithm": "one_shot"}),
     "two_shot": ("gemm_all_reduce", {"algorithm": "two_shot"}),
@@ -16,31 +15,44 @@ SENDERS = {
     "all_gather": ("all_gather_gemm", {}),
 }
 QUICK = [
-    ("one_shot", 2, 1, (16, 64)),
-    ("one_shot", 3, 40, (32, 64)),
-    ("output_gather", 3, 17, (16, 64)),
-    ("reduce_scatter", 2, 130, (64, 64)),
+    ("one_shot", 2, 1, (16, 64), 1),
+    ("one_shot", 3, 40, (32, 64), 1),
+    ("one_shot", 2, 17, (16, 64), 4),
+    ("output_gather", 3, 17, (16, 64), 1),
+    ("output_gather", 2, 70, (64, 64), 2),
+    ("reduce_scatter", 2, 130, (64, 64), 1),
 ]
 SWEEP = [
-    (sender, world, rows, TILES[(world + rows) % len(TILES)])
+    (sender, world, rows, tile, K_SPLITS[rows % 3] if may_split("swapped", tile) else 1)
     for sender in SENDERS
     for world in (1, 2, 3, 4, 8)
     for rows in (1, 7, 16, 17, 40, 64, 130)
+    for tile in [TILES["swapped"][(world + rows) % 4]]
 ]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("sender", "world", "rows", "tile"),
+    ("sender", "world", "rows", "tile", "split"),
     [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in SWEEP if way not in QUICK)],
     ids=str,
 )
-def test_every_world_and_few_rows(sender, world, rows, tile):
+def test_every_world_and_few_rows(sender, world, rows, tile, split):
     """N and K are no multiples of a tile and of a stage; two launches, on changing data."""
     op, fields = SENDERS[sender]
     columns = 72 * world if sender == "output_gather" else 136
-    sizes = rows, columns, 104
-    run(op, "sm_90a", world, sizes, {"mma": "swapped", "tile": tile}, launches=2, mode="lazy", **fields)
+    depth = 104 if sender in ("all_gather", "output_gather") else 104 * world
+    kernel = {"mma": "swapped", "tile": tile, "k_split": split}
+    run(op, "sm_90a", world, (rows, columns, depth), kernel, launches=2, mode="lazy", num_sms=8, **fields)
+
+
+@pytest.mark.parametrize(
+    ("split", "depth"), [(4, 8), (2, 72), *(pytest.param(s, 328, marks=pytest.mark.slow) for s in (2, 4))]
+)
+def test_parts_of_k_take_turns(split, depth):
+    """A CTA sums several tiles, of both its groups; K is less than the parts, or no multiple of them."""
+    kernel = {"mma": "swapped", "tile": (16, 64), "k_split": split}
+    run("gemm_all_reduce", "sm_90a", 1, (40, 136, depth), kernel, mode="random", seed=depth, num_sms=split)
 
 
 def test_rows_that_do_not_exist_are_not_sent():

@@ -283,7 +283,7 @@ def _make_plan(
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, bias=bias)
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
-        resident = resident_clusters(executor, config.cluster_size, reserve)
+        resident = resident_clusters(executor, config.cluster_ctas, reserve)
         products.append(Product(compiled_gather(executor, config, push, keep), min(resident, work)))
 
     size, memory = workspace.size, workspace.memory

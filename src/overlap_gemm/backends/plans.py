@@ -171,7 +171,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
     executor, group = peers.executor, peers.group
     work = shape.num_clusters(config)
     if group.size == 1:
-        resident = resident_clusters(executor, config.cluster_size, reserve)
+        resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
     why_puts = None
@@ -189,7 +189,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
             f"group {group.name!r} are not: use another backend"
         )
     staged = transport == "staged"
-    resident = resident_clusters(executor, config.cluster_size, reserve, beside=staged)
+    resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
     return Plan(
         executor,
         config,

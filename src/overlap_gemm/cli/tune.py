@@ -155,14 +155,14 @@ class GpuProbe:
         """See `Probe.gemm`."""
         x, weight = self._operands(m, n, k)
         shards = Shards.even(m, 1)
-        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster):
+        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
             return self._seconds(lambda: Fused().gemm_reduce_scatter(x, weight, None, shards, ALONE))
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """See `Probe.fused`."""
         x, weight = self._operands(m, n, k // self.world)
         group = self.group.process_group
-        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster):
+        with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
             return self._seconds(
                 lambda: overlap_gemm.gemm_reduce_scatter(x, weight, group=group, backend="fused")
             )

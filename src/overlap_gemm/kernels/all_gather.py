@@ -47,7 +47,7 @@ from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, awa
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.surface import Transport
-from overlap_gemm.kernels.work import CtaTile, Share, Work
+from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
 from overlap_gemm.schedules import OwnShardFirst, Place
 
 
@@ -154,13 +154,12 @@ class AllGather:
     @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, call: GatherCall, output: GatherOutput) -> None:
         """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
-        x, y, _ = cute.arch.block_idx()
         if cute.arch.lane_idx() == 0:
             enter(call.call, Op.ALL_GATHER_GEMM)
             sender = ShardSender(self, work, output, stages)
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
         cute.arch.sync_warp()
-        if x == 0 and y == 0 and call.given.is_last != 0:
+        if cta_number() == 0 and call.given.is_last != 0:
             await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ)
 
     @cute.jit

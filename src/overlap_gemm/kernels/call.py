@@ -48,6 +48,7 @@ from overlap_gemm.kernels.geometry import (
     FLAG_BYTES,
     TICKET_OFFSET,
 )
+from overlap_gemm.kernels.work import num_ctas
 
 
 class Call(NamedTuple):
@@ -171,13 +172,12 @@ def count_grid(call: Call, offset: cutlass.Constexpr, warps: cutlass.Constexpr) 
     The last one, which sets the word back, is behind all that the others, every lane of them, did before they
     counted.
     """
-    x, y, _ = cute.arch.grid_dim()
     is_last = Int32(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         word = global_pointer(Uint32, call.base + offset, 4)
         taken = cute.arch.atomic_add(word, Uint32(1), sem="acq_rel", scope="gpu")
-        if Int32(taken) == x * y * warps - 1:
+        if Int32(taken) == num_ctas() * warps - 1:
             cute.arch.store(word, Uint32(0))
             is_last = Int32(1)
     return Int32(cute.arch.shuffle_sync(is_last, 0))
@@ -197,11 +197,10 @@ def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
 @cute.jit
 def finish(call: Call) -> None:
     """All lanes of one warp of each CTA, behind its last role; the grid's last one stores the epoch."""
-    x, y, _ = cute.arch.grid_dim()
     ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")
-        if Int32(taken) == x * y - 1:
+        if Int32(taken) == num_ctas() - 1:
             cute.arch.store(ticket, Uint32(0))
             cute.arch.store(global_pointer(Uint32, call.base + EPOCH_OFFSET, 4), call.epoch)
             cute.arch.store(global_pointer(Uint32, call.base + COMING_OFFSET, 4), call.epoch + 1)

@@ -50,6 +50,14 @@ CLUSTERS: dict[MmaKind, tuple[tuple[int, int], ...]] = {
     "swapped": ((1, 1),),
 }
 
+K_SPLITS = (1, 2, 4)
+"""Into how many parts K may be cut where `may_split`."""
+
+
+def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
+    """Whether K may be cut: what the first part collects must leave it stages for its loads."""
+    return mma == "swapped" and tile[0] <= 64
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -71,6 +79,7 @@ class GemmConfig:
         ring_stages: shared-memory stages between the epilogue warps and the comm lane.
         inflight: bulk groups the comm lane leaves in flight, less than ``ring_stages``.
         raster_group: tile rows per band of the raster (L2 locality).
+        k_split: CTAs that share a tile, each of which multiplies a part of K (`kernels.split`).
     """
 
     arch: Arch = "sm_100a"
@@ -86,6 +95,7 @@ class GemmConfig:
     ring_stages: int = 4
     inflight: int = 2
     raster_group: int = 8
+    k_split: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
@@ -98,6 +108,8 @@ class GemmConfig:
         _require_in("slot_dtype", self.slot_dtype, (self.in_dtype, "f32"))
         _require_in("a_major", self.a_major, ("k", "m"))
         _require_in("b_major", self.b_major, ("k", "n"))
+        splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
+        _require_in(f"k_split for mma={self.mma!r}, tile={self.tile}", self.k_split, splits)
         if self.mma == "swapped":
             for name in ("out_dtype", "slot_dtype"):
                 _require_in(f"{name} for mma='swapped'", getattr(self, name), (self.in_dtype,))
@@ -131,8 +143,18 @@ class GemmConfig:
 
     @property
     def cluster_size(self) -> int:
-        """CTAs per cluster."""
+        """CTAs per cluster that have tiles of their own."""
         return self.cluster[0] * self.cluster[1]
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs per cluster."""
+        return self.cluster_size * self.k_split
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes in which the first CTA of a split tile collects the accumulators of the others."""
+        return (self.k_split - 1) * self.cta_tile[0] * self.cta_tile[1] * 4
 
     @property
     def epilogue_groups(self) -> int:
@@ -222,7 +244,7 @@ class GemmConfig:
     @property
     def ab_stages(self) -> int:
         """A/B stages that fit beside the ring."""
-        free = SMEM_BYTES - BARRIER_BYTES - self.ring_stages * self.stage_bytes
+        free = SMEM_BYTES - BARRIER_BYTES - self.ring_stages * self.stage_bytes - self.split_bytes
         return free // self.ab_stage_bytes
 
     @property
@@ -236,6 +258,7 @@ class GemmConfig:
         parts += (
             [f"r{self.ring_stages}q{self.inflight}"] if (self.ring_stages, self.inflight) != (4, 2) else []
         )
+        parts += [f"k{self.k_split}"] if self.k_split != 1 else []
         parts += [f"g{self.raster_group}"] if self.raster_group != 8 else []
         return "_".join(parts)
 

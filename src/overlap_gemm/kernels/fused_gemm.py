@@ -16,6 +16,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
+from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing
@@ -56,9 +57,9 @@ class FusedGemm:
         ops = self.mainloop.operands(a, b)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, bias, exchange).launch(
-            grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], 1),
+            grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
             block=(cfg.threads, 1, 1),
-            cluster=(*cfg.cluster, 1),
+            cluster=(*cfg.cluster, cfg.k_split),
             min_blocks_per_mp=1,
             stream=stream,
             cooperative=self.cooperative,
@@ -96,8 +97,9 @@ class FusedGemm:
             if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
                 tally.clear()
         # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
-        pipeline_init_arrive(cluster_shape_mn=cute.make_layout(cfg.cluster), is_relaxed=False)
-        pipeline_init_wait(cluster_shape_mn=cute.make_layout(cfg.cluster))
+        cluster = cute.make_layout((*cfg.cluster, cfg.k_split))
+        pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=False)
+        pipeline_init_wait(cluster_shape_mn=cluster)
 
         if (
             warp < mainloop.first_epilogue_warp
@@ -112,7 +114,11 @@ class FusedGemm:
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
-                op.comm_role(ring, stages, work, call, output)
+                sent = work
+                if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
+                    first = cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0))
+                    sent = work._replace(num_tiles=first)
+                op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(counted):
                     op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(receive is not None):  # noqa: SIM102
@@ -126,6 +132,10 @@ class FusedGemm:
             if cutlass.const_expr(receive is not None and receive.with_epilogue):
                 receive(call, work, tally, out, bias)
                 op.end(call, tally, self._ending_warps)
+        if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
+            cute.arch.sync_warp()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     @property
     def _ending_warps(self) -> int:

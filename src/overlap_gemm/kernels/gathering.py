@@ -20,7 +20,7 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, READERS_OFFSET, SENDERS_OFFSET
 from overlap_gemm.kernels.receive import LANES
 from overlap_gemm.kernels.surface import Transport
-from overlap_gemm.kernels.work import Work
+from overlap_gemm.kernels.work import Work, cta_number, num_ctas
 
 
 class Gathering(NamedTuple):
@@ -125,11 +125,8 @@ class ShardRole:
     def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, bias: Any) -> None:
         """One warp's part."""
         warps = self.config.receive_warps
-        x, y, _ = cute.arch.block_idx()
-        width, height, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
-        first = (y * width + x) * warps + warp
-        stride = width * height * warps
+        first, stride = cta_number() * warps + warp, num_ctas() * warps
         if cutlass.const_expr(self.push):  # noqa: SIM102
             if call.given.is_first != 0:
                 self._send(call, first, stride)

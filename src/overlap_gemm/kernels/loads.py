@@ -56,10 +56,19 @@ def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int]) -> tu
 
 @cute.jit
 def load_k_tiles(
-    ab: Any, state: pipeline.PipelineState, a: OperandLoads, b: OperandLoads
+    ab: Any,
+    state: pipeline.PipelineState,
+    a: OperandLoads,
+    b: OperandLoads,
+    first: Int32,
+    number: Int32,
 ) -> pipeline.PipelineState:
-    """Per k tile: waits for an empty stage, loads A and B into it; returns the state behind the last."""
-    for k in cutlass.range(cute.size(a.source, mode=[1]), unroll=1):
+    """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros behind K's end.
+
+    Returns:
+        The state behind the last.
+    """
+    for k in cutlass.range(first, first + number, unroll=1):
         ab.producer_acquire(state)
         full = ab.producer_get_barrier(state)
         for loads in (a, b):

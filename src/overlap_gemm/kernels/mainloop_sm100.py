@@ -185,7 +185,7 @@ class MainloopSm100:
         columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
         a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, part.partition_A(gA), mask_a)
         b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, part.partition_B(gB), mask_b)
-        return load_k_tiles(res.ab, state, a, b)
+        return load_k_tiles(res.ab, state, a, b, Int32(0), cute.size(a.source, mode=[1]))
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""

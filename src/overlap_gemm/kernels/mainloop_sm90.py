@@ -32,10 +32,12 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import SubtileWriter
+from overlap_gemm.kernels.split import part_of_k
 
 LOAD_WARP = 0
 COMM_WARP = 1
@@ -48,12 +50,13 @@ NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: the A/B pipeline and stages, and the barriers that make turns alternate."""
+    """What the roles share: A/B pipeline and stages, barriers that make turns alternate, a split tile's."""
 
     ab: Any
     turn: Any
     sA: Any
     sB: Any
+    parts: Any
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class MainloopSm90:
     @property
     def num_barriers(self) -> int:
         """8-byte words of barrier storage ``setup`` needs."""
-        return 2 * self.config.ab_stages + NUM_TURNS * 2
+        return 2 * self.config.ab_stages + NUM_TURNS * 2 + split.NUM_BARRIERS * (self.config.k_split > 1)
 
     def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
         """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
@@ -150,11 +153,14 @@ class MainloopSm90:
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.epilogue_threads // 32),
                 defer_sync=True,
             )
+        parts = None
+        if cfg.k_split > 1:
+            parts = split.setup(cfg, barriers + 2 * cfg.ab_stages + NUM_TURNS * 2, smem)
         a_layout, b_layout = self._smem_layouts()
         dtype = DTYPES[cfg.in_dtype]
         sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        return Resources(ab, turn, sA, sB)
+        return Resources(ab, turn, sA, sB, parts)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """Moves registers from the producer warp group to the two that hold accumulators."""
@@ -173,7 +179,7 @@ class MainloopSm90:
     def load_tile(
         self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
     ) -> pipeline.PipelineState:
-        """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
+        """Loads this part's k tiles of the cluster tile at ``row`` of A and ``col``, a row of B."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
@@ -183,7 +189,9 @@ class MainloopSm90:
         gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile)
         a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
         b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
-        return load_k_tiles(res.ab, state, a, b)
+        number = self._k_tiles(ops)
+        first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
+        return load_k_tiles(res.ab, state, a, b, first, number)
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
@@ -265,6 +273,32 @@ class MainloopSm90:
     ) -> tuple[ConsumerState, pipeline.PipelineState]:
         """Hands the accumulator's registers to ``writer`` by subtiles; then lets the other group in."""
         cfg = self.config
+        if cfg.k_split > 1:
+            ring_state = self._drain_split(res, acc, writer, ring_state)
+        else:
+            ring_state = self._write(acc, writer, ring_state)
+        if cfg.epilogue_groups > 1:
+            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn))
+        return state, ring_state
+
+    @cute.jit
+    def _drain_split(
+        self, res: Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """A split tile is the first part's to write, once it has added the others."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = (warp - FIRST_EPILOGUE_WARP) // 4
+        if part_of_k() == 0:
+            split.add(self.config, res.parts, acc, group, writer.thread)
+            ring_state = self._write(acc, writer, ring_state)
+        else:
+            split.send(self.config, res.parts, acc, group, writer.thread)
+        return ring_state
+
+    def _write(
+        self, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))
         for index in range(cfg.subtiles):
@@ -272,9 +306,7 @@ class MainloopSm90:
             # (swapped: its columns are the tile's rows).
             fragment = cute.make_tensor(acc.iterator + index * values, layout)
             ring_state = writer.write(fragment, index, ring_state)
-        if cfg.epilogue_groups > 1:
-            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn))
-        return state, ring_state
+        return ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
@@ -311,7 +343,8 @@ class MainloopSm90:
         return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))
 
     def _k_tiles(self, ops: Operands) -> Any:
-        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K)
+        """Of this part: as many as of every other, so that the last one may load zeros."""
+        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K * self.config.k_split)
 
     @cute.jit
     def _arrive(self, turn: Any, state: pipeline.PipelineState) -> pipeline.PipelineState:

@@ -33,7 +33,7 @@ from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer, stor
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
-from overlap_gemm.kernels.work import CtaTile, Work
+from overlap_gemm.kernels.work import CtaTile, Work, cta_number, num_ctas
 
 LANES = 32
 
@@ -99,9 +99,7 @@ class Receiver:
     ) -> tuple[Int32, Int32]:
         """The units of one part, numbered from ``first``; returns the one taken last and the end of these."""
         cfg = self.config
-        x, y, _ = cute.arch.block_idx()
-        width, height, _ = cute.arch.grid_dim()
-        cta, ctas = y * width + x, width * height
+        cta, ctas = cta_number(), num_ctas()
         end = first + (part.tiles(given) - cta + ctas - 1) // ctas * cfg.units
         arrived = Int32(-1)
         while unit < end:

@@ -15,7 +15,7 @@ from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernels.surface import DirectTransport, Transport
-from overlap_gemm.kernels.work import CtaTile, Work
+from overlap_gemm.kernels.work import CtaTile, Work, cta_number
 
 
 @cute.jit
@@ -32,8 +32,7 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         call: the call's run-time values.
         op: the op, for failure records (`Op`).
     """
-    x, y, _ = cute.arch.block_idx()
-    is_first = x == 0 and y == 0
+    is_first = cta_number() == 0
     if is_first:
         announce(call, sender.transport)
     if cute.arch.lane_idx() == 0:

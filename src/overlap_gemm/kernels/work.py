@@ -54,6 +54,19 @@ class Work(NamedTuple):
         return order.place(self.first + j * self.stride, self.whole)
 
 
+def cta_number() -> Any:
+    """This CTA's number in the grid."""
+    x, y, z = cute.arch.block_idx()
+    width, height, _ = cute.arch.grid_dim()
+    return (z * height + y) * width + x
+
+
+def num_ctas() -> Any:
+    """CTAs of the grid."""
+    width, height, depth = cute.arch.grid_dim()
+    return width * height * depth
+
+
 def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     """This cluster's part, from run-time values and the launch's grid.
 

@@ -107,6 +107,7 @@ HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "cooperative": {"mma": "cooperative", "tile": (128, 256)},
     "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
     "swapped": {"mma": "swapped", "tile": (32, 64)},
+    "split": {"mma": "swapped", "tile": (16, 64), "k_split": 4},
     "whole-partials": {"slot_dtype": "f32"},
 }
 """Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""

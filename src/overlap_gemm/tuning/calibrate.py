@@ -139,6 +139,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
         rates = {
             efficiency_key(config): _rate(config, size, probe, machine)
             for config in candidates(arch, "bf16", machine)
+            if config.k_split == 1
         }
         best.append(max(rates.values()))
         for name, rate in rates.items():
@@ -157,7 +158,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
 def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
     """FLOP/s of a kernel on all SMs while its tiles fill them."""
     tile_m, tile_n = config.cluster_tile
-    resident = max(1, probe.sms // config.cluster_size)
+    resident = max(1, probe.sms // config.cluster_ctas)
     waves = ceil_div(ceil_div(size, tile_m) * ceil_div(size, tile_n), resident)
     rows, columns = config.cta_tile
     mainloop = (probe.gemm(config, size, size, size) - machine.launch) / waves

@@ -8,9 +8,9 @@ the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curv
 - **Fused.** The tiles of all shards are dealt to the resident clusters in waves, own ones among foreign ones,
   so that the link is asked evenly. Ping-pong and tcgen05 kernels work on the next tile during an epilogue. A
   cooperative one does not: every epilogue, and what of its tile the ring does not hold, stops the tensor
-  cores. Few rows are bound by memory: a tile takes as long as one SM loads it, so tiles must be many, and the
-  last one leaves when all of the operands have been read; rows that do not exist are not sent. Behind the
-  last wave come its bytes on the link and the sum of its tiles over all sources.
+  cores. Few rows are bound by memory: a tile takes as long as one SM loads it, so tiles, or parts of their K,
+  must be many, and the last one leaves when all of the operands have been read; rows that do not exist are
+  not sent. Behind the last wave come its bytes on the link and the sum of its tiles over all sources.
 - **Collectives** are interpolated between measured sizes.
 """
 
@@ -30,6 +30,9 @@ UNKNOWN = 4
 """An extent that the ranks have not agreed on is an MLP's, this many times the hidden size. A kernel that is
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
+
+HANDOVER = 1e-6
+"""Seconds in which the parts of a tile whose K is cut give their sums to the first one. Not measured."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def fused_time(
     m, n, k = facts.local
     world = facts.world
     tile_m, tile_n = config.cluster_tile
-    resident = max(1, sms // config.cluster_size)
+    resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
     shard = m
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
@@ -219,7 +222,7 @@ def fused_time(
     tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * k / rate
+    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split > 1)
     ring = config.ring_stages * config.slot_subtile_bytes
     drain = copies * max(0, tile_bytes - ring) / link_share
     epilogue = machine.epilogue * rows * columns + drain
@@ -263,10 +266,10 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     owners = num_owners(m, shard)
     tile_m, tile_n = config.cluster_tile
     per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
-    resident = max(1, sms // config.cluster_size)
+    resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * k / rate
+    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split > 1)
     epilogue = machine.epilogue * rows * columns
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
     waves = ceil_div(owners * per_shard, resident) * wave

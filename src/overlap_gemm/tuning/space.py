@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ..kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig, MmaKind
+from ..kernels.config import CLUSTERS, K_SPLITS, MMA_KINDS, TILES, GemmConfig, MmaKind, may_split
 from ..kernels.geometry import ExchangeShape, Pattern
 from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
@@ -45,12 +45,13 @@ def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[Ge
 
 
 def every_config(arch: str, dtype: str = "bf16") -> list[GemmConfig]:
-    """Every combination of MMA kind, tile and cluster of an architecture."""
+    """Every combination of MMA kind, tile, cluster and cut of K of an architecture."""
     return [
-        _config(arch, mma, tile, cluster, dtype)
+        replace(_config(arch, mma, tile, cluster, dtype), k_split=split)
         for mma in MMA_KINDS[arch]
         for tile in TILES[mma]
         for cluster in CLUSTERS[mma]
+        for split in (K_SPLITS if may_split(mma, tile) else (1,))
     ]
 
 
@@ -188,7 +189,7 @@ def _fitting(
 
     Of all candidates, those that the other fields go with: not every kernel has every type of slots.
     """
-    wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster")]
+    wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster", "k_split")]
     known = candidates(arch, dtype, machine)
     for every in (known, every_config(arch, dtype)):
         fitting = [c for c in every if all(getattr(c, name) == value for name, value in wanted)]
