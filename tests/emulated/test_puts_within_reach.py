@@ -5,6 +5,7 @@ goes over NVLink: tests/gpu/test_nvshmem.py.
 """
 
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -58,24 +59,22 @@ def test_results(arch, ranks, mode):
         right(TINY, world, 1)
 
 
+@pytest.mark.slow
 def test_puts_and_stores_take_turns_with_a_rank_that_lags_behind():
     with by_puts(2, schedule=lagging(1)) as world:
-        for shape in [(128, 128, 64), (2, 64, 64), (200, 136, 72)] * 2:
+        for shape in [(128, 128, 64), (2, 64, 64), (200, 136, 72)]:
             case = Case("gemm_reduce_scatter", *shape, torch.bfloat16)
             right(case, world, 2)
             with configured(transport="peer_bulk"):
                 right(case, world, 1)
         puts, stores = workspaces("puts"), workspaces("slots")
         assert (len(puts), len(stores)) == (2, 2), "one of each a rank"
-        for space, relayed in [*((each, 12) for each in puts), *((each, 0) for each in stores)]:
+        for space, epochs in [*((each, [6, 6]) for each in puts), *((each, [3, 0]) for each in stores)]:
             words = space.memory.local[: space.size.zeroed].view(torch.int32)
-            assert [words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] == [
-                relayed or 6,
-                relayed,
-            ]
+            assert [words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] == epochs
 
 
-def test_a_dead_rank_is_named():
+def test_results_and_then_a_dead_rank_is_named():
     with by_puts(3) as world:
         right(RAGGED, world, 1)
         emulator = world.executor(0).emulator
@@ -101,9 +100,33 @@ def test_other_ops_refuse_to_put():
         assert workspace.workspace_bytes() == 0
 
 
+@pytest.mark.slow
 def test_one_rank_alone_has_nobody_to_put_to():
     with by_puts(1) as world:
         right(TINY, world, 1)
+
+
+TILES = Case("gemm_reduce_scatter", 128, 384, 64, torch.bfloat16)
+ENTRY = Case("gemm_reduce_scatter", 1, 64, 64, torch.bfloat16)
+FLAGS_AND_FENCES = (
+    "st.release.sys.global.b64*",
+    "ld.*.sys.global.b64#?: *",
+    "fence.acq_rel.sys*",
+    "membar.sys#1?: *",  # some of NVSHMEM's; a put to a peer within reach comes to one of these
+)
+HERE = "between the GEMM and the relay, or the own receive role, of one GPU"
+STREAM = "that the calls before have read their slots, the relay knows from its stream"
+# By kernel and key, what may go undetected.
+UNDETECTED = {
+    "GEMM": {
+        "st.release.sys.global.b64#?: .sys -> .gpu": HERE,
+        "st.release.sys.global.b64#0: .release -> .relaxed": STREAM,
+    },
+    "relay": {
+        "ld.*.sys.global.b64#?: .sys -> .gpu": HERE,
+        "ld.acquire.sys.global.b64#0: .acquire -> .relaxed": STREAM,
+    },
+}
 
 
 @pytest.mark.slow
@@ -113,9 +136,20 @@ def test_every_weakened_flag_shows():
 
     def check(options):
         with by_puts(2, fields=SMALL["sm_90a"], num_sms=2, **options) as world:
-            right(TINY, world, 2)
+            right(TILES, world, 2)
+            right(ENTRY, world, 4)
 
     tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(2))]
-    outcomes = mutate.run(check, tried, select="*.sys*")
+    outcomes = mutate.run(check, tried, select=FLAGS_AND_FENCES)
     print(*outcomes, sep="\n")
-    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+    names = {"FusedGemm": "GEMM", "Relay": "relay", "nvshmem": "relay"}
+    unexplained = []
+    for outcome in outcomes:
+        mutation = outcome.mutation
+        kernel = next(name for part, name in names.items() if part in mutation.function)
+        known = any(fnmatchcase(mutation.key, pattern) for pattern in UNDETECTED[kernel])
+        if outcome.verdict == "NOT DETECTED" and not known:
+            unexplained.append(str(outcome))
+    assert unexplained == []
+    detected = [o.mutation for o in outcomes if o.verdict == "detected"]
+    assert any("put_signal" in m.function and "membar" in m.key for m in detected)
