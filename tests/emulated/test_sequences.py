@@ -41,6 +41,7 @@ class Call(NamedTuple):
     n: int
     op: str = "gemm_reduce_scatter"
     algorithm: str | None = None
+    kernel: tuple[tuple[str, object], ...] = ()
 
 
 def run_sequence(
@@ -70,7 +71,7 @@ def run_sequence(
             for rank in range(ranks):
                 world.executor(rank).streams.handle = draw.randrange(streams)
             case = Case(call.op, call.m, call.n, 64, torch.bfloat16, seed=seed + number)
-            with configured(algorithm=call.algorithm):
+            with configured(algorithm=call.algorithm, **dict(call.kernel)):
                 queued.append((case, *queue_launch(case, world)))
         world.synchronize()
     verdicts = [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
@@ -133,6 +134,23 @@ def test_classes_take_turns(arch, starved, monkeypatch):
     """The calls of each class must reuse its buffers safely, with calls of others in between."""
     monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["immediate", "lazy"])
+@pytest.mark.parametrize("starved", [1, 2])
+def test_kernels_for_few_rows_between_others(starved, mode):
+    """Tiles of other sizes, of which only the rows that exist are sent, in the same buffers."""
+    narrow = (("mma", "swapped"), ("tile", (16, 64)))
+    parts = (*narrow, ("k_split", 4))
+    calls = [
+        Call(300, 64, "gemm_all_reduce", "two_shot"),
+        Call(1, 136, "gemm_all_reduce", "one_shot", parts),
+        Call(17, 192, "gemm_all_gather", None, narrow),
+        Call(2, 64, "gemm_reduce_scatter", None, narrow),
+        Call(300, 64, "gemm_all_reduce", "one_shot"),
+    ]
+    run_sequence("sm_90a", 3, calls, starved=starved, mode=mode, num_sms=4)
 
 
 FIRST, LAST = (Call(768, 64, "gemm_all_reduce", how) for how in ("two_shot", "one_shot"))

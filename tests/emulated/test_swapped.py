@@ -15,14 +15,15 @@ SENDERS = {
     "all_gather": ("all_gather_gemm", {}),
 }
 QUICK = [
-    ("one_shot", 2, 1, (16, 64), 1),
+    ("one_shot", 2, 1, (16, 64), 4),
+    ("output_gather", 3, 17, (32, 64), 1),
+]
+SWEEP = [
     ("one_shot", 3, 40, (32, 64), 1),
-    ("one_shot", 2, 17, (16, 64), 4),
-    ("output_gather", 3, 17, (16, 64), 1),
     ("output_gather", 2, 70, (64, 64), 2),
     ("reduce_scatter", 2, 130, (64, 64), 1),
 ]
-SWEEP = [
+SWEEP += [
     (sender, world, rows, tile, K_SPLITS[rows % 3] if may_split("swapped", tile) else 1)
     for sender in SENDERS
     for world in (1, 2, 3, 4, 8)
@@ -47,7 +48,8 @@ def test_every_world_and_few_rows(sender, world, rows, tile, split):
 
 
 @pytest.mark.parametrize(
-    ("split", "depth"), [(4, 8), (2, 72), *(pytest.param(s, 328, marks=pytest.mark.slow) for s in (2, 4))]
+    ("split", "depth"),
+    [(2, 72), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((4, 8), (2, 328), (4, 328)))],
 )
 def test_parts_of_k_take_turns(split, depth):
     """A CTA sums several tiles, of both its groups; K is less than the parts, or no multiple of them."""
