@@ -61,6 +61,7 @@ def test_a_missing_barrier_is_found_in_every_mode_with_its_source_line(script, t
     assert {outcome["setting"].split()[0] for outcome in found} == set(MODES)
     line = SCRIPT.splitlines().index("    dst[tid] = held[127 - tid]  # the read") + 1
     assert f"(reverse.py:{line})" in done.stdout and "shared-race" in done.stdout
+    assert f"reverse.py:{line}: dst[tid] = held[127 - tid]  # the read\n" in done.stdout
     assert f"{len(found)} of {len(found)} runs are not clean" in done.stdout
     repeat = next(text for text in done.stdout.splitlines() if "repeat: " in text).split()
     again = run(*repeat[repeat.index("overlap_gemm.emulator") + 1 :])

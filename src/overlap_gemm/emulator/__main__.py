@@ -14,6 +14,7 @@ from . import check_command, mutate_command
 from .commands import as_user_error, with_line_information
 from .host.emulator import Emulator
 from .host.script import run_script
+from .machine.roles import parse_roles
 from .settings import SCHEDULES, Setting
 from .trace import Trace
 
@@ -53,6 +54,7 @@ def run(
     strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
     limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
     keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
+    roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
@@ -64,15 +66,17 @@ def run(
 
     `check --help` and `mutate --help` tell of the other commands.
     """
-    recorder = Trace() if trace or picture else None
     keep = _keeper(keep_ptx) if keep_ptx else None
     with as_user_error():
+        names = parse_roles(roles)
+        recorder = Trace(roles=names) if trace or picture else None
         options = Setting.of(mode, seed, schedule).options(strict)
         options |= {
             "num_sms": num_sms,
             "limit": limit,
             "collect": collect,
             "trace": recorder,
+            "roles": names,
             "progress": Progress(),
         }
         emulator = Emulator(arch, ranks, rewrite=keep, **options)

@@ -20,6 +20,7 @@ from .commands import as_user_error, with_line_information
 from .host.emulator import Emulator, FindingsError
 from .host.script import run_script
 from .machine.errors import EmulatorError
+from .machine.roles import parse_roles
 from .settings import Setting, settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -73,6 +74,7 @@ def main(
     warps: Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")] = 0,
     limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
     strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
+    roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
     report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
 ) -> None:
     """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.
@@ -80,12 +82,14 @@ def main(
     Ends with exit code 1 unless every run was clean. Each finding comes with the command that repeats it.
     """
     outcomes = []
+    with as_user_error():
+        names = parse_roles(roles)
     with with_line_information():
         for setting in settings(seeds, ranks, warps):
             begin = time.perf_counter()
 
             def run(setting: Setting = setting) -> None:
-                options = {**setting.options(strict), "num_sms": num_sms, "limit": limit}
+                options = {**setting.options(strict), "num_sms": num_sms, "limit": limit, "roles": names}
                 with as_user_error():
                     emulator = Emulator(arch, ranks, **options)
                 with emulator, contextlib.redirect_stdout(io.StringIO()):

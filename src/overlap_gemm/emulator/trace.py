@@ -13,10 +13,11 @@ and shows who waits for whom; it is no estimate of the time a GPU would take::
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .machine.roles import Roles, role_of
 
 Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 
@@ -69,7 +70,7 @@ class Trace:
         spans: what was recorded, in the order it ended.
     """
 
-    roles: Mapping[int, str] | Callable[[int], str] = field(default_factory=dict)
+    roles: Roles = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list, repr=False)
     _warps: dict[tuple[Place, int], _Open] = field(default_factory=dict, repr=False)
     _issued: dict[int, int] = field(default_factory=dict, repr=False)
@@ -115,7 +116,7 @@ class Trace:
         """What a row is called: `warp 4 (mma)`, `tensor`."""
         if isinstance(row, str):
             return row
-        role = self.roles(row) if callable(self.roles) else self.roles.get(row, "")
+        role = role_of(self.roles, row)
         return f"warp {row} ({role})" if role else f"warp {row}"
 
     def chrome(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
 def fault(group: Group, ins: Instruction, mask: int, what: str) -> MemoryFault:
     """A fault that names the place."""
     place = group.warp.grid.program.place(ins.line)
-    return MemoryFault(f"{group.where()}, line {place}: {ins.text}: {what}")
+    return MemoryFault(f"{group.where()}, line {place}: {ins.text}: {what}", ins.line)
 
 
 def _safe(address: np.ndarray, mask: int) -> np.ndarray:
@@ -158,13 +158,12 @@ class Access:
             )  # fmt: skip
         if cta is not group.warp.cta:
             if not cta.live_warps and "exit" in cta.grid.checks.enabled:
-                what = f"accesses shared memory of {cta}, which has exited"
-                cta.grid.checks.report.add(
-                    "exit-remote", f"line {self.line} of {group.warp} {what}", self.line
-                )
+                report = cta.grid.checks.report
+                what = f"line {report.place(self.line)} of {group.warp} accesses shared memory of {cta}"
+                report.add("exit-remote", f"{what}, which has exited", self.line)
             agent = group.warp.agent
             agent.touched = True
-            cta.visitors[agent.id] = agent, agent.vector[agent.id]
+            cta.visitors[agent.id] = agent, agent.vector[agent.id], self.line
         return cta, offset
 
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from overlap_gemm.emulator.machine.errors import EmulatorError
+
 if TYPE_CHECKING:
     from overlap_gemm.emulator.trace import Trace
 
@@ -40,6 +42,7 @@ class Event:
         kind: `load` (into shared memory), `tensor` (core operation), `read` or `write` (the two halves of a
             bulk store); `lazy` mode goes by it.
         after: Events that must have happened before.
+        line: PTX line of the instruction.
     """
 
     run: Callable[[], None]
@@ -48,6 +51,7 @@ class Event:
     what: str
     kind: str = "load"
     after: tuple[Event, ...] = ()
+    line: int = 0
     done: bool = field(default=False, init=False)
 
 
@@ -145,7 +149,12 @@ class AsyncEngine:
         return True
 
     def _do(self, event: Event) -> None:
-        event.run()
+        try:
+            event.run()
+        except EmulatorError as error:
+            error.line = error.line or event.line
+            error.show(event.grid.program.module.text)
+            raise
         event.done = True
         if self.trace is not None:
             self.trace.happened(event)

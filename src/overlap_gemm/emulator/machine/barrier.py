@@ -68,8 +68,9 @@ class MBarrier(Waiters):
         completed: Number of phases completed since `mbarrier.init`.
         fenced: Whether its initialisation has been made visible to other CTAs and to the async proxy.
         party: Number among those who access its cluster's memories (`shared_races`), 0 for none.
-        initialised: The agent that did it, and its clock then.
+        initialised: The agent that did it, its clock then, and the PTX line.
         users: Agents that were found to know of that.
+        expected: PTX line of the last `expect_tx`, 0 for none.
         passing: What units that arrived in the current phase pass on.
         passed: The same of completed phases.
     """
@@ -78,6 +79,7 @@ class MBarrier(Waiters):
         "address",
         "completed",
         "count",
+        "expected",
         "fenced",
         "initialised",
         "party",
@@ -96,8 +98,9 @@ class MBarrier(Waiters):
         self.address, self.count, self.pending = address, count, count
         self.tx, self.phase, self.completed, self.fenced = 0, 0, 0, False
         self.party = 0
-        self.initialised: tuple[Agent, int] | None = None
+        self.initialised: tuple[Agent, int, int] | None = None
         self.users: set[int] = set()
+        self.expected = 0
         self.passing: Vector = {}
         self.passed: Vector = {}
 

@@ -135,13 +135,13 @@ class Checks:
 
     # -- initialisation of mbarriers -------------------------------------------------------------
 
-    def mbarrier_init(self, group: Group, barrier: MBarrier) -> None:
+    def mbarrier_init(self, group: Group, barrier: MBarrier, line: int) -> None:
         """`mbarrier.init`: a fence of this warp must follow."""
         warp, agent = group.warp, group.warp.agent
         warp.state.setdefault("mbarrier_init", []).append(barrier)
         hint = f"the reader has seen no completion of mbarrier {barrier.address:#x} that covers it"
         barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, hint))
-        barrier.initialised = agent, agent.vector[agent.id]
+        barrier.initialised = agent, agent.vector[agent.id], line
         barrier.users.add(agent.id)
         agent.touched = True
 
@@ -158,6 +158,7 @@ class Checks:
                 "mbarrier-init",
                 f"{what} (line {self.report.place(line)}) uses {barrier}, but no fence.mbarrier_init "
                 "followed its init",
+                line,
                 key=barrier.address,
             )
 
@@ -167,7 +168,7 @@ class Checks:
         if agent.id in barrier.users or "mbarrier" not in self.enabled or barrier.initialised is None:
             return
         barrier.users.add(agent.id)
-        owner, clock = barrier.initialised
+        owner, clock, initialised = barrier.initialised
         if agent.vector.get(owner.id, 0) < clock and agent.nearby.get(owner.party, 0) < clock:
             self.report.add(
                 "mbarrier-race",
@@ -175,6 +176,7 @@ class Checks:
                 f"the mbarrier.init by {owner.warp}: no barrier lies between",
                 line,
                 key=(line, "known"),
+                other=initialised,
             )
 
     # -- tensor memory ---------------------------------------------------------------------------
@@ -302,12 +304,17 @@ class Checks:
             return
         for event in cta.pending.values():
             self.report.add(
-                "exit-pending", f"{cta} exits while {event.what} has not happened", key=event.what
+                "exit-pending",
+                f"{cta} exits while {event.what} has not happened",
+                event.line,
+                key=event.what,
             )
         for barrier in cta.mbarriers.values():
             if barrier.tx:
-                self.report.add("exit-tx", f"{cta} exits with {barrier}", key=barrier.address)
-        for agent, clock in cta.visitors.values():
+                self.report.add(
+                    "exit-tx", f"{cta} exits with {barrier}", barrier.expected, key=barrier.address
+                )
+        for agent, clock, line in cta.visitors.values():
             if not any(
                 max(w.agent.vector.get(agent.id, 0), nearby(w.agent).get(agent.party, 0)) >= clock
                 for w in cta.warps
@@ -316,10 +323,14 @@ class Checks:
                     "exit-remote",
                     f"{cta} exits, and nothing orders that after {agent.warp} accesses its shared memory: "
                     "no cluster barrier, nor another release and acquire, lies between",
+                    line,
                     key=(cta.rank_in_cluster, agent.warp.index),
                 )
         if cta.tmem_owner.any():
             columns = int(np.count_nonzero(cta.tmem_owner))
             self.report.add(
-                "tmem-leak", f"{cta} exits with {columns} columns of tensor memory allocated", key=0
+                "tmem-leak",
+                f"{cta} exits with {columns} columns of tensor memory allocated",
+                cta.state["tmem_alloc"],
+                key=0,
             )

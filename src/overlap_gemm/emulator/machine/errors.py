@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from overlap_gemm.emulator.ptx import source
 
 
 class EmulatorError(RuntimeError):
-    """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address."""
+    """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
+
+    Attributes:
+        line: of the instruction in its PTX, 0 where none is known.
+    """
+
+    def __init__(self, message: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+        self._shown = False
+
+    def show(self, ptx: str) -> None:
+        """Adds the instructions around its line to the message, once."""
+        if self.line and not self._shown:
+            self._shown = True
+            self.args = (f"{self}\n{source.excerpt(ptx, self.line)}",)
 
 
 class MemoryFault(EmulatorError):
@@ -23,15 +39,7 @@ class UnsupportedInstruction(EmulatorError):
 
 
 class KernelTrap(EmulatorError):
-    """The kernel executed `trap`.
-
-    Attributes:
-        line: in its PTX.
-    """
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
+    """The kernel executed `trap`."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,18 @@ class Finding:
         kind: Short name of the check, such as `proxy-fence` or `exit-pending`.
         message: Who, where and what, both parties named.
         line: PTX line, 0 where none applies.
+        excerpt: The instruction there and three on either side, the line of the Python source above them
+            and the other party's instruction below, as far as they are known.
     """
 
     kind: str
     message: str
     line: int = 0
+    excerpt: str = ""
 
     def __str__(self) -> str:
-        return f"[{self.kind}] {self.message}"
+        below = f"\n{self.excerpt}" if self.excerpt else ""
+        return f"[{self.kind}] {self.message}{below}"
 
 
 @dataclass
@@ -61,22 +73,46 @@ class Report:
         instructions: Warp instructions executed.
         seconds: Wall-clock time spent in `run`.
         output: Lines the kernels printed.
-        place: Names a PTX line of the kernel that is running now, with its place in the source if known.
+        ptx: Text of the kernel that is running now.
     """
 
     findings: list[Finding] = field(default_factory=list)
     instructions: int = 0
     seconds: float = 0.0
     output: list[str] = field(default_factory=list)
-    place: Callable[[int], str] = field(default=str, repr=False)
+    ptx: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
 
-    def add(self, kind: str, message: str, line: int = 0, key: object = None) -> None:
-        """Adds a finding once per (kind, key); `key` defaults to the line."""
+    def place(self, line: int) -> str:
+        """Names a line of the kernel that is running now, with its place in the source if known."""
+        return source.place(self.ptx, line)
+
+    def add(
+        self,
+        kind: str,
+        message: str,
+        line: int = 0,
+        key: object = None,
+        other: int = 0,
+        other_ptx: str | None = None,
+    ) -> None:
+        """Adds a finding once per (kind, key).
+
+        Args:
+            kind: Name of the check.
+            message: Who, where and what.
+            line: PTX line of the instruction, 0 where none applies.
+            key: What makes it different from another of its kind; the line by default.
+            other: PTX line of the other party's instruction, 0 for none.
+            other_ptx: The other party's kernel, where that may not be the one that is running.
+        """
         ident = (kind, line if key is None else key)
         self._seen[ident] = self._seen.get(ident, 0) + 1
         if self._seen[ident] == 1:
-            self.findings.append(Finding(kind, message, line))
+            shown = [source.excerpt(self.ptx, line)] if line else []
+            if other:
+                shown.append(source.other(self.ptx if other_ptx is None else other_ptx, other))
+            self.findings.append(Finding(kind, message, line, "\n".join(filter(None, shown))))
 
     @property
     def ok(self) -> bool:

@@ -17,6 +17,7 @@ from overlap_gemm.emulator.machine.errors import Report
 from overlap_gemm.emulator.machine.grid import Grid, bank
 from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
 from overlap_gemm.emulator.machine.residency import Residency
+from overlap_gemm.emulator.machine.roles import Roles, role_of
 from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
 from overlap_gemm.emulator.machine.streams import StreamEvent, Streams
 from overlap_gemm.emulator.machine.visibility import HeldStores
@@ -98,6 +99,7 @@ class Machine:
         progress: Called now and then during `run` with the number of warp instructions so far.
         limit: Warp instructions after which an endless run is broken off; None for no limit.
         trace: Records what each warp and each async operation did when.
+        roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
 
     Attributes:
         memory: Registry of global memory.
@@ -120,6 +122,7 @@ class Machine:
         progress: Callable[[int], None] | None = None,
         trace: Trace | None = None,
         limit: int | None = None,
+        roles: Roles | None = None,
     ) -> None:
         if arch not in SM_COUNT:
             meant = "".join(f" ({known}?)" for known in SM_COUNT if known.rstrip("a") == arch.rstrip("af"))
@@ -146,6 +149,7 @@ class Machine:
         self.engines = [Residency(COPY_ENGINES) for _ in each]
         self.engine.moved = self.scheduler.moved
         self.scheduler.trace = self.engine.trace = trace
+        self._roles: Roles = roles if roles is not None else trace.roles if trace is not None else {}
         self.faults = self.scheduler.faults
         self.held = self.scheduler.held = HeldStores(mode, seed)
         self.checks.held = self.held
@@ -154,6 +158,10 @@ class Machine:
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
         self._launched = 0
         self._progress = progress
+
+    def role(self, warp: int) -> str:
+        """What a CTA's warp of this number is for, as far as it was told."""
+        return role_of(self._roles, warp)
 
     def intercept(self, name: str, handler: Callable[..., Any]) -> None:
         """Replaces calls of the device function `name`.

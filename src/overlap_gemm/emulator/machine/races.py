@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.order import SCOPES, Agent, includes
+from overlap_gemm.emulator.ptx.source import place
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.errors import Report
@@ -221,13 +222,16 @@ class RaceDetector:
             else:
                 why = "no release/acquire of sufficient scope orders them"
             index = cells.start + at if isinstance(cells, slice) else int(cells[at])
+            theirs_ptx = owner.warp.grid.program.module.text
             what = f"{verb} of {allocation.base + index * shadow.granule:#x} ({allocation}) by {agent.warp}"
             self.report.add(
                 "race",
                 f"{what}, line {self.report.place(line)}, is not ordered after it was {other_verb} by "
-                f"{owner.warp}, line {self.report.place(mark >> 4)}: {why}",
+                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}: {why}",
                 line,
                 key=(line, mark >> 4, verb),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
             )
 
     def _check_proxy(
@@ -244,11 +248,14 @@ class RaceDetector:
                 continue
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(shadow.writes[1][cells][at])
+            theirs_ptx = owner.warp.grid.program.module.text
             self.report.add(
                 "proxy-fence",
                 f"the async read of line {self.report.place(line)} by {agent.warp} reads {allocation}, which "
-                f"{owner.warp} wrote in line {self.report.place(mark >> 4)} through the generic proxy: "
+                f"{owner.warp} wrote in line {place(theirs_ptx, mark >> 4)} through the generic proxy: "
                 "no fence.proxy.async lies between the two",
                 line,
                 key=(line, mark >> 4),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
             )

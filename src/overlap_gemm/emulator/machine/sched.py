@@ -144,7 +144,7 @@ class Scheduler:
 
     def _turn(self, warp: Warp, quantum: int) -> None:
         program = warp.grid.program
-        warp.grid.checks.report.place = program.place
+        warp.grid.checks.report.ptx = program.module.text
         while quantum > 0:
             group = self._pick(warp)
             if group is None:
@@ -176,10 +176,13 @@ class Scheduler:
                         break
                 else:
                     group.pc = pc
-            except EmulatorError:
+            except EmulatorError as error:
+                error.show(program.module.text)
                 raise
             except Exception as error:
-                raise program.locate(error, group, pc) from error
+                located = program.locate(error, group, pc)
+                located.show(program.module.text)
+                raise located from error
             self.executed += count
         if not warp.queued and any(not g.why for g in warp.groups):
             warp.queued = True

@@ -392,6 +392,7 @@ class SharedRaces:
             f"{party.hint}",
             line,
             key=(line, theirs, verb),
+            other=theirs,
         )
 
 

@@ -193,7 +193,8 @@ class Warp:
             group.wake()
 
     def __str__(self) -> str:
-        return f"{self.cta} warp {self.index}"
+        role = self.grid.machine.role(self.index)
+        return f"{self.cta} warp {self.index} ({role})" if role else f"{self.cta} warp {self.index}"
 
 
 class Cta:
@@ -227,7 +228,7 @@ class Cta:
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
         self.cells = SharedCells(len(self.smem))
         self._tensor_cells: Cells | None = None
-        self.visitors: dict[int, tuple[Agent, int]] = {}  # of other CTAs, with the clock of their last access
+        self.visitors: dict[int, tuple[Agent, int, int]] = {}  # of other CTAs, when and where last
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}

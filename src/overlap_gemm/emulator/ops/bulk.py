@@ -171,9 +171,9 @@ def copy_out(
                     notify(machine.watch, (moved >> 4).tolist())
         wake(group, "bulk_wait")
 
-    first = Event(read, grid, cta, f"{what} reading shared memory", "read")
+    first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
     grid.engine.submit(first)
-    second = grid.engine.submit(Event(write, grid, None, what, "write", after=(first,)))
+    second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line))
     bulk_groups(group, lane).open.append((first, second, agent.issued))
 
 
@@ -319,7 +319,7 @@ def _copy_in(
         mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
         grid.checks.mbarrier_use(mbarrier, what, ins.line)
         copies_in(group, cta, where, chunk, mbarrier, ins.line)
-        grid.engine.submit(Event(land(cta, signalled), grid, cta, what))
+        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=ins.line))
 
 
 @instruction("cp.async.bulk.prefetch")

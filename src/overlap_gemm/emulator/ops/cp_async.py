@@ -60,7 +60,7 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
             unit = _unit(group.warp)
             unit.advance()
             grid.checks.shared.copied_lanes(group.warp.agent, cta, d, size, ins.line, unit)
-        event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}"))
+        event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}", line=ins.line))
         group.warp.bulk.setdefault(("cp", 0), BulkGroups()).open.append(event)
 
     return Op(run, (dst, src, size, source_size))
@@ -125,7 +125,9 @@ def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
             unit = _unit(group.warp)
             known = {**nearby(group.warp.agent), unit.number: unit.issued}
             what = f"the cp.async.mbarrier.arrive of line {ins.line}"
-            event = Event(partial(barrier.arrive, passing=known), grid, cta, what, after=before)
+            event = Event(
+                partial(barrier.arrive, passing=known), grid, cta, what, after=before, line=ins.line
+            )
             grid.engine.submit(event)
 
     return Op(run, (ins.operands[0],))

@@ -167,7 +167,8 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
             data = [one(v, pick) & MASK[8 * width] for v in parts]
 
             land = partial(_land, cta, width, offset, data, function, signal)
-            grid.engine.submit(Event(land, grid, cta, f"the {ins.parts[0]}.async of line {ins.line}"))
+            what = f"the {ins.parts[0]}.async of line {ins.line}"
+            grid.engine.submit(Event(land, grid, cta, what, line=ins.line))
 
     return Op(run, (address, values, barrier))
 
@@ -209,7 +210,7 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
                 target.mbarrier(signal | target.base).complete(16)
 
         what = f"the clusterlaunchcontrol.try_cancel of line {ins.line}"
-        grid.engine.submit(Event(answer, grid, cta, what))
+        grid.engine.submit(Event(answer, grid, cta, what, line=ins.line))
 
     return Op(run, (address, barrier))
 

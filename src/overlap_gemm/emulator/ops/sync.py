@@ -20,7 +20,7 @@ _WINDOW = 0xFFFFFFFF
 def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
     """An error that names the place."""
     place = group.warp.grid.program.place(ins.line)
-    return EmulatorError(f"{group.where()}, line {place} ({ins.opcode}): {what}")
+    return EmulatorError(f"{group.where()}, line {place} ({ins.opcode}): {what}", ins.line)
 
 
 # -- named barriers ------------------------------------------------------------------------------
@@ -50,7 +50,10 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
         if count % 32:
             raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
         cta.grid.checks.arrive(group, barrier, ins)
-        generation = barrier.arrive(_threads(group, mask), count)
+        try:
+            generation = barrier.arrive(_threads(group, mask), count)
+        except EmulatorError as why:
+            raise fail(group, ins, str(why)) from None
         group.effects += 1
         if verb == "arrive":
             return None
@@ -155,7 +158,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
             cta.mbarriers[offset] = barrier = MBarrier(a & _WINDOW, n)
-            cta.grid.checks.mbarrier_init(group, barrier)
+            cta.grid.checks.mbarrier_init(group, barrier, ins.line)
         group.effects += 1
 
     return Op(run, ins.operands[:2])
@@ -201,9 +204,11 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
                 barrier.count -= 1
             if expects:
                 barrier.tx += n
-                barrier.arrive(1)
-            else:
-                barrier.arrive(n)
+                barrier.expected = ins.line
+            try:
+                barrier.arrive(1 if expects else n)
+            except EmulatorError as why:
+                raise fail(group, ins, str(why)) from None
         return state
 
     return Op(run, (sources[0], amount), outputs)
@@ -218,6 +223,7 @@ def _tx(program: Any, f: Function, ins: Instruction) -> Op:
         for a, n in _per_lane(mask, address, nbytes):
             barrier = group.warp.cta.mbarrier(a & _WINDOW)
             group.warp.grid.checks.mbarrier_known(group, barrier, ins.line)
+            barrier.expected = ins.line if expects else barrier.expected
             (barrier.expect if expects else barrier.complete)(n)
 
     return Op(run, ins.operands[:2])

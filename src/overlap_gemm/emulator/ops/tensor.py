@@ -82,6 +82,7 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
             group.park(f"{n} free columns of tensor memory")
             return BLOCK_RESULT
         owner[first : first + n] = first + 1
+        cta.state["tmem_alloc"] = ins.line
         offset = one(address, mask) & _OFFSET
         if cta.grid.checks.shared is not None:
             cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)
@@ -219,7 +220,8 @@ class _Products(Event):
 
     def __init__(self, group: Group, ins: Instruction, ctas: list[Cta], product: tcgen05.Mma) -> None:
         cta = group.warp.cta
-        super().__init__(self._multiply, cta.grid, cta, f"the tcgen05.mma of line {ins.line}", "tensor")
+        what = f"the tcgen05.mma of line {ins.line}"
+        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line)
         self._group, self._ins, self._ctas = group, ins, ctas
         self._products = [product]
 
@@ -375,7 +377,8 @@ def _cp(program: Any, f: Function, ins: Instruction) -> Op:
                     raise fail(group, ins, str(why)) from None
 
         cta.grid.engine.enqueue(
-            ("tensor", cta), Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}", "tensor")
+            ("tensor", cta),
+            Event(copy, cta.grid, cta, f"the tcgen05.cp of line {ins.line}", "tensor", line=ins.line),
         )
 
     return Op(run, ins.operands[:2])
@@ -416,6 +419,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
                 barrier.arrive(passing=known)
 
         what = f"the tcgen05.commit of line {ins.line}"
-        cta.grid.engine.enqueue(("tensor", cta), Event(arrive, cta.grid, targets[0], what, "tensor"))
+        event = Event(arrive, cta.grid, targets[0], what, "tensor", line=ins.line)
+        cta.grid.engine.enqueue(("tensor", cta), event)
 
     return Op(run, (barrier, cta_mask))

@@ -188,7 +188,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         if product.warps == 4:
             del products[key]
             what = f"the wgmma of line {ins.line}"
-            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor")
+            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor", line=ins.line)
             cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
         return None
 

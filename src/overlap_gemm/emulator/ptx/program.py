@@ -383,7 +383,8 @@ class Program:
         lines = self._lines[item]
         span = f"lines {self.place(lines[0].line)} to {lines[-1].line}" if lines else "?"
         return EmulatorError(
-            f"{group.where()}, {span} ({_short(lines[0].text)}): {type(error).__name__}: {error}"
+            f"{group.where()}, {span} ({_short(lines[0].text)}): {type(error).__name__}: {error}",
+            lines[0].line if lines else 0,
         )
 
 

@@ -1,7 +1,8 @@
-"""Which line of the Python source a PTX instruction comes from, where the PTX has line information."""
+"""PTX lines in words: the instructions around one, and where in the Python source it comes from, if known."""
 
 from __future__ import annotations
 
+import linecache
 import re
 from bisect import bisect_right
 from functools import lru_cache
@@ -11,25 +12,77 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
 
 
+AROUND = 3  # instructions shown on either side
+
+
 @lru_cache(maxsize=32)
-def _places(ptx: str) -> tuple[list[int], list[str]]:
-    """PTX lines from which on a place of the source holds, and these places."""
-    files = {number: PurePath(path).name for number, path in _FILE.findall(ptx)}
-    lines, places = [0], [""]
+def _places(ptx: str) -> tuple[list[int], list[tuple[str, int] | None]]:
+    """PTX lines from which on a place of the source holds, and these places: path and line."""
+    files = dict(_FILE.findall(ptx))
+    lines: list[int] = [0]
+    places: list[tuple[str, int] | None] = [None]
     if files:
         for number, text in enumerate(ptx.split("\n"), 1):
             found = _LOC.match(text)
             if found is not None:
                 lines.append(number)
-                places.append(f"{files.get(found[1], '?')}:{found[2]}" if found[2] != "0" else "")
+                places.append((files.get(found[1], "?"), int(found[2])) if found[2] != "0" else None)
             elif text.startswith("}"):
                 lines.append(number)
-                places.append("")
+                places.append(None)
     return lines, places
+
+
+def _origin(ptx: str, line: int) -> tuple[str, int] | None:
+    lines, places = _places(ptx)
+    return places[bisect_right(lines, line) - 1]
 
 
 def place(ptx: str, line: int) -> str:
     """A PTX line for messages, such as ``833 (gemm.py:120)``; the number alone where no more is known."""
-    lines, places = _places(ptx)
-    known = places[bisect_right(lines, line) - 1]
-    return f"{line} ({known})" if known else str(line)
+    origin = _origin(ptx, line)
+    return f"{line} ({PurePath(origin[0]).name}:{origin[1]})" if origin else str(line)
+
+
+def _python(ptx: str, line: int) -> str:
+    """The line of the Python source that a PTX line comes from; empty where that is not known."""
+    origin = _origin(ptx, line)
+    text = linecache.getline(*origin).strip() if origin else ""
+    return f"{PurePath(origin[0]).name}:{origin[1]}: {text}" if origin and text else ""
+
+
+@lru_cache(maxsize=4)
+def _lines(ptx: str) -> list[str]:
+    return ptx.split("\n")
+
+
+def _instruction(text: str) -> bool:
+    text = text.strip()
+    return bool(text) and not text.startswith((".", "//", "{", "}", ")"))
+
+
+def _shown(ptx: str, line: int, mark: str) -> str:
+    text = " ".join(_lines(ptx)[line - 1].split())
+    return f"    {mark} {line:>6} | {text if len(text) <= 160 else text[:157] + '...'}"
+
+
+def excerpt(ptx: str, line: int) -> str:
+    """An instruction with `AROUND` on either side, below the line of the Python source that it comes from."""
+    lines = _lines(ptx)
+    if not 0 < line <= len(lines):
+        return ""
+    near = range(max(1, line - 12 * AROUND), min(len(lines), line + 12 * AROUND) + 1)
+    before = [n for n in near if n < line and _instruction(lines[n - 1])]
+    after = [n for n in near if n > line and _instruction(lines[n - 1])]
+    rows = [_shown(ptx, n, " ") for n in before[-AROUND:]]
+    rows += [_shown(ptx, line, ">"), *(_shown(ptx, n, " ") for n in after[:AROUND])]
+    python = _python(ptx, line)
+    return "\n".join([f"      {python}", *rows] if python else rows)
+
+
+def other(ptx: str, line: int) -> str:
+    """The other party's instruction, below the line of the Python source that it comes from."""
+    if not 0 < line <= len(_lines(ptx)):
+        return ""
+    python = _python(ptx, line)
+    return "      the other" + (f", {python}" if python else ":") + "\n" + _shown(ptx, line, ">")

@@ -1,0 +1,131 @@
+"""What a finding and an error show: the instructions around the place, both parties, and their roles."""
+
+import re
+
+import pytest
+
+from overlap_gemm.emulator.machine.errors import EmulatorError, MemoryFault
+from overlap_gemm.emulator.machine.launch import Machine
+from overlap_gemm.emulator.machine.roles import parse_roles
+from overlap_gemm.emulator.ptx.source import excerpt
+from overlap_gemm.emulator.trace import Trace
+
+from .handwritten import aligned, launch, module, run
+from .test_shared_races import INIT, LOAD, SETUP, SMEM
+
+ROLES = {0: "writer", 1: "reader"}
+
+
+def shown(text):
+    """Numbers and marks of the instructions that an excerpt shows, those of the other party apart."""
+    mine, _, other = text.partition("the other")
+    rows = re.findall(r"^ +(>?) +(\d+) \| (.*)$", mine, re.M)
+    return rows, re.findall(r"> +(\d+) \| (.*)$", other, re.M)
+
+
+def planted(body, **options):
+    out = aligned(64)
+    return run(SETUP + body, [aligned(64), out], smem=SMEM, block=(64, 1, 1), roles=ROLES, **options)
+
+
+# kind of the finding: kernel, its instruction, the other party's, roles of both
+FINDINGS = {
+    "shared-race": (
+        "@%p1 st.shared.b32 [%r3], %r0;\nmov.b32 %r9, 1;\n@%p2 ld.shared.b32 %r5, [%r3];\n",
+        "ld.shared.b32", "st.shared.b32", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "race": (
+        "@%p1 st.global.b32 [%d1], 7;\n@%p2 ld.global.b32 %r5, [%d1];\n",
+        "ld.global.b32", "st.global.b32", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "proxy-fence": (
+        "@%p1 st.shared.b32 [%r3], %r0;\nbar.sync 0;\n"
+        "@%p0 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r11], 16;\n"
+        "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n",
+        "cp.async.bulk.global", None, ("warp 0 (writer)",),
+    ),
+    "mbarrier-race": (
+        "@%p0 mbarrier.init.shared.b64 [%r10], 1;\n@%p2 mbarrier.arrive.shared.b64 %d9, [%r10];\n",
+        "mbarrier.arrive", "mbarrier.init", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "exit-tx": (
+        INIT + "\n@%p0 mbarrier.arrive.expect_tx.shared.b64 %d9, [%r10], 256;\n", "expect_tx", None, (),
+    ),
+    "exit-pending": (INIT + "\n" + LOAD, "cp.async.bulk.shared", None, ()),
+    "tmem-leak": (
+        "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r11], 32;\n",
+        "tcgen05.alloc", None, (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FINDINGS)
+def test_a_finding_shows_its_instruction_three_on_either_side_the_other_party_and_roles(kind):
+    body, mine, other, who = FINDINGS[kind]
+    report = planted(body, mode="lazy" if kind == "exit-pending" else "immediate").report
+    finding = next(f for f in report.findings if f.kind == kind)
+    rows, others = shown(finding.excerpt)
+    numbers = [int(number) for _, number, _ in rows]
+    (at,) = [n for n, (mark, _, _) in enumerate(rows) if mark]
+    assert numbers[at] == finding.line and mine in rows[at][2]
+    assert at == 3, "three instructions before"
+    assert len(rows) == 7 or re.match(r"ret;|}", rows[-1][2]), "three after, if the kernel goes on"
+    assert numbers == sorted(numbers)
+    assert not any(text.lstrip().startswith((".loc", "{", "//")) for _, _, text in rows)
+    assert bool(others) == (other is not None) and all(other in text for _, text in others)
+    assert all(role in finding.message for role in who)
+    assert str(finding) == f"[{kind}] {finding.message}\n{finding.excerpt}"
+
+
+@pytest.mark.parametrize(
+    ("error", "body", "mine"),
+    [
+        (MemoryFault, "ld.global.b32 %r5, [%d1+4096];", "ld.global.b32"),
+        (EmulatorError, INIT + "\n@%p0 mbarrier.arrive.shared.b64 %d9, [%r10], 2;", "mbarrier.arrive"),
+        (EmulatorError, "@%p1 bar.arrive 1, 64;\n@%p2 bar.sync 1, 32;", "bar.sync 1"),
+        (EmulatorError, "@%p2 trap;", "trap"),
+        (EmulatorError, INIT + "\n" + LOAD + "@%p0 mbarrier.inval.shared.b64 [%r10];", "cp.async.bulk"),
+    ],
+    ids=["out of bounds", "over-arrival", "barrier count", "trap", "in a copy, later"],
+)
+def test_an_error_shows_its_place_too(error, body, mine):
+    with pytest.raises(error) as caught:
+        planted(body, mode="lazy")
+    rows, _ = shown(str(caught.value))
+    (marked,) = [text for mark, _, text in rows if mark]
+    assert mine in marked
+    assert str(caught.value).count("    > ") == 1
+
+
+def test_the_other_party_of_another_kernel_is_shown_from_its_own_text():
+    flag = aligned(32)
+    machine = Machine("sm_100a", ranks=2, roles=lambda warp: f"only {warp}")
+    machine.memory.register(flag.ctypes.data, flag.nbytes, name="flag")
+    writes = module("// a comment that moves the lines\n\n\nst.global.b32 [%d0], 7;", 1)
+    reads = module("nanosleep.u32 1000; ld.global.b32 %r1, [%d0];", 1)
+    machine.submit(launch(writes, [flag]))
+    machine.submit(launch(reads, [flag], rank=1))
+    machine.run()
+    (finding,) = machine.report.findings
+    rows, others = shown(finding.excerpt)
+    assert "ld.global" in next(text for mark, _, text in rows if mark)
+    assert [text for _, text in others] == ["st.global.b32 [%d0], 7;"]
+    assert finding.message.count("warp 0 (only 0)") == 2
+
+
+def test_a_trace_names_the_warps_of_messages():
+    out = aligned(64)
+    body = "@%p1 st.shared.b32 [%r3], %r0; @%p2 ld.shared.b32 %r5, [%r3];"
+    report = run(SETUP + body, [out, out], smem=SMEM, block=(64, 1, 1), trace=Trace(roles=ROLES)).report
+    assert "warp 1 (reader)" in report.findings[0].message
+
+
+def test_roles_on_the_command_line():
+    assert parse_roles("0-2=epilogue, 4=mma") == {0: "epilogue", 1: "epilogue", 2: "epilogue", 4: "mma"}
+    assert parse_roles("") == {}
+    with pytest.raises(ValueError, match="4:mma"):
+        parse_roles("4:mma")
+
+
+def test_lines_beyond_the_text_show_nothing():
+    assert excerpt("a;\nb;", 3) == excerpt("a;", 0) == ""
