@@ -181,3 +181,26 @@ def test_a_commit_to_a_cta_that_has_exited_is_an_error_where_nothing_reported_it
     checks = tuple(check for check in CHECKS if check != "exit")
     with pytest.raises(EmulatorError, match="which has exited"):
         run(COMMIT.replace("WAIT", ""), [np.zeros(4, np.uint32)], SMEM, mode="lazy", checks=checks)
+
+
+PEERS = """
+mov.u32 %r0, %cluster_ctarank; mov.u32 %r1, bar; mov.b16 %h0, 3;
+mbarrier.init.shared.b64 [%r1], 1;
+fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive; barrier.cluster.wait;
+setp.ne.u32 %p0, %r0, 0;
+@%p0 bra WAIT;
+elect.sync %r5|%p3, -1;
+@%p3 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h0;
+LOOK: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra LOOK;
+WAIT:
+AWAITED
+"""
+
+
+def test_a_commit_to_a_neighbour_that_has_exited_is_found_and_the_run_goes_on():
+    shape = {"grid": (2, 1, 1), "cluster": (2, 1, 1), "mode": "lazy"}
+    (finding,) = run(PEERS.replace("AWAITED", ""), [], SMEM, **shape).report.findings
+    assert finding.kind == "exit-remote" and "CTA (1, 0, 0), which has exited" in finding.message
+    awaited = "SEEN: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra SEEN;"
+    assert not run(PEERS.replace("AWAITED", awaited), [], SMEM, **shape).report.findings

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
 from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.order import scope_of
@@ -22,7 +23,7 @@ from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation
-    from overlap_gemm.emulator.machine.warp import Group
+    from overlap_gemm.emulator.machine.warp import Cta, Group
     from overlap_gemm.emulator.ptx.ir import Instruction
 
 _SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
@@ -106,6 +107,8 @@ class Access:
             if shared is not None:
                 agent = group.warp.agent
                 shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, False)
+                if group.warp.unsynced and self.strength < 0:
+                    self._lanes_met(group, cta, mask, offset, offset, offset)
             view, i = cta.mem[self.width], offset >> self.shift
             return view[i] if self.count == 1 else tuple(view[i + n] for n in range(self.count))
         lanes = self._plan(_safe(address, mask), cta.base)
@@ -115,7 +118,13 @@ class Access:
         shared = cta.grid.checks.shared
         if shared is not None:
             shared.lanes(group.warp.agent, cta, self.line, self.strength >= 0, lanes, self.size, False)
+            if group.warp.unsynced and self.strength < 0:
+                self._lanes_met(group, cta, mask, lanes.offsets, lanes.lowest, lanes.highest)
         return self._columns(rows[lanes.rows])
+
+    def _lanes_met(self, group: Group, cta: Cta, mask: int, offsets: Any, low: int, high: int) -> None:
+        report = cta.grid.checks.report
+        check_load(report, group.warp, cta, mask, offsets, low, high + self.size, self.size, self.line)
 
     def _plan(self, addresses: np.ndarray, base: int) -> LanePlan:
         return lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
@@ -317,6 +326,9 @@ class Access:
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
                 shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, True)
+                if self.strength < 0:
+                    end = offset + self.size
+                    group.warp.stored(LaneStore(cta, mask, offset, offset, end, self.size, self.line))
             cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
             agent.touched = True
             end = offset + self.size
@@ -333,6 +345,11 @@ class Access:
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
                 shared.lanes(agent, cta, self.line, self.strength >= 0, lanes, self.size, True)
+                if self.strength < 0:
+                    end = lanes.highest + self.size
+                    group.warp.stored(
+                        LaneStore(cta, mask, lanes.offsets, lanes.lowest, end, self.size, self.line)
+                    )
             rows = self._rows(mask, values)
             if self.size == 16:
                 cta.chunks[lanes.rows] = rows.view(np.complex128)[:, 0]

@@ -157,16 +157,18 @@ class CountBarrier(Waiters):
         arrived: Threads that have arrived in this generation.
         generation: Number of times it has released.
         votes: Sum of the predicates of `bar.red`, by parity of the generation.
+        present: Threads that had arrived when it released last.
     """
 
     joint = True
 
-    __slots__ = ("arrived", "count", "everyone", "generation", "name", "votes")
+    __slots__ = ("arrived", "count", "everyone", "generation", "name", "present", "votes")
 
     def __init__(self, name: str, everyone: Callable[[], int], scope: str = "cta") -> None:
         super().__init__(scope)
         self.name, self.everyone = name, everyone
         self.arrived, self.count, self.generation = 0, 0, 0
+        self.present = 0
         self.votes = [0, 0]
 
     def arrive(self, threads: int, count: int = 0, votes: int = 0) -> int:
@@ -189,7 +191,7 @@ class CountBarrier(Waiters):
         """Releases the barrier if all have arrived; also called when threads exit."""
         if self.arrived and self.arrived >= (self.count or self.everyone()):
             self.publish()
-            self.arrived = 0
+            self.present, self.arrived = self.arrived, 0
             self.generation += 1
             self.votes[self.generation & 1] = 0
             self.wake()

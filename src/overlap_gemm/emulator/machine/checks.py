@@ -21,7 +21,7 @@ from overlap_gemm.emulator.machine.shared_races import Party, SharedRaces, nearb
 from overlap_gemm.emulator.ptx.lanes import lane_list
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.barrier import MBarrier, Waiters
+    from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier, Waiters
     from overlap_gemm.emulator.machine.errors import Report
     from overlap_gemm.emulator.machine.grid import Grid
     from overlap_gemm.emulator.machine.memory import GlobalMemory
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SYS = SCOPES.index("sys")
 CHECKS = ("proxy", "exit", "mbarrier", "race", "shared")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
-STRICT_CHECKS = ("tmem", "wgmma")
+STRICT_CHECKS = ("tmem", "wgmma", "barrier")
 
 
 class Checks:
@@ -228,6 +228,7 @@ class Checks:
     def arrive(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
         """An arrival at a barrier: a release, unless it says `.relaxed` and no fence goes before it."""
         agent, scope = group.warp.agent, scope_of(ins, barrier.scope)
+        group.warp.unsynced.clear()
         if "relaxed" not in ins.parts:
             barrier.arrivals[agent.id] = agent.release(), scope
         elif agent.fenced is not None:
@@ -238,6 +239,7 @@ class Checks:
     def leave(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
         """A barrier let a warp go: an acquire unless it says `.relaxed`."""
         agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
+        group.warp.unsynced.clear()
         for known in barrier.inits:
             known.users.add(agent.id)
         if "relaxed" in ins.parts:
@@ -251,6 +253,17 @@ class Checks:
                     agent.proxied, {a: c for a, c in snapshot.proxied.items() if a >= 0}
                 )  # in shared memory
 
+    def passed(self, group: Group, barrier: CountBarrier, ins: Instruction) -> None:
+        """A barrier of a CTA let a warp go: strictly, one that names no count is for every warp."""
+        threads = 32 * len(group.warp.cta.warps)
+        if "barrier" in self.enabled and not barrier.count and barrier.present < threads:
+            self.report.add(
+                "barrier-exit",
+                f"line {self.report.place(ins.line)} of {group.warp}: {barrier.present} of the CTA's "
+                f"{threads} threads came to {barrier.name}, and the others have exited",
+                ins.line,
+            )
+
     def completed(self, group: Group, barrier: MBarrier) -> None:
         """A wait found a phase of an mbarrier complete: the warp knows what completed on it."""
         agent = group.warp.agent
@@ -260,6 +273,7 @@ class Checks:
     def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or acquire load."""
         acquires, scope = "acquire" in ins.parts, scope_of(ins, "gpu")
+        group.warp.unsynced.clear()
         for place in self._places(group, mask, space, address):
             self.sync.read(group.warp.agent, place, scope, acquires)
 
@@ -268,12 +282,14 @@ class Checks:
         scope, releases = scope_of(ins, "gpu"), "release" in ins.parts
         if releases and scope == SYS and self.held is not None:
             self.held.release(group.warp.agent)
+        group.warp.unsynced.clear()
         for place in self._places(group, mask, space, address):
             self.sync.write(group.warp.agent, place, scope, releases, rmw=False)
 
     def atomic(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """An atomic or reduction; relaxed unless it says more."""
         parts, agent = ins.parts, group.warp.agent
+        group.warp.unsynced.clear()
         scope = scope_of(ins, "sys" if parts[0] == "multimem" else "gpu")
         acquires, releases = (
             "acquire" in parts or "acq_rel" in parts,

@@ -239,7 +239,8 @@ class Scheduler:
             self._release(list(self.pollers.values()))
             self._last_soft_wake = self.progress
             return True
-        raise Deadlock(self.describe("deadlock: no warp can go on and no async operation is pending"))
+        what = "deadlock: no warp can go on and no async operation is pending"
+        raise Deadlock(self.describe("\n".join([what, *self._half_reached()])))
 
     def _let_time_pass(self) -> bool:
         if self.sleepers:
@@ -288,6 +289,27 @@ class Scheduler:
         if len(lines) > len(shown):
             shown.append(f"  ... and {len(lines) - len(shown)} more")
         return "\n".join(shown)
+
+    def _half_reached(self) -> list[str]:
+        """Barriers to which some warps have come and others will not, with who is where."""
+        ctas = dict.fromkeys(warp.cta for warp in self.live.values())
+        barriers = [(b, [cta]) for cta in ctas for b in cta.named.values()]
+        barriers += [(c.barrier, c.ctas) for c in dict.fromkeys(cta.cluster for cta in ctas)]
+        lines = []
+        for barrier, members in barriers:
+            if not barrier.parked:
+                continue
+            here = dict.fromkeys(group.warp for group in barrier.parked)
+            absent = []
+            for warp in (w for cta in members for w in cta.warps if w not in here):
+                whys = dict.fromkeys(group.why or "nothing (runnable)" for group in warp.groups)
+                absent.append(f"{warp} {'waits for ' + ' and '.join(whys) if whys else 'has exited'}")
+            more = [f"and {len(absent) - 8} more"] if len(absent) > 8 else []
+            lines.append(
+                f"  not all come to {barrier}: there are {', '.join(map(str, here))}; "
+                + "; ".join([*absent[:8], *more])
+            )
+        return lines
 
     def reset(self) -> None:
         """Forgets all warps."""

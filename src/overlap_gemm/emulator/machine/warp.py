@@ -16,6 +16,7 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
 from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.lane_order import KEPT, LaneStore
 from overlap_gemm.emulator.machine.shared_races import Cells, Party, SharedCells, Unit
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 from overlap_gemm.emulator.ptx.lanes import FULL, LANE_IDS, merge
@@ -162,6 +163,7 @@ class Warp:
         self.local: np.ndarray | None = None
         self.state: dict[str, Any] = {}
         self.counted = 0
+        self.unsynced: list[LaneStore] = []
 
     @property
     def symbols(self) -> dict[str, int]:
@@ -186,6 +188,12 @@ class Warp:
             self.cta.warp_exited(self)
         else:
             self.recheck()
+
+    def stored(self, store: LaneStore) -> None:
+        """Lanes stored to shared memory; other lanes must not load it before they meet."""
+        self.unsynced.append(store)
+        if len(self.unsynced) > 2 * KEPT:
+            del self.unsynced[:-KEPT]
 
     def recheck(self) -> None:
         """Lets groups that wait for lanes that have exited look again."""

@@ -1,6 +1,9 @@
 """Warp-wide instructions: shuffles, votes, elections, reductions (PTX ISA 9.7.9.6, 9.7.13.8 to 9.7.13.14).
 
-A `.sync` instruction waits until every live lane of its member mask has come to it.
+A `.sync` instruction waits until every live lane of its member mask has come to it. By the ISA its behaviour
+is undefined where the executing lane is not in the mask, and so is what `shfl.sync` reads from a lane that
+does not take part. The first is a finding, and so is reading from a lane that the mask names but that has
+exited; other such reads yield poison, since reductions make some whose results nobody uses.
 """
 
 from __future__ import annotations
@@ -30,13 +33,32 @@ from overlap_gemm.emulator.ptx.lanes import (
 _LANES = LANE_IDS.astype(np.int64)
 
 
-def gathered(group: Group, mask: int, members: int) -> bool:
-    """Whether all live lanes of `members` are here; parks the group otherwise."""
+POISON = np.uint32(0xFFFFFFFF)
+
+
+def gathered(group: Group, mask: int, members: int, ins: Instruction | None = None) -> bool:
+    """Whether all live lanes of `members` are here; parks the group otherwise.
+
+    Lanes that are here and not among them are reported, for an instruction `ins`.
+    """
+    if mask & ~members and ins is not None:
+        _not_named(group, mask, members, ins)
     missing = members & group.warp.live & ~mask
     if missing:
         group.park(f"lanes {missing:#010x} of its warp to reach this instruction")
         return False
+    group.warp.unsynced.clear()
     return True
+
+
+def _not_named(group: Group, mask: int, members: int, ins: Instruction) -> None:
+    report = group.warp.grid.checks.report
+    report.add(
+        "sync-mask",
+        f"lanes {mask & ~members:#010x} of {group.warp} execute line {report.place(ins.line)} "
+        f"({ins.parts[0]}) with the member mask {members & FULL:#010x}, which does not name them",
+        ins.line,
+    )
 
 
 @instruction("shfl")
@@ -50,17 +72,48 @@ def _shfl(program: Any, f: Function, ins: Instruction) -> Op:
     plain = mode == "idx" and isinstance(c, Imm) and c.value == 31 and not pred
 
     def run(group: Group, mask: int, a: Any, b: Any, c: Any, members: Any) -> Any:
-        want = one(members, mask)
-        if (want & group.warp.live) & ~mask and not gathered(group, mask, want):
+        want = members if members.__class__ is int else _union(members, mask)
+        if (want & group.warp.live) != mask and not gathered(group, mask, want, ins):
             return BLOCK_RESULT
-        if plain and b.__class__ is int:
-            return a if a.__class__ is int else int(a[b & 31])
-        return _shuffle(mode, mask, a, b, c, pred)
+        group.warp.unsynced.clear()
+        if mask == FULL:
+            if plain and b.__class__ is int:
+                return a if a.__class__ is int else int(a[b & 31])
+            values, valid, _ = _shuffle(mode, a, b, c)
+        else:
+            values, valid, source = _shuffle(mode, a, b, c)
+            values = _without_absent(group, mask, want, ins, values, source)
+        return (values, valid) if pred else values
 
     return Op(run, ins.operands[1:5], outputs, head=True)
 
 
-def _shuffle(mode: str, mask: int, a: Any, b: Any, c: Any, pred: bool) -> Any:
+def _union(members: Any, mask: int) -> int:
+    """The lanes that any of some lanes' masks names: parts of a warp may shuffle side by side."""
+    return int(np.bitwise_or.reduce(as_array(members, 32)[lane_array(mask)]))
+
+
+def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values: Any, source: Any) -> Any:
+    """Poisons what was read from lanes that do not take part; reports those that were named but have left."""
+    absent = lane_array(mask) & ~lane_array(mask & want)[source]
+    if not absent.any():
+        return values
+    left = want & ~group.warp.live
+    readers = [int(lane) for lane in np.flatnonzero(absent) if left >> int(source[lane]) & 1]
+    if readers:
+        report = group.warp.grid.checks.report
+        report.add(
+            "shfl-exited",
+            f"lane {readers[0]} of {group.warp} reads in line {report.place(ins.line)} from lane "
+            f"{int(source[readers[0]])}, which the member mask {want & FULL:#010x} names but which has "
+            "exited or lies beyond the block",
+            ins.line,
+        )
+    return np.where(absent, POISON, values)
+
+
+def _shuffle(mode: str, a: Any, b: Any, c: Any) -> tuple[Any, Any, Any]:
+    """What every lane gets, whether its source is in range, and the source."""
     lane, amount = _LANES, as_array(b, 32).astype(np.int64) & 31
     control = as_array(c, 32).astype(np.int64)
     clamp, segment = control & 31, control >> 8 & 31
@@ -79,8 +132,7 @@ def _shuffle(mode: str, mask: int, a: Any, b: Any, c: Any, pred: bool) -> Any:
         source = lane ^ amount
         valid = source <= high
     source = np.where(valid, source, lane)
-    values = as_array(a, 32)[source]
-    return (values, valid) if pred else values
+    return as_array(a, 32)[source], valid, source
 
 
 @instruction("vote")
@@ -89,7 +141,7 @@ def _vote(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, p: Any, members: Any) -> Any:
         want = one(members, mask)
-        if not gathered(group, mask, want):
+        if not gathered(group, mask, want, ins):
             return BLOCK_RESULT
         yes, everyone = bits(p) & want & mask, want & mask
         if mode == "ballot":
@@ -110,7 +162,7 @@ def _match(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, a: Any, members: Any) -> Any:
         want = one(members, mask)
-        if not gathered(group, mask, want):
+        if not gathered(group, mask, want, ins):
             return BLOCK_RESULT
         lanes = lane_list(want & mask)
         values = {n: one(a, 1 << n) for n in lanes}
@@ -143,7 +195,7 @@ def _elect(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, members: Any) -> Any:
         if members.__class__ is not int:
             members = one(members, mask)
-        if (members & group.warp.live) & ~mask and not gathered(group, mask, members):
+        if (members & group.warp.live) != mask and not gathered(group, mask, members, ins):
             return BLOCK_RESULT
         return _elected(members & mask)
 
@@ -166,7 +218,7 @@ def _redux(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, a: Any, members: Any) -> Any:
         want = one(members, mask)
-        if not gathered(group, mask, want):
+        if not gathered(group, mask, want, ins):
             return BLOCK_RESULT
         values = as_array(a, 32)[lane_array(want & mask)].view(dtype)
         if absolute:
@@ -189,6 +241,8 @@ def _bar_warp(program: Any, f: Function, ins: Instruction) -> Op:
         if group.token == "passed":
             group.token = None
             return None
+        if mask & ~want:
+            _not_named(group, mask, want, ins)
         waiting = warp.state.setdefault("bar.warp", {})
         group.token = "arrived"
         waiting[group] = want
@@ -198,6 +252,7 @@ def _bar_warp(program: Any, f: Function, ins: Instruction) -> Op:
         if want & warp.live & ~here:
             group.park(f"bar.warp.sync of lanes {want & warp.live & ~here:#010x}")
             return BLOCK_RESULT
+        warp.unsynced.clear()
         for other in waiting:
             other.token = "passed"
             other.wake()

@@ -45,6 +45,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
                 return BLOCK_RESULT
             group.token = None
             cta.grid.checks.leave(group, barrier, ins)
+            cta.grid.checks.passed(group, barrier, ins)
             return None
         count = one(count, mask)
         if count % 32:
@@ -59,6 +60,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
             return None
         if barrier.generation != generation:
             cta.grid.checks.leave(group, barrier, ins)
+            cta.grid.checks.passed(group, barrier, ins)
             return None
         group.token = generation
         barrier.park(group, str(barrier))

@@ -412,11 +412,15 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
         def arrive() -> None:
             for target in targets:
                 barrier = target.mbarrier(at & _OFFSET | target.base)
-                if not target.live_warps:
-                    if target is targets[0] and "exit" in target.grid.checks.enabled:
-                        continue  # it was reported when that CTA exited
-                    raise fail(group, ins, f"arrives at {barrier} of {target}, which has exited")
-                barrier.arrive(passing=known)
+                if target.live_warps:
+                    barrier.arrive(passing=known)
+                    continue
+                checks, said = target.grid.checks, f"arrives at {barrier} of {target}, which has exited"
+                if "exit" not in checks.enabled:
+                    raise fail(group, ins, said)
+                if target is not targets[0]:  # that one was reported when the CTA exited
+                    where = f"the tcgen05.commit of line {checks.report.place(ins.line)} of {group.warp}"
+                    checks.report.add("exit-remote", f"{where} {said}", ins.line)
 
         what = f"the tcgen05.commit of line {ins.line}"
         event = Event(arrive, cta.grid, targets[0], what, "tensor", line=ins.line)
