@@ -78,6 +78,72 @@ def test_a_stalled_rank_goes_on():
     assert handoff(lambda m: m.faults.stall(0, 0, 1 << 40)) == 7
 
 
+@pytest.mark.parametrize(
+    ("words", "hits"),
+    [
+        ("drop:store", 1),
+        ("drop:flag:skip=5", 0),
+        ("delay:store:source=0,target=1", 1),
+        ("duplicate:copy", 0),
+        ("drop:store:target=0", 0),
+        (f"delay:line={FLAG_LINE - 1},instructions=100000", 1),
+    ],
+)
+def test_faults_by_words_choose_by_kind_and_count_what_they_hit(words, hits):
+    machines = []
+    spoilt = hits and not words.startswith("duplicate")
+    assert handoff(lambda m: (m.faults.by_words(words), machines.append(m))) == (0 if spoilt else 7)
+    assert [n for _, n in machines[0].faults.hits()] == [hits]
+
+
+def test_a_flag_is_chosen_by_kind_and_a_rank_by_name():
+    with pytest.raises(Deadlock, match="rank 1"):
+        handoff(lambda m: m.faults.by_words("drop:flag"))
+    with pytest.raises(KernelTrap, match="rank 1"):
+        handoff(lambda m: m.faults.by_words("kill:rank=0,after=0"), TIMEOUT)
+    assert handoff(lambda m: m.faults.by_words("stall:rank=0,begin=0,end=1000000")) == 7
+
+
+def test_a_ranks_own_memory_only_where_it_is_named():
+    out = aligned(4)
+    for words, stored in (("drop", 7), ("drop:target=0", 0), ("drop:flag:target=0", 7)):
+        m = Machine("sm_100a")
+        m.memory.register(out.ctypes.data, out.nbytes)
+        m.faults.by_words(words)
+        out[:] = 0
+        m.submit(launch(module("st.global.b32 [%d0], 7;", 1), [out], block=(1, 1, 1)))
+        m.run()
+        assert out[0] == stored
+
+
+def test_reductions_and_atomics_of_a_peer_are_flags_and_bulk_reductions_copies():
+    smem = ".shared .align 128 .b8 buf[128];"
+    body = """
+    mov.b32 %r1, buf; mov.b32 %r2, 5; st.shared.v4.b32 [%r1], {%r2, %r2, %r2, %r2};
+    fence.proxy.async.shared::cta;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%d0], [%r1], 16;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+    red.release.sys.global.add.u32 [%d1], 1;
+    """
+    for words, expected in (("drop:copy", (0, 1)), ("drop:flag", (5, 0)), ("duplicate:copy", (10, 1))):
+        data, flag = aligned(4), aligned(4)
+        m = Machine("sm_100a", ranks=2)
+        for array in (data, flag):
+            m.memory.register(array.ctypes.data, array.nbytes, 1)
+        m.faults.by_words(words)
+        m.submit(launch(module(body, 2, smem), [data, flag], block=(1, 1, 1)))
+        m.run()
+        assert (data[0], flag[0]) == expected, words
+
+
+@pytest.mark.parametrize(
+    "words", ["lose", "drop:words", "drop:flag:source", "kill:rank=0:after=3", "kill:x=1", "drop:line=a"]
+)
+def test_faults_that_do_not_read_so_are_refused(words):
+    with pytest.raises(ValueError, match="must read drop"):
+        Machine("sm_100a").faults.by_words(words)
+
+
 def test_an_unknown_action_is_refused():
     with pytest.raises(ValueError, match="drop, delay, duplicate"):
         StoreFault("lose")

@@ -120,6 +120,14 @@ def test_a_failing_rank_fails_the_command(tmp_path):
     assert "\nAssertionError: tensor([9" in result.stderr
 
 
+def test_a_fault_on_purpose_is_done_and_counted(tmp_path):
+    result = emulate(tmp_path, SEVERAL, "--ranks", "2", "--fault", "drop:flag:source=0", "--limit", "100000")
+    assert result.returncode == 1
+    assert "kind='flag') acted on 1 stores" in result.stderr
+    wrong = emulate(tmp_path, SEVERAL, "--ranks", "2", "--fault", "lose")
+    assert wrong.returncode == 2 and "must read drop|delay|duplicate" in wrong.stderr
+
+
 def test_exit_codes_pass_through(tmp_path):
     assert emulate(tmp_path, "import sys; sys.exit(5)").returncode == 5
     assert emulate(tmp_path, "import sys; sys.exit(6)", "--ranks", "2").returncode == 6

@@ -71,6 +71,25 @@ def test_picture(traced, tmp_path):
         Trace().save_png(tmp_path / "none.png")
 
 
+def test_page(traced, tmp_path):
+    trace, instructions = traced
+    trace.save_html(tmp_path / "trace.html", title="A <GEMM>")
+    text = (tmp_path / "trace.html").read_text()
+    assert "<title>A &lt;GEMM></title>" in text and "http" not in text
+    data = json.loads(text.partition("const data = ")[2].partition(";\n")[0])
+    assert [group["name"] for group in data["groups"]] == [
+        f"rank 0, launch 1, CTA (0, 0, {z})" for z in range(2)
+    ]
+    rows = [row for group in data["groups"] for row in group["rows"]]
+    assert sum(len(row["spans"]) for row in rows) == len(trace.spans)
+    assert sum(span[4] for row in rows for span in row["spans"]) == instructions == data["end"]
+    assert {row["name"] for row in rows if row["separate"]} == {"load", "tensor", "store"}
+    assert {span[2] for row in rows for span in row["spans"]} <= set(data["colours"])
+    assert "warp 4 (mma)" in {row["name"] for row in rows}
+    with pytest.raises(ValueError, match="empty"):
+        Trace().save_html(tmp_path / "none.html")
+
+
 def test_waiting_is_named_and_closed_when_the_warp_goes_on():
     trace = Trace(roles=lambda warp: "only")
     grid = SimpleNamespace(number=1, launch=SimpleNamespace(rank=0))

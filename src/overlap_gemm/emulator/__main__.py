@@ -14,6 +14,7 @@ from . import check_command, mutate_command
 from .commands import as_user_error, with_line_information
 from .host.emulator import Emulator
 from .host.script import run_script
+from .machine.inject import WORDS
 from .machine.roles import parse_roles
 from .settings import SCHEDULES, Setting
 from .trace import Trace
@@ -55,12 +56,15 @@ def run(
     limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
     keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
     roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
+    fault: Annotated[list[str] | None, typer.Option(help=f"A fault on purpose: {WORDS}.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="The same as a PNG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="The same as a PNG, or, named .html, as a page that zooms.")
+    ] = None,
 ) -> None:
     """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged.
 
@@ -80,6 +84,8 @@ def run(
             "progress": Progress(),
         }
         emulator = Emulator(arch, ranks, rewrite=keep, **options)
+        for words in fault or ():
+            emulator.faults.by_words(words)
     try:
         with with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
@@ -88,7 +94,9 @@ def run(
             if trace:
                 recorder.save_json(trace)
             if picture:
-                recorder.save_png(picture)
+                (recorder.save_html if picture.suffix == ".html" else recorder.save_png)(picture)
+        for made, hits in emulator.faults.hits():
+            typer.echo(f"emulator: {made} acted on {hits} stores", err=True)
     report = emulator.report
     typer.echo(f"emulator: {report.instructions} warp instructions in {report.seconds:.2f} s", err=True)
     for finding in report.findings:

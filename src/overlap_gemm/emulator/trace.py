@@ -8,6 +8,7 @@ and shows who waits for whom; it is no estimate of the time a GPU would take::
         compiled(a, b, c, stream)
     trace.save_json("gemm.json")  # open in ui.perfetto.dev
     trace.save_png("gemm.png")
+    trace.save_html("gemm.html")
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine.roles import Roles, role_of
+from .trace_html import page
 
 Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 
@@ -134,6 +136,33 @@ class Trace:
     def save_json(self, path: str | Path) -> None:
         """Writes `chrome()` to a file."""
         Path(path).write_text(json.dumps(self.chrome()))
+
+    def save_html(self, path: str | Path, title: str = "Who does what when") -> None:
+        """Writes a page with the timeline, which zooms; it needs no network and no other file.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if not self.spans:
+            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+        groups = [
+            {
+                "name": f"rank {rank}, launch {launch}, CTA {cta}",
+                "rows": [
+                    {
+                        "name": self.name(row),
+                        "separate": isinstance(row, str),
+                        "spans": [[s.begin, s.end, s.kind, s.what, s.instructions] for s in spans],
+                    }
+                    for row, spans in rows.items()
+                ],
+            }
+            for (launch, rank, cta), rows in sorted(
+                self._by_row().items(), key=lambda item: (item[0][1], item[0])
+            )
+        ]
+        end = max(span.end for span in self.spans)
+        Path(path).write_text(page(title, groups, end, _COLOURS), encoding="utf-8")
 
     def save_png(self, path: str | Path, max_ctas: int = 4) -> None:
         """Draws one row per warp and kind of operation of the first `max_ctas` CTAs.

@@ -7,7 +7,7 @@ case needs no comparison; alignment is one OR-reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from overlap_gemm.emulator.machine.warp import CTA_WINDOW
 from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
 
 if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.launch import Machine
     from overlap_gemm.emulator.machine.memory import Allocation
     from overlap_gemm.emulator.machine.warp import Cta, Group
     from overlap_gemm.emulator.ptx.ir import Instruction
@@ -391,7 +392,7 @@ class Access:
             if machine.watch:
                 notify(machine.watch, granules(address, mask, self.size))
 
-        if machine.faults.active and machine.faults.catches(group, self.line, allocation, put):
+        if machine.faults.active and self._caught(machine, group, allocation, put):
             return
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
             low, high = _span(touched, self.size)
@@ -402,6 +403,12 @@ class Access:
                 agent.touched = True
                 return
         put()
+
+    def _caught(
+        self, machine: Machine, group: Group, allocation: Allocation, put: Callable[[], None]
+    ) -> bool:
+        kind = "store" if self.strength < 0 else "flag"
+        return machine.faults.catches(group, self.line, kind, allocation, put)
 
     def _store_local(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
         rows = group.warp.local_rows(self.width)

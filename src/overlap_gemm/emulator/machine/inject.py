@@ -1,4 +1,7 @@
-"""Faults on purpose: stores to other ranks that are lost, late or repeated, and ranks that stop."""
+"""Faults on purpose: stores that are lost, late or repeated, and ranks that stop.
+
+For any kernel, in Python (`Emulator.faults`) or by words on the command line (`Faults.by_words`).
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,26 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group, Warp
 
 ACTIONS = ("drop", "delay", "duplicate")
+KINDS = ("store", "flag", "copy")
+WORDS = "drop|delay|duplicate[:store|flag|copy][:source=R,target=R,line=N,skip=N,count=N,instructions=N], \
+kill:rank=R,after=N or stall:rank=R,begin=N,end=N"
 
 
 @dataclass(frozen=True)
 class StoreFault:
-    """What happens to chosen stores into another rank's memory, bulk stores included.
+    """What happens to chosen stores into another rank's memory, or into a rank's own where `target` names it.
 
     Attributes:
         action: `drop`, `delay` (made when nothing else can go on, or after `instructions`), or `duplicate`
             (made, and made again then).
         source: Storing rank, or None for any.
-        target: Rank whose memory it is, or None for any.
+        target: Rank whose memory it is, or None for any but the storing one.
         line: PTX line, or None for any.
         skip: Matching stores to leave alone first.
         count: Stores to act on after that; None for all.
         instructions: Warp instructions until a late store is made.
+        kind: `store` (ordinary), `flag` (release, relaxed, volatile, atomics, reductions), `copy` (bulk and
+            TMA stores), or None for all of them.
     """
 
     action: str
@@ -36,10 +44,13 @@ class StoreFault:
     skip: int = 0
     count: int | None = None
     instructions: int = 1 << 62
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ValueError(f"action={self.action!r} must be one of {', '.join(ACTIONS)}")
+        if self.kind not in (None, *KINDS):
+            raise ValueError(f"kind={self.kind!r} must be one of {', '.join(KINDS)}")
 
 
 class Faults:
@@ -54,6 +65,7 @@ class Faults:
         self._scheduler = scheduler
         self._stores: list[StoreFault] = []
         self._matched: dict[int, int] = {}
+        self._hit: dict[int, int] = {}
         self._killed: dict[int, int] = {}
         self._stalled: dict[int, tuple[int, int]] = {}
         self._held: list[Warp] = []
@@ -63,6 +75,31 @@ class Faults:
         """Adds a fault of stores."""
         self._stores.append(fault)
         self.active = True
+
+    def by_words(self, text: str) -> None:
+        """Adds a fault as the command line names it, such as ``drop:flag:source=0,target=1,count=1``.
+
+        Raises:
+            ValueError: It does not read so.
+        """
+        stops: dict[str, Callable[..., None]] = {"kill": self.kill, "stall": self.stall}
+        action, *rest = text.split(":")
+        kind = rest.pop(0) if rest and "=" not in rest[0] else None
+        try:
+            pairs = [pair.split("=") for pair in rest.pop().split(",")] if rest else []
+            values = {name: int(value) for name, value in pairs}
+            if rest:
+                raise ValueError
+            if action in stops and kind is None:
+                stops[action](**values)
+            else:
+                self.add(StoreFault(action, kind=kind, **values))
+        except (TypeError, ValueError) as why:
+            raise ValueError(f"fault {text!r} must read {WORDS}" + (f": {why}" if str(why) else "")) from None
+
+    def hits(self) -> list[tuple[StoreFault, int]]:
+        """Each fault of stores with how many it has acted on."""
+        return [(fault, self._hit.get(n, 0)) for n, fault in enumerate(self._stores)]
 
     def kill(self, rank: int, after: int = 0) -> None:
         """Stops a rank for good once the machine has run `after` warp instructions."""
@@ -74,18 +111,22 @@ class Faults:
         self._stalled[rank] = begin, end
         self.active = True
 
-    def catches(self, group: Group, line: int, allocation: Allocation, write: Callable[[], None]) -> bool:
+    def catches(
+        self, group: Group, line: int, kind: str, allocation: Allocation, write: Callable[[], None]
+    ) -> bool:
         """Whether a store is not to be made now; a late one is kept."""
         source, target = group.warp.grid.launch.rank, allocation.rank
-        if source == target:
-            return False
+        have = source, target, line, kind
         for n, fault in enumerate(self._stores):
-            wanted = ((fault.source, source), (fault.target, target), (fault.line, line))
-            if any(want not in (None, have) for want, have in wanted):
+            wanted = fault.source, fault.target, fault.line, fault.kind
+            if any(want not in (None, is_) for want, is_ in zip(wanted, have, strict=True)):
+                continue
+            if source == target and fault.target is None:
                 continue
             seen = self._matched[n] = self._matched.get(n, 0) + 1
             if seen <= fault.skip or (fault.count is not None and seen > fault.skip + fault.count):
                 continue
+            self._hit[n] = self._hit.get(n, 0) + 1
             if fault.action != "drop":
                 self._late.append((self._scheduler.executed + fault.instructions, write))
             return fault.action != "duplicate"

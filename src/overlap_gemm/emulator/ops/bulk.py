@@ -97,7 +97,7 @@ def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, dat
     for target in machine.memory.multicast_targets(low):
         put = partial(_put_global, machine, addresses + (target - low), chunk, data)
         allocation = machine.memory.find(target, chunk)
-        if not (machine.faults.active and machine.faults.catches(group, line, allocation, put)):
+        if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
             put()
 
 
@@ -105,6 +105,10 @@ def _put_global(machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarra
     machine.memory.scatter(addresses, chunk, data)
     if machine.watch:
         notify(machine.watch, (addresses >> 4).tolist())
+
+
+def _merge_global(machine: Any, addresses: np.ndarray, chunk: int, merge: Any, data: np.ndarray) -> None:
+    _put_global(machine, addresses, chunk, merge(machine.memory.gather(addresses, chunk), data))
 
 
 def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
@@ -166,9 +170,13 @@ def copy_out(
         else:
             for target in machine.memory.multicast_targets(low):
                 moved = addresses + (target - low)
-                machine.memory.scatter(moved, chunk, merge(machine.memory.gather(moved, chunk), data))
-                if machine.watch:
-                    notify(machine.watch, (moved >> 4).tolist())
+                add = partial(_merge_global, machine, moved, chunk, merge, data)
+                allocation = machine.memory.find(target, chunk)
+                caught = machine.faults.active and machine.faults.catches(
+                    group, ins.line, "copy", allocation, add
+                )
+                if not caught:
+                    add()
         wake(group, "bulk_wait")
 
     first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
