@@ -8,7 +8,7 @@ from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS
 from overlap_gemm.emulator.machine.errors import EmulatorError
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 
-from .handwritten import run
+from .handwritten import aligned, run
 
 SMEM = ".shared .align 128 .b8 buffer[512]; .shared .align 8 .b64 bar; .shared .align 4 .b32 slot;"
 COPY = """
@@ -204,3 +204,28 @@ def test_a_commit_to_a_neighbour_that_has_exited_is_found_and_the_run_goes_on():
     assert finding.kind == "exit-remote" and "CTA (1, 0, 0), which has exited" in finding.message
     awaited = "SEEN: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra SEEN;"
     assert not run(PEERS.replace("AWAITED", awaited), [], SMEM, **shape).report.findings
+
+
+FREED = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; mov.u32 %r3, bar; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 1;
+mul.wide.u32 %d5, %r0, 4; add.s64 %d6, %d0, %d5; mov.b32 %r5, 9;
+@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32; bar.sync 0;
+ld.shared.b32 %r2, [%r3]; shl.b32 %r4, %r1, 21; add.u32 %r4, %r4, %r2;
+tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r5}; tcgen05.wait::st.sync.aligned;
+bar.sync 0;
+@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+MEET
+mov.b32 %r6, 0;
+@%p2 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r6}, [%r4]; tcgen05.wait::ld.sync.aligned;
+st.global.b32 [%d6], %r6;
+"""
+
+
+@pytest.mark.parametrize("meet", ["", "bar.sync 0;"])
+def test_tensor_memory_that_another_warp_has_freed_is_named_and_the_run_goes_on(meet):
+    out = aligned(64)
+    m = run(FREED.replace("MEET", meet), [out], SMEM, block=(64, 1, 1))
+    freed = [f for f in m.report.findings if f.kind == "tmem-freed"]
+    assert len(freed) == 1 and "warp 1 uses columns 0 to 0" in freed[0].message
+    assert "warp 0 has freed" in freed[0].message and "tcgen05.dealloc" in freed[0].excerpt
+    assert (out[32:] == 9).all()

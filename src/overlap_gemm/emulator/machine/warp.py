@@ -230,6 +230,7 @@ class Cta:
         self.named: dict[int, CountBarrier] = {}
         self._tmem: np.ndarray | None = None
         self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
+        self.tmem_freed = np.zeros((TMEM_COLUMNS, 2), np.int32)  # warp + 1 and PTX line of the last dealloc
         self.tmem_waiters: list[Group] = []
         self.tmem_order = TmemOrder()
         self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit

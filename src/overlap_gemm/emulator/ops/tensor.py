@@ -107,6 +107,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         )
         _touch(group, cta, _cells(first, n), ins.line, True)
         cta.tmem_owner[first : first + n] = 0
+        cta.tmem_freed[first : first + n] = group.warp.index + 1, ins.line
         waiting, cta.tmem_waiters = cta.tmem_waiters, []
         for other in waiting:
             other.wake()
@@ -141,8 +142,22 @@ def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> 
     if not mine <= lane < mine + 32:
         raise fail(group, ins, f"lane {lane} of tensor memory; this warp reaches lanes {mine} to {mine + 31}")
     first = address & 0xFFFF
-    if not group.warp.cta.tmem_owner[first : first + columns].all():
-        raise fail(group, ins, f"columns {first} to {first + columns - 1} of tensor memory are not allocated")
+    cta = group.warp.cta
+    if cta.tmem_owner[first : first + columns].all():
+        return
+    what = f"columns {first} to {first + columns - 1} of tensor memory"
+    if not (cta.tmem_freed[first : first + columns, 0] > 0).all():
+        raise fail(group, ins, f"{what} are not allocated")
+    # What was there is there still: the run goes on, and shows what else is wrong.
+    warp, line = cta.tmem_freed[first].tolist()
+    report = cta.grid.checks.report
+    report.add(
+        "tmem-freed",
+        f"line {report.place(ins.line)} of {group.warp} uses {what}, which {cta.warps[warp - 1]} has freed "
+        f"in line {report.place(line)}: nothing makes that wait for this",
+        ins.line,
+        other=line,
+    )
 
 
 def _shape(ins: Instruction) -> tuple[str, int, bool]:
