@@ -220,6 +220,22 @@ def test_absolute_symbols_are_found_at_their_addresses(tmp_path):
     assert not hasattr(library, "fourth")
 
 
+@pytest.mark.parametrize("number", [7, 12, 99])
+def test_launch_events_are_taken_and_unknown_attributes_refused(calls, monkeypatch, number):
+    """An event of a launch may fire late: who waits for it waits for the kernel."""
+    launched = []
+    monkeypatch.setattr(seam.SEAM.api, "_submit", lambda *arguments: launched.append(arguments))
+    attribute = ctypes.create_string_buffer(struct.pack("<I4xIII52x", number, 1, 0, 0), 72)
+    where = ctypes.addressof(attribute)
+    config = ctypes.create_string_buffer(struct.pack("<6IQQQI", 1, 1, 1, 32, 1, 1, 0, 5, where, 1))
+    if number == 99:
+        with pytest.raises(EmulatorError, match="cudaLaunchAttribute 99"):
+            seam.SEAM.api._launch_ex(ctypes.addressof(config), 1, 0)
+    else:
+        seam.SEAM.api._launch_ex(ctypes.addressof(config), 1, 0)
+        assert len(launched) == 1
+
+
 def test_device_attributes():
     device = DeviceProperties("sm_90a", 132)
     assert (device.capability, device.attribute(16), device.attribute(97)) == ((9, 0), 132, 232_448)

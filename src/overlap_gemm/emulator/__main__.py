@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from . import check_command, mutate_command
-from .commands import as_user_error, with_line_information
+from .commands import ARCHS, as_user_error, with_line_information
 from .host.emulator import Emulator
 from .host.script import run_script
 from .machine.inject import WORDS
@@ -44,7 +44,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def run(
     script: Annotated[str, typer.Argument(help="Python script to run.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help="Architecture: sm_90a, sm_100a or sm_103a.")] = "sm_100a",
+    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
     ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
     mode: Annotated[str, typer.Option(help="When async operations complete: immediate, random, lazy.")] = (
         "immediate"

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .commands import as_user_error, with_line_information
+from .commands import ARCHS, as_user_error, with_line_information
 from .host.emulator import Emulator, FindingsError
 from .host.script import run_script
 from .machine.errors import EmulatorError
@@ -67,7 +67,7 @@ def main(
         str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")
     ],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help="Architecture: sm_90a, sm_100a or sm_103a.")] = "sm_100a",
+    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
     ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
     num_sms: Annotated[int | None, typer.Option(help="Multiprocessors of a device.")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per mode of shuffled turns.")] = 2,

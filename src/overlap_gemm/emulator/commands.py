@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import typer
 
 from .host.replace import environment
+from .machine.launch import SM_COUNT
+
+ARCHS = ", ".join(SM_COUNT)
 
 
 def with_line_information() -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import mutate
+from .commands import ARCHS
 from .host.emulator import Emulator
 from .host.script import run_script
 
@@ -32,7 +33,7 @@ def main(
         str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")
     ],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help="Architecture: sm_90a, sm_100a or sm_103a.")] = "sm_100a",
+    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
     ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
     seeds: Annotated[int, typer.Option(help="Seeds per mode, besides one run in round robin.")] = 2,
     warps: Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")] = 0,

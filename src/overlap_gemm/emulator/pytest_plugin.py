@@ -10,7 +10,7 @@ Then
 runs four times. A fault, a deadlock or a finding of the checks fails the test; its name in brackets says how
 it was run, and `pytest` with that name repeats it. Arguments of the mark, all optional:
 
-- `arch`: `sm_90a`, `sm_100a` or `sm_103a`;
+- `arch`: `sm_90a`, `sm_100a`, `sm_103a` or `sm_120a`;
 - `ranks`: with more than one, calls inside ``with emulator.rank(r):`` are queued and run by `emulator.run()`;
 - `modes`: of `immediate`, `random`, `lazy`; all three by default;
 - `schedules`: names as `--schedule` takes them; round robin and shuffled by default;

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..machine.errors import EmulatorError
+from ..machine.grid import max_smem
 from ..machine.launch import Dim3
 from ..machine.residency import Footprint
 from ..ptx.parse import entry_params
@@ -30,7 +31,6 @@ LAUNCH_FAILURE = 719
 
 _INT, _U32, _U64, _PTR = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 
-SHARED_MEMORY_OPT_IN = 232_448
 """Bytes of shared memory a CTA may ask for on sm_90 and sm_100 (CUDA guide, compute capabilities)."""
 
 
@@ -96,7 +96,7 @@ class DeviceProperties:
             75: major, 76: minor,  # computeCapability
             81: 233_472,  # maxSharedMemoryPerMultiprocessor
             95: 1,  # cooperativeLaunch
-            97: SHARED_MEMORY_OPT_IN,  # maxSharedMemoryPerBlockOptin
+            97: max_smem(self.arch),  # maxSharedMemoryPerBlockOptin
             106: 32,  # maxBlocksPerMultiprocessor
             111: 1024,  # reservedSharedMemoryPerBlock
         }  # fmt: skip
@@ -331,7 +331,9 @@ _HINTS = {
     3,  # synchronization policy
     5,  # cluster scheduling policy preference
     8,  # priority
+    7,  # programmatic event: who waits for it waits for the kernel here
     11,  # preferred cluster dimension
+    12,  # launch completion event, the same
     14,  # preferred shared memory carveout
 }
 """Launch attributes (`cudaLaunchAttributeID`) that change speed only."""

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.sched import Scheduler
     from overlap_gemm.emulator.ptx.program import Program
 
-MAX_SMEM = 232_448  # bytes a CTA may use, sm_90 and sm_100 (CUDA programming guide, compute capabilities)
+
+def max_smem(arch: str) -> int:
+    """Bytes of shared memory that a CTA may use (CUDA programming guide, compute capabilities)."""
+    return 101_376 if arch == "sm_120a" else 232_448
 
 
 class Grid:
@@ -95,8 +98,9 @@ class Grid:
         need = self.program.entry.directives.get("reqntid")
         if need is not None and (*need, 1, 1)[:3] != launch.block:
             raise ValueError(f"the kernel requires a block of {need}, got {launch.block}")
-        if self.smem_bytes - SMEM_BASE > MAX_SMEM:
-            raise ValueError(f"{self.smem_bytes - SMEM_BASE} bytes of shared memory; a CTA has {MAX_SMEM}")
+        most = max_smem(self.machine.arch)
+        if self.smem_bytes - SMEM_BASE > most:
+            raise ValueError(f"{self.smem_bytes - SMEM_BASE} bytes of shared memory; a CTA has {most}")
         self.footprint = Footprint.of(self.program.entry, self.threads, self.smem_bytes - SMEM_BASE)
         fit = self.residency.capacity(self.footprint)
         if self.cluster_size > min(16, fit):

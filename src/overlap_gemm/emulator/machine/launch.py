@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.trace import Trace
 
 Dim3 = tuple[int, int, int]
-SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
+SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
 COPY_ENGINES = 16  # of each rank; as many copies as streams, for all that can be told
 
 
@@ -88,7 +88,7 @@ class Machine:
     """GPUs of one or more ranks that share one address space.
 
     Args:
-        arch: `sm_90a`, `sm_100a` or `sm_103a`.
+        arch: One of `SM_COUNT`; sm_120a has the other architectures' room for CTAs, but for shared memory.
         ranks: Number of ranks.
         mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
         seed: Of every random choice; a run is a function of its inputs and this.

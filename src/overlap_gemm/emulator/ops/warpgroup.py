@@ -260,8 +260,43 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
 # -- warp-level matrices -------------------------------------------------------------------------
 
 
+def _mma_scaled(ins: Instruction) -> Op:
+    """Operands with a factor per block of K, which one or two lanes of every four hold (9.7.14.5)."""
+    vector = next((p for p in ins.parts if p.startswith("scale_vec::")), "scale_vec::1X")
+    shape = next(p for p in ins.parts if p.startswith("m16n8k"))
+    types = ins.parts[ins.parts.index("col") + 1 :]
+    packed, count = shape == "m16n8k64", int(vector[-2])
+    wanted = ("f32", "e2m1", "e2m1", "f32") if packed else ("f32", types[1], types[2], "f32")
+    fp8 = {types[1], types[2]} <= {"e4m3", "e5m2"}
+    if types[:4] != wanted or types[4] not in ("ue8m0", "ue4m3") or not (packed or fp8):
+        raise Unsupported(ins.opcode)
+    _, a_type, b_type, _, factor = types
+    flat = [o for x in ins.operands[4:] for o in (x.items if isinstance(x, Vec) else (x,))]
+
+    def run(
+        group: Group, mask: int, a: Any, b: Any, c: Any,
+        scale_a: Any, byte_a: Any, thread_a: Any, scale_b: Any, byte_b: Any, thread_b: Any,
+    ) -> Any:  # fmt: skip
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        at = [one(x, mask) for x in (byte_a, thread_a, byte_b, thread_b)]
+        if at[0] + count > 4 or at[2] + count > 4 or at[1] > 1 or at[3] > 3:
+            raise fail(group, ins, f"bytes and lanes of the scale factors {at}")
+        factors_a = mma.scale_factors(as_array(scale_a, 32), 2 * at[1], 2, at[0], count, factor)
+        factors_b = mma.scale_factors(as_array(scale_b, 32), at[3], 1, at[2], count, factor)
+        return list(
+            mma.mma_sync_scaled(
+                rows_of(a), rows_of(b), rows_of(c), a_type, b_type, factors_a, factors_b, packed
+            )
+        )
+
+    return Op(run, (*ins.operands[1:4], *flat), destinations(ins), head=True)
+
+
 @instruction("mma.sync")
 def _mma(program: Any, f: Function, ins: Instruction) -> Op:
+    if "block_scale" in ins.parts:
+        return _mma_scaled(ins)
     types = [p for p in ins.parts if p in ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2", "s32", "s8", "u8")]
     saturate = "satfinite" in ins.parts
     if not ins.parts[3].startswith("m16n8k") or len(types) != 4 or ins.parts[4:6] != ("row", "col"):

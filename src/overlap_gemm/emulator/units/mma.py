@@ -95,6 +95,52 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, satu
         return c_registers(add(left @ right.T, c_matrix(c, d_type), d_type, saturate), d_type)
 
 
+def scale_factors(words: U32, first: int, lanes: int, byte: int, count: int, kind: str) -> F32:
+    """Factors of the rows of A (`lanes` 2) or of the columns of B (`lanes` 1), `float32 [8 * lanes, count]`.
+
+    Args:
+        words: the operand, `uint32 [32]`.
+        first: lane of every four that holds those of row g; A's rows g + 8 are the next lane's.
+        lanes: of every four that are read.
+        byte: of the first block's factor.
+        count: blocks along K.
+        kind: `ue8m0` or `ue4m3`.
+    """
+    held = words.reshape(8, 4)[:, first : first + lanes].T.reshape(-1)
+    codes = np.ascontiguousarray(held).view(np.uint8).reshape(-1, 4)[:, byte : byte + count]
+    return numeric.ue8m0_to_f32(codes) if kind == "ue8m0" else numeric.widen(codes, "e4m3")
+
+
+def mma_sync_scaled(
+    a: U32, b: U32, c: U32, a_type: str, b_type: str, scale_a: F32, scale_b: F32, packed: bool
+) -> U32:
+    """Block-scaled `mma.sync.m16n8kK` with float32 accumulators.
+
+    Args:
+        a: A fragment.
+        b: B fragment.
+        c: C fragment.
+        a_type: element type of A.
+        b_type: element type of B.
+        scale_a: factors `[16, blocks]`.
+        scale_b: factors `[8, blocks]`.
+        packed: whether a byte holds two elements, the first in its low half.
+
+    Returns:
+        The D fragment.
+    """
+
+    def scaled(codes: Bits, kind: str, factors: F32) -> NDArray[np.float64]:
+        if packed:
+            codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(len(codes), -1)
+        values = numeric.widen(codes, kind).astype(np.float64)
+        return values * np.repeat(factors, values.shape[1] // factors.shape[1], axis=1)
+
+    left, right = scaled(a_matrix(a, 1), a_type, scale_a), scaled(b_matrix(b, 1), b_type, scale_b)
+    with np.errstate(all="ignore"):
+        return c_registers(add((left @ right.T).astype(np.float32), c_matrix(c, "f32"), "f32"), "f32")
+
+
 def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:
     """Byte addresses `[num, 8]` of the rows of ldmatrix/stmatrix `.x{num}`: lanes 8i.. give matrix i."""
     return addresses[: 8 * num].astype(np.int64).reshape(num, 8)
