@@ -70,11 +70,12 @@ assert str(from_dlpack(src).memspace) == str(cute.AddressSpace.gmem)
 """
 
 COOPERATIVE = """
+from cutlass.base_dsl.common import DSLCudaRuntimeError
 run(32)
 try:
     run(33)
-except ValueError as error:
-    assert "cooperative launch of 33 CTAs" in str(error)
+except DSLCudaRuntimeError as error:
+    assert error.error_code == 720 and "cooperative launch of 33 CTAs" in str(error)
 else:
     raise AssertionError("more CTAs than 2 SMs hold, each 16 of 128 threads")
 """

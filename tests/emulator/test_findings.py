@@ -113,6 +113,15 @@ def test_the_other_party_of_another_kernel_is_shown_from_its_own_text():
     assert finding.message.count("warp 0 (only 0)") == 2
 
 
+def test_a_finding_at_the_end_says_how_to_wait():
+    store = (
+        "@%p0 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r11], 16; @%p0 cp.async.bulk.commit_group;"
+    )
+    (finding,) = planted(store, mode="lazy").report.findings
+    assert finding.kind == "exit-pending" and "cp.async.bulk.wait_group.read 0" in finding.message
+    assert not planted(store + "cp.async.bulk.wait_group.read 0;", mode="lazy").report.findings
+
+
 def test_a_trace_names_the_warps_of_messages():
     out = aligned(64)
     body = "@%p1 st.shared.b32 [%r3], %r0; @%p2 ld.shared.b32 %r5, [%r3];"

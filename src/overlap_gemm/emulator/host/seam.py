@@ -27,7 +27,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ..machine.errors import EmulatorError
+from ..machine.errors import CooperativeLaunchTooLargeError, EmulatorError
 from . import tvm_ffi
 from .capture import keep_ptx
 from .elf import absolute_symbols, rename_undefined
@@ -159,13 +159,22 @@ class Seam:
             try:
                 result = run(*args, **kwargs)
             except Exception:
-                self.api.reraise()  # the cause, where the DSL saw an error code only
+                self._reraise()  # the cause, where the DSL saw an error code only
                 raise
-            self.api.reraise()
+            self._reraise()
             called()
             return result
 
         return run_and_tell
+
+    def _reraise(self) -> None:
+        """Raises what a callback could not; where CUDA has an error code, as the DSL's error with it."""
+        try:
+            self.api.reraise()
+        except CooperativeLaunchTooLargeError as error:
+            from cutlass.base_dsl.common import DSLCudaRuntimeError
+
+            raise DSLCudaRuntimeError(error.code, error.name, runtime_detail=str(error)) from error
 
     def _checked(self, compile_module: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(compile_module)

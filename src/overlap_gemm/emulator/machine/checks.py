@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
 
+_AWAIT = {
+    "load": "wait at its mbarrier before the end",
+    "tensor": "wait at its mbarrier before the end",
+    "read": "wait with cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
+    "write": "wait with cp.async.bulk.wait_group 0 before the end",
+}
+"""How a CTA waits for what it would leave behind; that its end waits for it, no rule of the PTX ISA says."""
 SYS = SCOPES.index("sys")
 CHECKS = ("proxy", "exit", "mbarrier", "race", "shared")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
@@ -321,7 +328,7 @@ class Checks:
         for event in cta.pending.values():
             self.report.add(
                 "exit-pending",
-                f"{cta} exits while {event.what} has not happened",
+                f"{cta} exits while {event.what} has not happened: {_AWAIT[event.kind]}",
                 event.line,
                 key=event.what,
             )

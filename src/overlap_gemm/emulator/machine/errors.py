@@ -26,6 +26,12 @@ class EmulatorError(RuntimeError):
             self.args = (f"{self}\n{source.excerpt(ptx, self.line)}",)
 
 
+class CooperativeLaunchTooLargeError(ValueError):
+    """A cooperative launch of more CTAs than can be resident at once: CUDA's error 720."""
+
+    code, name = 720, "cudaErrorCooperativeLaunchTooLarge"
+
+
 class MemoryFault(EmulatorError):
     """An access that is out of bounds, misaligned, or to memory that is not (or no longer) allocated."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.machine.errors import CooperativeLaunchTooLargeError, EmulatorError
 from overlap_gemm.emulator.machine.residency import Footprint
 from overlap_gemm.emulator.machine.warp import SMEM_BASE, Cluster, Cta, _joined
 
@@ -110,7 +110,7 @@ class Grid:
             )
         total = launch.grid[0] * launch.grid[1] * launch.grid[2]
         if launch.cooperative and total > fit // self.cluster_size * self.cluster_size:
-            raise ValueError(
+            raise CooperativeLaunchTooLargeError(
                 f"cooperative launch of {total} CTAs in clusters of {self.cluster_size}, but {fit} CTAs can "
                 f"be resident at once on {self.residency.num_sms} SMs"
             )
