@@ -1,6 +1,8 @@
 """What the emulator may not change for the sake of speed."""
 
 import gc
+import time
+from functools import partial
 
 import pytest
 
@@ -41,3 +43,24 @@ def test_a_run_leaves_the_garbage_collector_as_it_was():
     out = aligned(32)
     run("st.global.u32 [%d0], 7;\n", [out])
     assert out[0] == 7 and gc.isenabled() and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+def test_many_pending_events_do_not_slow_each_other_down(mode):
+    """Going through all of them for each took minutes for some thousand `cp.async` in flight."""
+    engine, happened = AsyncEngine(mode, 1), []
+    count, kinds = 20_000, ("load", "read", "write")
+    before = time.process_time()
+    for n in range(count):
+        first = engine.submit(Event(partial(happened.append, n), None, None, "first", kinds[n % 3]))
+        if n % 4 == 0:
+            engine.submit(Event(partial(happened.append, ~n), None, None, "second", after=(first,)))
+    while engine.idle_step():
+        pass
+    assert time.process_time() - before < 10
+    assert len(happened) == len(set(happened)) == count + count // 4
+    place = {n: at for at, n in enumerate(happened)}
+    assert all(place[n] < place[~n] for n in range(0, count, 4))
+    if mode == "lazy":  # seed 1: loads first, writes last
+        kinds_seen = [kinds[n % 3] for n in happened if n >= 0]
+        assert kinds_seen == sorted(kinds_seen)

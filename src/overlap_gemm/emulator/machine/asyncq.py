@@ -9,9 +9,11 @@ the specification allows, and the global writes of bulk stores last of all, when
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from overlap_gemm.emulator.machine.errors import EmulatorError
@@ -43,6 +45,10 @@ class Event:
             bulk store); `lazy` mode goes by it.
         after: Events that must have happened before.
         line: PTX line of the instruction.
+        done: Whether it has happened.
+        order: Number in the order of submission.
+        waits: How many of `after` have not happened.
+        followers: Events that wait for this one.
     """
 
     run: Callable[[], None]
@@ -53,6 +59,12 @@ class Event:
     after: tuple[Event, ...] = ()
     line: int = 0
     done: bool = field(default=False, init=False)
+    order: int = field(default=0, init=False)
+    waits: int = field(default=0, init=False)
+    followers: list[Event] = field(default_factory=list, init=False)
+
+
+_order = attrgetter("order")
 
 
 class AsyncEngine:
@@ -63,7 +75,9 @@ class AsyncEngine:
             raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
         self.mode = mode
         self.rng = random.Random(seed ^ 0x5EED)
-        self.pending: list[Event] = []
+        self._free: list[Event] = []  # unordered events that may happen now, in order of submission
+        self._of_kind: dict[str, list[Event]] = {kind: [] for kind in _ORDERS[0]}  # the same by kind
+        self._submitted = 0
         self.queues: dict[Any, deque[Event]] = {}
         self._order = _ORDERS[seed % len(_ORDERS)]
         self.held: Event | None = None
@@ -78,9 +92,21 @@ class AsyncEngine:
         if self.mode == "immediate" and all(e.done for e in event.after):
             self._do(event)
         else:
-            self.pending.append(event)
+            self._submitted += 1
+            event.order = self._submitted
+            before = [e for e in event.after if not e.done]
+            event.waits = len(before)
+            for other in before:
+                other.followers.append(event)
+            if not before:
+                self._release(event)
             self._count(event, 1)
         return event
+
+    def _release(self, event: Event) -> None:
+        """Nothing keeps an unordered event from happening any more."""
+        insort(self._free, event, key=_order)
+        insort(self._of_kind[event.kind], event, key=_order)
 
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
@@ -111,35 +137,29 @@ class AsyncEngine:
     def step(self) -> None:
         """Called between turns of warps: in `random` mode something may happen."""
         self.settle()
-        if self.mode == "random" and (self.pending or self.queues) and self.rng.random() < 0.3:
-            self._one(self._ready())
+        if self.mode == "random" and (self._free or self.queues) and self.rng.random() < 0.3:
+            self._one(self._free, list(self.queues))
 
     def idle_step(self) -> bool:
         """Called when no warp can go on; returns whether something happened."""
-        if not self.pending and not self.queues:
+        free, queues = self._free, list(self.queues)
+        if self.mode == "lazy" and (free or queues):
+            heads = {queue: self.queues[queue][0].kind for queue in queues}
+            kind = next(k for k in self._order if self._of_kind[k] or k in heads.values())
+            free, queues = self._of_kind[kind], [queue for queue in queues if heads[queue] == kind]
+        return self._one(free, queues)
+
+    def _one(self, free: list[Event], queues: list[Any]) -> bool:
+        """Lets one of some unordered events, or the first of one of some queues, happen."""
+        if not free and not queues:
             return False
-        ready = self._ready()
-        if self.mode == "lazy" and ready:
-            rank = [self._order.index(self._head(r).kind) for r in ready]
-            ready = [r for r, place in zip(ready, rank, strict=True) if place == min(rank)]
-        return self._one(ready)
-
-    def _head(self, ready: Any) -> Event:
-        return ready if isinstance(ready, Event) else self.queues[ready][0]
-
-    def _ready(self) -> list[Any]:
-        ready: list[Any] = [e for e in self.pending if all(a.done for a in e.after)]
-        ready.extend(self.queues)
-        return ready
-
-    def _one(self, ready: list[Any]) -> bool:
-        if not ready:
-            return False
-        chosen = ready[self.rng.randrange(len(ready))]
-        if isinstance(chosen, Event):
-            self.pending.remove(chosen)
-            event = chosen
+        number = self.rng.randrange(len(free) + len(queues))
+        if number < len(free):
+            event = free[number]
+            for events in (self._free, self._of_kind[event.kind]):
+                del events[bisect_left(events, event.order, key=_order)]
         else:
+            chosen = queues[number - len(free)]
             queue = self.queues[chosen]
             event = queue.popleft()
             if not queue:
@@ -156,6 +176,10 @@ class AsyncEngine:
             error.show(event.grid.program.module.text)
             raise
         event.done = True
+        for follower in event.followers:
+            follower.waits -= 1
+            if not follower.waits:
+                self._release(follower)
         if self.trace is not None:
             self.trace.happened(event)
         self.moved()
@@ -172,14 +196,15 @@ class AsyncEngine:
     def drain(self, grid: Any) -> None:
         """Carries out what a grid that has ended left behind, as the end of a kernel does."""
         while True:
-            mine = [e for e in self.pending if e.grid is grid and all(a.done for a in e.after)]
+            mine = [e for e in self._free if e.grid is grid]
             queues = [q for q, events in self.queues.items() if events[0].grid is grid]
-            if not mine and not queues:
+            if not self._one(mine, queues):
                 return
-            self._one([*mine, *queues])
 
     def reset(self) -> None:
         """Drops everything that is pending."""
         self.held = None
-        self.pending.clear()
+        self._free.clear()
+        for events in self._of_kind.values():
+            events.clear()
         self.queues.clear()
