@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import compiled
+from overlap_gemm.backends import compiled, gather
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.emulator.machine.inject import StoreFault
@@ -227,7 +227,8 @@ def test_fifty_calls(arch, transport):
         world.run()
 
 
-def test_small_shards_are_pushed_and_large_ones_copied():
+def test_small_shards_are_pushed_and_large_ones_copied(monkeypatch):
+    monkeypatch.setattr(gather, "COPY_ENGINE_BYTES", 1 << 20)
     with World("sm_90a", 2, transport=None) as world:
         submitted = []
         submit = world.emulator.machine.submit

@@ -1,8 +1,9 @@
 """The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
 
-Where copy engines send (`COPY_ENGINE_BYTES`), a call queues them on a second stream, in the order in which
-peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM, so they run
-beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would starve.
+Where copy engines send (`tuning.model.COPY_ENGINE_BYTES`), a call queues them on a second stream, in the
+order in which peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM,
+so they run beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would
+starve.
 """
 
 from __future__ import annotations
@@ -28,18 +29,13 @@ from ..runtime.peers import Peers
 from ..runtime.workspace import SizeClass, Workspace, obtain
 from ..schedules import ceil_div, num_owners
 from ..sharding import Shards
-from ..tuning.model import Facts
+from ..tuning.model import COPY_ENGINE_BYTES, Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
 from .compiled import compiled_gather
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, exchange_arguments, keep_plan, peers_for, power_of_two, resident_clusters
-
-COPY_ENGINE_BYTES = 4 << 20
-"""Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
-engine's copy takes some microseconds of the host and to begin. On four H200 the warps were faster with 2 MiB
-(73 to 87 us for 512 x 10240 x 8192), engines with 8 MiB (379 to 423 us for 2048 x 28672 x 8192)."""
 
 SMALLEST_BUFFER = 1 << 20
 

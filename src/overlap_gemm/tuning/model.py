@@ -31,8 +31,21 @@ UNKNOWN = 4
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
 
+STREAM = 0.69
+"""Share of the memory's rate at which a `"swapped"` kernel reads its operands, where nothing else is slower.
+Fitted to seven shapes of 1 to 64 rows on four H200; cuBLAS reaches all of it."""
+
+COPY_ENGINE_BYTES = 4 << 20
+"""Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
+engine's copy takes some microseconds of the host and to begin. On four H200 the warps were faster with 2 MiB
+(73 to 87 us for 512 x 10240 x 8192), engines with 8 MiB (379 to 423 us for 2048 x 28672 x 8192)."""
+
+COPY_HOST = 35e-6
+"""Seconds of the host to queue a shard and its flag for one peer's copy engine: eager calls on four H200."""
+
 HANDOVER = 1e-6
-"""Seconds in which the parts of a tile whose K is cut give their sums to the first one. Not measured."""
+"""Seconds in which each part but the first of a tile whose K is cut hands its sums over: in four parts an
+all-reduce of 16 x 8192 x 8192 took 28 us on four H200, in one or two 18."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,15 @@ def _memory_seconds(m: int, n: int, k: int, dtype: str, machine: Machine) -> flo
     return (m * k + n * k + m * n) * DTYPE_BYTES[dtype] / machine.memory_rate
 
 
+def copies_seconds(facts: Facts) -> float:
+    """Host time of an eager all-gather GEMM's copies: none where the kernel's warps send."""
+    if facts.op != "all_gather_gemm":
+        return 0.0
+    _, _, k = facts.extents
+    nbytes = (facts.shard or shard_rows(facts.m, facts.world)) * k * DTYPE_BYTES[facts.dtype]
+    return (facts.world - 1) * COPY_HOST if nbytes >= COPY_ENGINE_BYTES else 0.0
+
+
 def link_seconds(facts: Facts, machine: Machine) -> float:
     """The op's bytes at the link's full rate."""
     return facts.bytes_out / machine.link_rate
@@ -163,8 +185,8 @@ def transfer_seconds(facts: Facts, machine: Machine, sums: Sequence[str]) -> flo
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
     if facts.op == "gemm_all_gather":  # by blocks of columns, which are laid beside each other behind
         m, n, _ = facts.extents
-        # Measured: such a copy reaches a third of the memory's rate.
-        seconds += 3 * 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        # Measured: such a copy reaches a third of the memory's rate, behind launches of its own.
+        seconds += 2 * machine.launch + 3 * 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     return seconds
 
 
@@ -222,7 +244,7 @@ def fused_time(
     tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split > 1)
+    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
     ring = config.ring_stages * config.slot_subtile_bytes
     drain = copies * max(0, tile_bytes - ring) / link_share
     epilogue = machine.epilogue * rows * columns + drain
@@ -242,8 +264,9 @@ def fused_time(
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
+    read = _memory_seconds(m, n, k, facts.dtype, machine) / (STREAM if config.mma == "swapped" else 1)
     return FusedTime(
-        waves=max(ceil_div(clusters, resident) * wave, _memory_seconds(m, n, k, facts.dtype, machine)),
+        waves=max(ceil_div(clusters, resident) * wave, read),
         link=link,
         memory=memory,
         fill=mainloop,
@@ -256,9 +279,9 @@ def fused_time(
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
     """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
 
-    The own shard is there; the others arrive one behind the other at the link's full rate. Behind the last
-    arrival there is a wave at least: all of it where there is but one. What of the arrivals the product does
-    not hide is `tail`.
+    The own shard is there; the others arrive one behind the other at the link's full rate. The wave in which
+    a shard's first tile is cannot end sooner than a tile's time behind its arrival, and the waves behind it
+    follow. What of the arrivals the product does not hide is `tail`.
     """
     m, n, k = facts.local
     world = facts.world
@@ -269,17 +292,15 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split > 1)
+    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
     epilogue = machine.epilogue * rows * columns
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-    waves = ceil_div(owners * per_shard, resident) * wave
+    num_waves = ceil_div(owners * per_shard, resident)
+    waves = done = num_waves * wave
     arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
-    done = waves / owners
     for step in range(1, owners):
-        done = max(done, step * arrival + machine.arrival) + waves / owners
-    if owners > 1:
-        last = (owners - 1) * arrival + machine.arrival
-        done = max(done, last + max(1, per_shard / resident) * wave)
+        left = num_waves - step * per_shard // resident
+        done = max(done, step * arrival + machine.arrival + left * wave)
     return FusedTime(
         waves=waves,
         link=(owners - 1) * arrival,

@@ -11,6 +11,7 @@ from .machine import Machine, machine_for
 from .model import (
     Facts,
     FusedTime,
+    copies_seconds,
     link_seconds,
     product_seconds,
     transfer_seconds,
@@ -82,5 +83,6 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
     if not captured:
-        ways = {name: max(seconds, machine.host[name]) for name, seconds in ways.items()}
+        host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts)}
+        ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)
