@@ -43,7 +43,8 @@ def product(device, sizes, dtype, *, a_major="k", b_major="k", bias=True):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("config", configs(), ids=lambda config: config.name)
 def test_every_kernel(device, config, shape):
-    with configured(mma=config.mma, tile=config.tile, cluster=config.cluster):
+    fields = {"mma": config.mma, "tile": config.tile, "cluster": config.cluster, "k_split": config.k_split}
+    with configured(**fields):
         assert_as_good_as(*product(device, SHAPES[shape], torch.bfloat16))
 
 
