@@ -87,7 +87,8 @@ class Torch:
         if blocks.numel():
             with collective("all-gather", group):
                 group.all_gather(blocks.flatten(0, 1), block)
-        return blocks.movedim(0, 1).reshape(rows, -1)[:, : shards.total].contiguous()
+        whole = blocks.movedim(0, 1).reshape(rows, group.size * shards.chunk)
+        return whole[:, : shards.total].contiguous()
 
 
 def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
