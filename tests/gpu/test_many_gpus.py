@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
-from overlap_gemm.testing.emulated import judge, poisoned_allocations
+from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.gradients import forward_and_backward
 from overlap_gemm.testing.references import reference
+from overlap_gemm.testing.shares import assert_right
 from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.settings import configured
 
@@ -39,14 +39,6 @@ def weight_gradient(given, layout, rank, size):
     if layout.weight == 0:
         return layout.part(given.grad, 1, rank, size).t() @ given.x
     return given.grad.t() @ layout.part(given.x, 1, rank, size)
-
-
-def assert_right(case, given, out, slot):
-    """Judges the results of all ranks, of which `out` is this one's."""
-    outs = [None] * dist.get_world_size()
-    dist.all_gather_object(outs, out.cpu())
-    verdict = judge(case, given, [part.to(out.device) for part in outs], slot)
-    assert verdict.holds, verdict
 
 
 def launches(rank, size, case, fields, count, late=None):

@@ -11,15 +11,15 @@ from itertools import cycle, islice
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.runtime.symmetric import why_no_puts
 from overlap_gemm.runtime.workspace import CommTimeoutError, raise_if_failed
-from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from overlap_gemm.testing.emulated import judge, poisoned_allocations
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.ranks import Ranks
+from overlap_gemm.testing.shares import assert_right, parts
 from overlap_gemm.tuning.settings import configured
 
 
@@ -56,33 +56,13 @@ def cases(*shapes, count, bias=True):
 # --- what each rank does ---
 
 
-def own_device(rank):
-    """The rank's GPU; its CPU where this file's own logic is tried without one."""
-    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def parts(case, rank, size):
-    """The whole operands, and the rank's x, weight and bias."""
-    given, layout = operands(case).to(own_device(rank)), LAYOUTS[case.op]
-    names = ("x", "weight", "bias")
-    return given, [layout.part(getattr(given, n), getattr(layout, n), rank, size) for n in names]
-
-
 def call(x, weight, bias, backend="fused"):
     return overlap_gemm.gemm_reduce_scatter(x, weight, bias=bias, backend=backend)
-
-
-def assert_right(case, given, out):
-    """Judges the results of all ranks, of which `out` is this one's."""
-    outs = [None] * dist.get_world_size()
-    dist.all_gather_object(outs, out.cpu())
-    verdict = judge(case, given, [part.to(out.device) for part in outs], case.dtype)
-    assert verdict.holds, (case, verdict)
 
 
 def sequence(rank, size, cases, ways, late=None, backend="fused"):

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
@@ -13,6 +12,7 @@ from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 from overlap_gemm.testing.gradients import forward_and_backward
 from overlap_gemm.testing.references import reference
+from overlap_gemm.testing.shares import assert_right, own_device, parts
 from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.settings import configured
 
@@ -54,29 +54,9 @@ def lengths(case):
     return {"all_gather_gemm": {"rows": case.m}, "gemm_all_gather": {"columns": case.n}}.get(case.op, {})
 
 
-def own_device(rank):
-    """The rank's GPU; its CPU where this file's own logic is tried without one."""
-    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def parts(case, rank, size, device):
-    """The whole operands, and the rank's x, weight and bias."""
-    given, layout = operands(case).to(device), LAYOUTS[case.op]
-    names = ("x", "weight", "bias")
-    return given, [layout.part(getattr(given, n), getattr(layout, n), rank, size) for n in names]
-
-
 def call(case, x, weight, bias, backend):
     """One call of this rank."""
     return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **lengths(case))
-
-
-def assert_right(case, given, out):
-    """Judges the results of all ranks, of which `out` is this one's."""
-    outs = [None] * dist.get_world_size()
-    dist.all_gather_object(outs, out.cpu())
-    verdict = judge(case, given, [part.to(out.device) for part in outs], case.dtype)
-    assert verdict.holds, (case, verdict)
 
 
 def sequence(rank, size, cases, fields, late=None, backend="fused"):
@@ -84,7 +64,7 @@ def sequence(rank, size, cases, fields, late=None, backend="fused"):
     queued = []
     with configured(**fields), poisoned_allocations():
         for number, case in enumerate(cases):
-            given, operands_ = parts(case, rank, size, own_device(rank))
+            given, operands_ = parts(case, rank, size)
             if rank == late and number % 3 == 0 and given.x.is_cuda:
                 torch.cuda._sleep(10_000_000)
             queued.append((case, given, call(case, *operands_, backend)))
@@ -107,8 +87,7 @@ def random_cases(seed, size, count=24, ops=OPS):
 
 def replays(rank, size, cases, fields, count):
     """A graph of several calls, replayed on changing data: of an odd number, so that parities change."""
-    device = own_device(rank)
-    given = [parts(case, rank, size, device)[1] for case in cases]
+    given = [parts(case, rank, size)[1] for case in cases]
     with configured(**fields):
         for case, operands_ in zip(cases, given, strict=True):
             call(case, *operands_, "fused")  # compiles and allocates
@@ -119,7 +98,7 @@ def replays(rank, size, cases, fields, count):
     for launch in range(count):
         wholes = []
         for case, operands_ in zip(cases, given, strict=True):
-            whole, fresh = parts(case.with_seed(launch), rank, size, device)
+            whole, fresh = parts(case.with_seed(launch), rank, size)
             wholes.append(whole)
             for old, new in zip(operands_, fresh, strict=True):
                 if old is not None:
