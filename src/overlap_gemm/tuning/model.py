@@ -141,6 +141,13 @@ def _memory_seconds(m: int, n: int, k: int, dtype: str, machine: Machine) -> flo
     return (m * k + n * k + m * n) * DTYPE_BYTES[dtype] / machine.memory_rate
 
 
+def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine) -> float:
+    """A CTA tile on its SM's tensor cores."""
+    rows, columns = config.cta_tile
+    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
+    return 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+
+
 def copies_seconds(facts: Facts) -> float:
     """Host time of an eager all-gather GEMM's copies: none where the kernel's warps send."""
     if facts.op != "all_gather_gemm":
@@ -243,8 +250,7 @@ def fused_time(
     exist = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
     tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
-    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+    mainloop = _mainloop_seconds(config, k, machine)
     ring = config.ring_stages * config.slot_subtile_bytes
     drain = copies * max(0, tile_bytes - ring) / link_share
     epilogue = machine.epilogue * rows * columns + drain
@@ -291,8 +297,7 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
-    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
-    mainloop = 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+    mainloop = _mainloop_seconds(config, k, machine)
     epilogue = machine.epilogue * rows * columns
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
     num_waves = ceil_div(owners * per_shard, resident)
