@@ -42,10 +42,17 @@ def warp_mmas():
             RESULT[f"mma {size} {k} {operand}"] = tv_table(getattr(atom, f"tv_layout_{operand}"))
 
 
+def matrices_of_bytes():
+    load, store = warp.LdMatrix16x16x8bOp(True, 2), warp.StMatrix16x8x8bOp(True, 2)
+    RESULT["bytes load"] = tv_table(cute.make_copy_atom(load, cutlass.Int8).layout_dst_tv)
+    RESULT["bytes store"] = tv_table(cute.make_copy_atom(store, cutlass.Int8).layout_src_tv)
+
+
 @cute.jit
 def sm_100a():
     smem_tables("smem", tcgen05.SmemLayoutAtomKind, tcgen05.make_smem_layout_atom)
     warp_mmas()
+    matrices_of_bytes()
     loads = (
         tcgen05.Ld32x32bOp,
         tcgen05.Ld16x64bOp,

@@ -56,8 +56,9 @@ def write_factors(cells, column, codes, data_id, lanes):
     """Row r's factors begin at byte `data_id` of column + r // 32, lane r % 32 of each quarter of `lanes`."""
     view = cells.view(np.uint8).reshape(128, 512, 4)
     for (row, block), code in np.ndenumerate(codes):
+        cell, byte = divmod(data_id + block, 4)
         for quarter in lanes:
-            view[32 * quarter + row % 32, column + row // 32, data_id + block] = code
+            view[32 * quarter + row % 32, column + row // 32 + cell * 4 * -(-len(codes) // 128), byte] = code
 
 
 CASES = [
@@ -106,6 +107,46 @@ def test_block_scaled_products(kind, a_type, b_type, scale, block, data_id, ctas
         assert abs(got - want[row, column]) <= 1e-5 * bound[row, column], (row, column)
         cells[cta][lane, 64 + at] = ELSEWHERE
     assert all(np.array_equal(now, then) for now, then in zip(cells, before, strict=True)), "wrote outside D"
+
+
+@pytest.mark.parametrize("first", [0x30, 0x60, 0x70])
+@pytest.mark.parametrize("scale, block, data_id", [("e4m3", 16, 0), ("ue8m0", 16, 2), ("ue8m0", 32, 3)])
+@pytest.mark.parametrize("ctas, m, n", [(1, 128, 24), (2, 256, 256)])
+def test_48_bytes_of_k_in_two_tiles(first, scale, block, data_id, ctas, m, n):
+    """K = 96 of sm_103: a row that ends goes on in the tile whose address the descriptor gives."""
+    rng = np.random.default_rng(first)
+    a, b = (random_codes(rng, rows, 96, "e2m1") for rows in (m, n))
+    low, high = (120, 134) if scale == "ue8m0" else (0x20, 0x60)
+    sa, sb = (rng.integers(low, high, (rows, 96 // block)).astype(np.uint8) for rows in (m, n))
+    smem = [np.full(1 << 17, 0xFF, np.uint8) for _ in range(ctas)]
+    cells = [np.full((128, 512), ELSEWHERE, np.uint32) for _ in range(ctas)]
+
+    def place(cta, codes, base, further):
+        held, room = in_smem(codes, 4, True), 128 - first
+        place_operand(smem[cta], base + first, held[:, :room], False, 1)
+        place_operand(smem[cta], further, held[:, room:], False, 1)
+        return smem_desc.decode_umma(umma(base + first, further, 1024, 2) | 1 << 52)
+
+    for cta in range(ctas):
+        mine, its = (slice(cta * rows // ctas, (cta + 1) * rows // ctas) for rows in (m, n))
+        da, db = place(cta, a[mine], 0, 65536), place(cta, b[its], 98304, 32768)
+        write_factors(cells[cta], 400, sa[mine], data_id, range(4))
+        write_factors(cells[cta], 420, sb, data_id, range(4))
+    word = 1 << 7 | 1 << 10 | n >> 3 << 17 | m >> 7 << 27 | (scale == "ue8m0") << 23
+    word |= data_id << 29 | data_id << 4 | 1 << 31
+    shape = tcgen05.decode_instruction(word, "mxf4nvf4", ctas, block)
+    mma = tcgen05.Mma(shape, 64, da, db, False, scales=(400, 420))
+    mma.run(smem, cells)
+    left = values(a, "e2m1") * np.repeat(values(sa, scale), block, 1)
+    right = values(b, "e2m1") * np.repeat(values(sb, scale), block, 1)
+    got = np.concatenate([c[: m // ctas, 64 : 64 + n].view(np.float32) for c in cells])
+    assert (np.abs(got - left @ right.T) <= 1e-5 * (np.abs(left) @ np.abs(right).T)).all()
+
+    beyond = (data_id + 96 // block - 1) // 4  # further cells of each row's factors
+    assert mma.scale_cells(ctas)[0] == (400, 4 * beyond + 4, (0, 1))
+    room = 128 - first
+    pieces = [min(48, room)] * 2 if room >= 48 else [room, 48 - room] * 2
+    assert [k for _, (_, k, _, _) in mma.smem_tiles(ctas)] == pieces[: 2 if room >= 48 else 4]
 
 
 def test_factors_beyond_single_precision_and_in_unlike_copies():

@@ -79,6 +79,19 @@ def test_register_fragments(cute):
             )
 
 
+def test_transposed_matrices_of_bytes(cute):
+    """CuTe numbers the bytes of two matrices as they lie in shared memory, rows of 16."""
+    if "bytes load" not in cute:
+        assert "smem MN_SW128 2" in cute  # sm_90a has none
+        return
+    load, store = (np.array(cute[name]) for name in ("bytes load", "bytes store"))
+    shared = np.random.default_rng(0).integers(0, 256, 512, np.uint8)
+    registers = mma.ldmatrix_bytes(shared)  # [register, lane]
+    np.testing.assert_array_equal(registers.T.copy().view(np.uint8).reshape(32, 16), shared[load])
+    words = np.ascontiguousarray(shared[:256][store].view(np.uint32).T)
+    np.testing.assert_array_equal(mma.stmatrix_bytes(words).reshape(-1), shared[:256])
+
+
 def test_tensor_memory_loads(cute):
     tables = {name: np.array(t) for name, t in cute.items() if name.startswith("Ld")}
     if not tables:

@@ -1,5 +1,6 @@
 """Conversions of formats of 8 bits and fewer, and integer dot products, against ml_dtypes and NumPy."""
 
+import itertools
 import ml_dtypes
 import numpy as np
 import pytest
@@ -129,6 +130,33 @@ def test_an_integer_mma_instruction():
         for i in range(4):
             row, column = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
             assert out.view(np.int32)[4 * lane + i] == want[row, column]
+
+
+MATRICES_OF_BYTES = """
+mov.u32 %r0, %tid.x; mov.u32 %r1, there; mad.lo.u32 %r2, %r0, 16, %r1;
+mul.lo.u32 %r3, %r0, 16; cvt.u64.u32 %d4, %r3;
+add.s64 %d5, %d1, %d4; ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d5];
+st.shared.v4.b32 [%r2], {%r4, %r5, %r6, %r7};
+bar.warp.sync -1;
+ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {%r10, %r11, %r12, %r13}, [%r2];
+bar.warp.sync -1;
+stmatrix.sync.aligned.m16n8.x4.trans.shared.b8 [%r2], {%r10, %r11, %r12, %r13};
+bar.warp.sync -1;
+ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r2];
+add.s64 %d5, %d0, %d4; st.global.v4.b32 [%d5], {%r4, %r5, %r6, %r7};
+"""
+
+
+def test_matrices_of_bytes_are_transposed():
+    out, there = aligned(512, np.uint8), aligned(512, np.uint8)
+    there[:] = rng.integers(0, 256, 512)
+    run(MATRICES_OF_BYTES, [out, there], smem=".shared .align 16 .b8 there[512];")
+    rows = there.reshape(2, 16, 16)
+    want = np.zeros((4, 8, 16), np.uint8)
+    for matrix, half, lane, v in itertools.product(range(2), range(2), range(32), range(4)):
+        byte = rows[matrix, 4 * (lane % 4) + v, lane // 4 + 8 * half]  # of register 2 * matrix + half
+        want[2 * matrix + half, 2 * (lane % 4) + v % 2, lane // 4 + 8 * (v // 2)] = byte
+    np.testing.assert_array_equal(out, want.reshape(-1))
 
 
 def test_vector_registers():

@@ -311,41 +311,49 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(run, ins.operands[1:4], destinations(ins), head=True)
 
 
-def _matrix_access(ins: Instruction, store: bool) -> tuple[Access, int, bool]:
-    if "m8n8" not in ins.parts or ins.parts[-1] != "b16":
+def _matrix_access(ins: Instruction, store: bool) -> tuple[Access, int]:
+    """The access, and how many lanes give the address of a row of 16 bytes."""
+    trans = "trans" in ins.parts
+    rows = {("m8n8", "b16"): 8}
+    if trans:
+        rows["m16n8" if store else "m16n16", "b8"] = 8 if store else 16
+    shape = next((p for p in ins.parts if p[0] == "m" and p[1].isdigit()), ""), ins.parts[-1]
+    if shape not in rows or any(p.startswith("b8x16") for p in ins.parts):
         raise Unsupported(ins.opcode)
     count = int(next(p for p in ins.parts if p in ("x1", "x2", "x4"))[1:])
-    return Access(ins, "shared", 4, 4, store), count, "trans" in ins.parts
+    return Access(ins, "shared", 4, 4, store), count * rows[shape]
 
 
 @instruction("ldmatrix")
 def _ldmatrix(program: Any, f: Function, ins: Instruction) -> Op:
-    access, count, trans = _matrix_access(ins, store=False)
+    access, num_rows = _matrix_access(ins, store=False)
+    trans, of_bytes = "trans" in ins.parts, ins.parts[-1] == "b8"
     outputs = destinations(ins)
 
     def run(group: Group, mask: int, address: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        lanes = (1 << 8 * count) - 1
-        rows = access.load(group, lanes, "shared", _lane_addresses(address))
-        words = np.stack(rows, axis=1)[: 8 * count]
-        out = list(mma.ldmatrix(words, trans))
-        return out if count > 1 else out[0]
+        rows = access.load(group, (1 << num_rows) - 1, "shared", _lane_addresses(address))
+        words = np.stack(rows, axis=1)[:num_rows]
+        out = list(mma.ldmatrix_bytes(words) if of_bytes else mma.ldmatrix(words, trans))
+        return out if len(out) > 1 else out[0]
 
     return Op(run, (ins.operands[1],), outputs, head=True)
 
 
 @instruction("stmatrix")
 def _stmatrix(program: Any, f: Function, ins: Instruction) -> Op:
-    access, count, trans = _matrix_access(ins, store=True)
+    access, num_rows = _matrix_access(ins, store=True)
+    trans, of_bytes = "trans" in ins.parts, ins.parts[-1] == "b8"
 
     def run(group: Group, mask: int, address: Any, values: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        words = mma.stmatrix(rows_of(values), trans).reshape(8 * count, 8).view(np.uint32)
+        registers = rows_of(values)
+        rows = mma.stmatrix_bytes(registers) if of_bytes else mma.stmatrix(registers, trans)
         full = np.zeros((4, 32), np.uint32)
-        full[:, : 8 * count] = words.T
-        access.store(group, (1 << 8 * count) - 1, "shared", _lane_addresses(address), tuple(full))
+        full[:, :num_rows] = rows.view(np.uint32).reshape(num_rows, 4).T
+        access.store(group, (1 << num_rows) - 1, "shared", _lane_addresses(address), tuple(full))
         return None
 
     return Op(run, ins.operands[:2], (), head=True)

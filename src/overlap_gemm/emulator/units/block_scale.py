@@ -2,8 +2,11 @@
 
 One 32-bit cell holds up to four factors of one row of A (or of B, a column of D), for blocks that follow each
 other along K, the first in byte `data id` of the instruction descriptor. Row r has the cell in lane r % 32,
-column r // 32; each quarter of the lanes holds a copy. With two CTAs each holds the factors of its rows of A
-and those of all of B, which lie in the lanes that have D's columns where D of M = 128 splits these.
+column r // 32; each quarter of the lanes holds a copy. Where an instruction takes more than the cell's four,
+as with K = 96 of sm_103, the next cell follows behind the columns of all rows (of whole blocks of 128 rows,
+which is how `tcgen05.cp` writes them; seen in kernels with 128 and 256 rows). With two CTAs each holds the
+factors of its rows of A and those of all of B, which lie in the lanes that have D's columns where D of M = 128
+splits these.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from overlap_gemm.emulator import numeric
 F32 = NDArray[np.float32]
 BLOCKS = {"scale_vec::1X": 32, "scale_vec::2X": 32, "scale_vec::4X": 16, "block32": 32, "block16": 16}
 """Elements of K that share a factor, by the instruction's modifier; 32 where it has none."""
+
+
+def _next_cell(rows: int) -> int:
+    """Columns from the cells of so many rows to the cells of the blocks of K that follow."""
+    return 4 * -(-rows // 128)
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,10 @@ class Scaling:
     a: int
     b: int
 
-    def columns(self, rows: int) -> int:
-        """Columns of tensor memory that the factors of so many rows take."""
-        return -(-rows // 32)
+    def columns(self, rows: int, k: int, data_id: int) -> int:
+        """Columns of tensor memory that the factors of so many rows take, from the first block's on."""
+        further = (data_id + k // self.block - 1) // 4
+        return further * _next_cell(rows) + -(-rows // 32)
 
     def factors(
         self,
@@ -62,10 +71,11 @@ class Scaling:
         Raises:
             ValueError: they do not fit tensor memory, the data id or the copies do not fit.
         """
-        column, count, blocks = address & 0xFFFF, self.columns(rows), k // self.block
+        column, blocks = address & 0xFFFF, k // self.block
+        count, cells = self.columns(rows, k, data_id), (data_id + blocks + 3) // 4
         if address >> 16 & 0x3FFF or column + count > tmem.shape[1]:
             raise ValueError(f"tcgen05.mma: scale factors at tensor memory {address:#x} do not fit")
-        if data_id + blocks > 4:
+        if data_id + blocks > 4 and blocks not in (3, 6):  # those of K = 96
             raise ValueError(f"tcgen05.mma: {blocks} scale factors of a row from byte {data_id} of a cell on")
         copies = [tmem[32 * q : 32 * q + 32, column : column + count] for q in quarters]
         if not all(np.array_equal(copies[0], other) for other in copies[1:]):
@@ -73,8 +83,10 @@ class Scaling:
                 f"tcgen05.mma: scale factors at tensor memory {address:#x} are not the same in quarters "
                 f"{', '.join(map(str, quarters))} of its lanes"
             )
-        cells = np.ascontiguousarray(copies[0].T).reshape(-1)[:rows]
-        codes = cells.view(np.uint8).reshape(rows, 4)[:, data_id : data_id + blocks]
+        step, width = _next_cell(rows), -(-rows // 32)
+        each = [copies[0][:, n * step : n * step + width].T.reshape(-1)[:rows] for n in range(cells)]
+        held = np.stack(each, axis=1)
+        codes = held.view(np.uint8)[:, data_id : data_id + blocks]
         return numeric.ue8m0_to_f32(codes) if self.kind == "ue8m0" else numeric.widen(codes, self.kind)
 
     def apply(self, operand: F32, factors: F32) -> NDArray[np.floating]:

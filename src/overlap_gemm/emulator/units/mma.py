@@ -10,6 +10,10 @@ C  [16, columns] 32-bit elements: register i: row g + 8 * (i // 2 % 2), column 8
                  16-bit elements: register i: row g + 8 * (i % 2), columns 8 * (i // 2) + 2 q + {0, 1}
 
 One 8x8 matrix of 16-bit elements (ldmatrix): row g, word q; `.trans` exchanges rows and columns.
+Matrices of bytes are only moved transposed, 16x16 of two registers by ldmatrix, 16x8 of one by stmatrix:
+
+ldmatrix  byte v of register h: row 4 q + v, column g + 8 h of the 16 rows in shared memory
+stmatrix  byte v: row 2 q + v % 2, column g + 8 * (v // 2) of the 8 rows in shared memory
 """
 
 from __future__ import annotations
@@ -166,3 +170,15 @@ def stmatrix(registers: U32, trans: bool) -> NDArray[np.uint16]:
     """The rows `[num, 8, 8]` (16 bytes each) that `stmatrix.m8n8.x{num}.b16` writes."""
     matrices = np.ascontiguousarray(registers).view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if trans else matrices
+
+
+def ldmatrix_bytes(rows: Bits) -> U32:
+    """Registers `[2 * num, 32]` of `ldmatrix.m16n16.x{num}.trans.b8` from `num * 16` rows of 16 bytes."""
+    matrices = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 4, 4, 2, 8)
+    return np.ascontiguousarray(matrices.transpose(0, 3, 4, 1, 2)).view(np.uint32).reshape(-1, 32)
+
+
+def stmatrix_bytes(registers: U32) -> NDArray[np.uint8]:
+    """The rows `uint8 [num, 8, 16]` that `stmatrix.m16n8.x{num}.trans.b8` writes."""
+    lanes = np.ascontiguousarray(registers).view(np.uint8).reshape(-1, 8, 4, 2, 2)
+    return np.ascontiguousarray(lanes.transpose(0, 2, 4, 3, 1)).reshape(-1, 8, 16)

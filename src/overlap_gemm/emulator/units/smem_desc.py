@@ -12,11 +12,14 @@ MN-major, none         (row // T) * SBO + (row % T) * size + (k // 8) * LBO + (k
 
 with G = 8 rows in a pattern, 4 in the 32-byte-base one that 32-bit MN-major operands use. The swizzle is
 applied to the sum (`units.swizzle`); K advances inside a pattern by moving the start address.
+
+An instruction of sm_103 takes 48 bytes of K, which may begin in one swizzled row and end in another. Bit 52
+then says that LBO is no offset but the address of the tile that goes on, from the beginning of its rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,12 +51,25 @@ class SmemDescriptor:
         leading: leading-dimension byte offset (LBO).
         stride: stride-dimension byte offset (SBO).
         swizzle: swizzle mode.
+        following: address of the tile that goes on where a row of this one ends, if the descriptor gives it.
     """
 
     start: int
     leading: int
     stride: int
     swizzle: Swizzle
+    following: int | None = None
+
+    def pieces(self, k: int, element_bytes: int) -> list[tuple[SmemDescriptor, int]]:
+        """The tiles that hold so many elements along K, one or two, and how many each holds."""
+        if self.following is None:
+            return [(self, k)]
+        row = self.swizzle.row_bytes
+        room = (row - self.start % row) // element_bytes
+        first = replace(self, following=None)
+        if k <= room:
+            return [(first, k)]
+        return [(first, room), (replace(first, start=self.following), k - room)]
 
     def differs_in_start(self, other: SmemDescriptor) -> bool:
         """Whether the other descriptor has the same tile at another place, at most."""
@@ -186,11 +202,15 @@ def decode_umma(descriptor: int) -> SmemDescriptor:
         raise ValueError(f"tcgen05 shared-memory descriptor {descriptor:#018x} has version {version}, not 1")
     if layout not in _UMMA_SWIZZLES:
         raise ValueError(f"tcgen05 shared-memory descriptor {descriptor:#018x} has reserved layout {layout}")
-    if descriptor >> 52 & 1:
+    decoded = _decode(descriptor, _UMMA_SWIZZLES[layout])
+    if not descriptor >> 52 & 1:
+        return decoded
+    if decoded.swizzle is not swizzle.SW128:
         raise ValueError(
-            f"tcgen05 shared-memory descriptor {descriptor:#018x}: absolute LBO mode is not modelled"
+            f"tcgen05 shared-memory descriptor {descriptor:#018x}: an absolute LBO without the 128-byte "
+            "swizzle is not modelled"
         )
-    return _decode(descriptor, _UMMA_SWIZZLES[layout])
+    return replace(decoded, leading=0, following=decoded.leading)
 
 
 @lru_cache(maxsize=4096)

@@ -48,8 +48,7 @@ _OPERAND_TYPES = {
 }
 KINDS = tuple(_OPERAND_TYPES)
 """Kinds of `tcgen05.mma` that are modelled."""
-_K_BYTES = 32  # one instruction covers 32 bytes of K, dense, whatever the type
-_SHAPES = {(1, 64): 8, (1, 128): 16, (2, 128): 32, (2, 256): 32}  # CTAs and M: step of N
+_SHAPES = {(1, 64): 8, (1, 128): 8, (2, 128): 16, (2, 256): 16}  # CTAs and M: step of N
 _EXACT_K = 1024  # so many products of bytes have a sum that float32 holds exactly
 
 
@@ -70,6 +69,7 @@ class InstructionDescriptor:
         packed: whether 4-bit elements lie two to a byte.
         saturate: whether an integer D saturates.
         scaling: how blocks of the operands are scaled, or `None`.
+        k_bytes: bytes of K that one instruction covers: 32 of all types, or 48 of packed ones on sm_103.
     """
 
     m: int
@@ -84,6 +84,7 @@ class InstructionDescriptor:
     packed: bool = False
     saturate: bool = False
     scaling: Scaling | None = None
+    k_bytes: int = 32
 
     @property
     def k(self) -> int:
@@ -93,7 +94,7 @@ class InstructionDescriptor:
     @property
     def k_holders(self) -> int:
         """The same in elements, or in the bytes that hold two of them."""
-        return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
+        return self.k_bytes // numeric.ELEMENT_BYTES[self.a_type]
 
 
 @lru_cache(maxsize=256)
@@ -124,8 +125,8 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 
         raise ValueError(f"{where}: reserved types D={d_code} A={a_code} B={b_code}")
     scaling = None
     if block:
-        if descriptor >> 31 & 1 or (four_bits and descriptor >> 3 & 1):
-            raise ValueError(f"{where}: another K than that of sm_100 is not modelled")
+        if descriptor >> 3 & 1 or (descriptor >> 31 & 1 and not four_bits):
+            raise ValueError(f"{where}: a K of neither sm_100 nor sm_103")
         scale = "ue8m0" if descriptor >> 23 & 1 else "e4m3"
         if scale == "e4m3" and kind != "mxf4nvf4":
             raise ValueError(f"{where}: scale factors of this kind are ue8m0")
@@ -153,6 +154,7 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 
         packed=four_bits,
         saturate=kind == "i8" and bool(descriptor >> 3 & 1),
         scaling=scaling,
+        k_bytes=48 if block and descriptor >> 31 & 1 else 32,
     )
 
 
@@ -231,12 +233,16 @@ class Mma:
 
     def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
         """The tiles of B and A in each CTA's shared memory: descriptor, rows, k, bytes, whether MN-major."""
-        shape = self.shape
-        size, k = numeric.ELEMENT_BYTES[shape.b_type], shape.k_holders
-        tiles = [(self.b, (shape.n // ctas, k, size, shape.b_mn_major))]
+        shape, whole = self.shape, self.shape.k_holders
+        size = numeric.ELEMENT_BYTES[shape.b_type]
+        tiles = [
+            (tile, (shape.n // ctas, k, size, shape.b_mn_major)) for tile, k in self.b.pieces(whole, size)
+        ]
         if isinstance(self.a, SmemDescriptor):
             size = numeric.ELEMENT_BYTES[shape.a_type]
-            tiles.append((self.a, (shape.m // ctas, k, size, shape.a_mn_major)))
+            tiles += [
+                (tile, (shape.m // ctas, k, size, shape.a_mn_major)) for tile, k in self.a.pieces(whole, size)
+            ]
         return tiles
 
     def scale_cells(self, ctas: int) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -246,7 +252,11 @@ class Mma:
             return []
         split = 2 if (ctas, shape.m) == (2, 128) else 1
         rows = shape.m // ctas, shape.n // split
-        return [(at & 0xFFFF, scaling.columns(r), (0, 1)) for at, r in zip(self.scales, rows, strict=True)]
+        ids = scaling.a, scaling.b
+        return [
+            (at & 0xFFFF, scaling.columns(r, shape.k, i), (0, 1))
+            for at, r, i in zip(self.scales, rows, ids, strict=True)
+        ]
 
     def d_cells(self, ctas: int) -> tuple[int, int, tuple[int, ...]]:
         """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
@@ -258,13 +268,13 @@ class Mma:
         """The same of A, no columns where it is in shared memory."""
         if isinstance(self.a, SmemDescriptor):
             return 0, 0, ()
-        return self.a & 0xFFFF, _K_BYTES // 4, (0, 1)
+        return self.a & 0xFFFF, self.shape.k_bytes // 4, (0, 1)
 
     def _operand_b(self, smem: Smem, rows: int) -> F32:
         shape = self.shape
         size = numeric.ELEMENT_BYTES[shape.b_type]
         steps = (self.b, *[b for _, b in self.further])
-        tile = gather_steps(smem, steps, rows, shape.k_holders, size, shape.b_mn_major)
+        tile = _gather(smem, steps, rows, shape.k_holders, size, shape.b_mn_major)
         b = operands.from_smem(tile, shape.b_type, shape.packed, shape.b_mn_major)
         return -b if shape.negate_b else b
 
@@ -273,10 +283,10 @@ class Mma:
         size = numeric.ELEMENT_BYTES[shape.a_type]
         if isinstance(self.a, SmemDescriptor):
             steps = (self.a, *[a for a, _ in self.further if isinstance(a, SmemDescriptor)])
-            tile = gather_steps(smem, steps, rows, shape.k_holders, size, shape.a_mn_major)
+            tile = _gather(smem, steps, rows, shape.k_holders, size, shape.a_mn_major)
             a = operands.from_smem(tile, shape.a_type, shape.packed, shape.a_mn_major)
         else:
-            words = _K_BYTES // 4
+            words = shape.k_bytes // 4
             lane, column = self.a >> 16, self.a & 0xFFFF
             if (ctas, rows) == (2, 64):
                 raise ValueError(
@@ -387,6 +397,16 @@ def continues(mma: Mma, later: Mma) -> bool:
 def join(run: tuple[Mma, ...]) -> Mma:
     """A product and those that continue it as one."""
     return replace(run[0], further=tuple([(mma.a, mma.b) for mma in run[1:]]))
+
+
+def _gather(
+    smem: Smem, steps: tuple[SmemDescriptor, ...], rows: int, k: int, element_bytes: int, mn_major: bool
+) -> NDArray[np.unsignedinteger]:
+    """As `gather_steps`, also of tiles in two pieces."""
+    if steps[0].following is None:
+        return gather_steps(smem, steps, rows, k, element_bytes, mn_major)
+    pieces = [piece for step in steps for piece in step.pieces(k, element_bytes)]
+    return np.concatenate([tile.gather(smem, rows, n, element_bytes, mn_major) for tile, n in pieces], axis=1)
 
 
 def _split_lanes(cells: NDArray[_Any], lane: int, rows: int, ctas: int) -> list[NDArray[_Any]]:
