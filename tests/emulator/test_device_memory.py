@@ -53,6 +53,42 @@ graph.replay()
 assert (src == 1).all() and (dst == 12).all() and (out == 120).all()
 """
 
+BESIDE = """
+@cute.kernel
+def gated(flag: cute.Tensor, src: cute.Tensor, dst: cute.Tensor):
+    tid, _, _ = cute.arch.thread_idx()
+    if tid == 0:
+        seen = cutlass.Int32(0)
+        while seen == 0:
+            seen = cute.arch.load(flag.iterator, cutlass.Int32, sem="acquire", scope="sys")
+    cute.arch.sync_threads()
+    dst[tid] = src[tid] + 1
+
+@cute.jit
+def consume(flag: cute.Tensor, src: cute.Tensor, dst: cute.Tensor, stream: cuda.CUstream):
+    gated(flag, src, dst).launch(grid=(1, 1, 1), block=(128, 1, 1), stream=stream)
+
+flag, one = (torch.full((1,), n, dtype=torch.int32, device="cuda") for n in (0, 1))
+first, inbox, late = (torch.full((128,), -7.0, device="cuda") for _ in range(3))
+copies, graph, begin, copied = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.Event(), torch.cuda.Event()
+with torch.cuda.graph(graph):
+    flag.zero_()
+    first.zero_()
+    add(from_dlpack(src), from_dlpack(first), 1, stream())
+    begin.record()
+    consume(from_dlpack(flag), from_dlpack(inbox), from_dlpack(dst), stream())
+    copies.wait_event(begin)
+    for to, source, size in ((inbox, first, 512), (flag, one, 4), (late, first, 512)):
+        cuda.cuMemcpyDtoDAsync(to.data_ptr(), source.data_ptr(), size, copies.cuda_stream)
+    copied.record(copies)
+    copied.wait()
+    add(from_dlpack(late), from_dlpack(dst), 1, stream())
+for n in (1, 5):
+    src.fill_(n)
+    graph.replay()
+    assert (inbox == 2 * n).all() and (dst == 6 * n + 1).all() and (flag == 1).all()
+"""
+
 MEMORY = """
 for extra in range(40):
     made = torch.randn(7 + extra, 9, device="cuda", requires_grad=bool(extra % 2))
@@ -82,7 +118,7 @@ else:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("body", [GRAPH, MEMORY], ids=["graph", "memory"])
+@pytest.mark.parametrize("body", [GRAPH + BESIDE, MEMORY], ids=["graph", "memory"])
 def test_scripts_find_a_device(body, ranks, tmp_path):
     _run(body, tmp_path, "--ranks", ranks)
 

@@ -1,6 +1,7 @@
 """Conversions of formats of 8 bits and fewer, and integer dot products, against ml_dtypes and NumPy."""
 
 import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest

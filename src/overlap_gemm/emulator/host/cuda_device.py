@@ -1,7 +1,7 @@
 """Stand-ins for the CUDA that a script sees: torch.cuda, cuda.bindings, cuda.core, the DSL's queries.
 
-Work is ordered as CUDA orders it, or more strictly: launches of one stream run in order; where a script
-makes one stream wait for another, or for an event, the host waits instead. Times are the emulation's.
+Work is ordered as CUDA orders it, or more strictly: launches of one stream run in order, streams wait for
+each other and for events, torch's own operations wait for all launches. Times are the emulation's.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import device_memory
 from .device_memory import DeviceMemory
-from .graphs import Capture, classes
+from .graphs import classes
 from .replace import replaced
 from .runtime_api import DeviceProperties
+
+if TYPE_CHECKING:
+    from ..machine.streams import StreamEvent
+    from .emulator import Emulator
 
 MEMORY_BYTES = 96 << 30
 L2_BYTES = 126 << 20
@@ -29,50 +33,55 @@ class CudaDevices:
     """What torch.cuda and its kin ask of the emulator.
 
     Args:
-        properties: Of every device.
-        count: Number of devices.
+        emulator: Open.
         current: Index of the calling thread's device.
         synchronize: Waits until the calling rank's launches have run.
-        captures: CUDA graphs that are being captured, by rank.
-        adopt: Told of every storage that becomes memory of the calling rank's device.
-        instructions: Warp instructions executed so far: what benchmarks measure.
     """
 
     def __init__(
-        self,
-        properties: DeviceProperties,
-        count: int,
-        current: Callable[[], int],
-        synchronize: Callable[[], None],
-        captures: dict[int, Capture],
-        adopt: Callable[[torch.UntypedStorage], None],
-        instructions: Callable[[], int],
+        self, emulator: Emulator, current: Callable[[], int], synchronize: Callable[[], None]
     ) -> None:
-        self.instructions = instructions
-        self.captures = captures
-        self.memory = DeviceMemory(adopt, self.in_order)
-        self.properties = properties
-        self.count = count
+        self.emulator = emulator
+        self.captures = emulator.captures
+        self.properties = emulator.device
+        self.count = emulator.ranks
         self.current = current
         self.synchronize = synchronize
         self.handles = itertools.count(0x10)
+        self.memory = DeviceMemory(
+            lambda storage: emulator.adopt(storage, current()), self.in_order, self.copy_beside
+        )
 
-    def wait(self) -> None:
-        """One stream waits for another: the host does; in a capture, that of each replay."""
-        capture = self.captures.get(self.current())
-        if capture is not None:
-            capture.keep(self.synchronize)
-        else:
-            self.synchronize()
+    def instructions(self) -> int:
+        """Warp instructions executed so far: what benchmarks measure."""
+        return self.emulator.report.instructions
 
-    def in_order(self, operation: Callable[[], object]) -> None:
-        """Carries an operation out behind the launches before it; in a capture, in each replay."""
-        self.wait()
+    def do(self, operation: Callable[[], object]) -> None:
+        """Carries an operation out, in a capture at each replay."""
         capture = self.captures.get(self.current())
         if capture is not None:
             capture.keep(operation)
         else:
             operation()
+
+    def in_order(self, operation: Callable[[], object]) -> None:
+        """Carries an operation out behind the launches before it; in a capture, in each replay."""
+        self.do(self.synchronize)
+        self.do(operation)
+
+    def copy_beside(self, stream: int, target: int, source: int, nbytes: int) -> bool:
+        """Gives a copy to a copy engine, if the rank has launches that it runs beside and engines take it."""
+        rank = self.current()
+        whole = nbytes == 4 or (nbytes | target | source) % 16 == 0
+        if not whole or not (rank in self.captures or self.emulator.has_pending(rank)):
+            return False
+        self.do(lambda: self.emulator.copy(rank, stream, target, source, nbytes))
+        return True
+
+    def wait_stream(self, stream: int, other: int) -> None:
+        """What a stream is given from now on begins behind what another one has."""
+        rank = self.current()
+        self.do(lambda: self.emulator.wait_stream(rank, stream, other))
 
     def attribute(self, number: int) -> int:
         """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""
@@ -105,17 +114,30 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
             streams.current = before
 
     class Event:
-        """`torch.cuda.Event`: recording notes the time, waiting makes the host wait."""
+        """`torch.cuda.Event`: recording notes the time and the place in the stream."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._time: float | None = None
+            self._place: StreamEvent | None = None
             self.cuda_event = next(devices.handles)
 
         def record(self, stream: Any = None) -> None:
             self._time = time.perf_counter()
+            rank, handle = devices.current(), (stream or streams.current).cuda_stream
+
+            def mark() -> None:
+                self._place = devices.emulator.record_event(rank, handle)
+
+            devices.do(mark)
 
         def wait(self, stream: Any = None) -> None:
-            devices.wait()
+            rank, handle = devices.current(), (stream or streams.current).cuda_stream
+
+            def wait() -> None:
+                if self._place is not None:
+                    devices.emulator.wait_event(rank, handle, self._place)
+
+            devices.do(wait)
 
         def synchronize(self) -> None:
             devices.synchronize()
@@ -217,11 +239,11 @@ def _make_stream_class(devices: CudaDevices) -> type:
         def synchronize(self) -> None:
             devices.synchronize()
 
-        def wait_stream(self, _stream: Any) -> None:
-            devices.wait()
+        def wait_stream(self, stream: Any) -> None:
+            devices.wait_stream(self.cuda_stream, stream.cuda_stream)
 
-        def wait_event(self, _event: Any) -> None:
-            devices.wait()
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
 
         def record_event(self, event: Any = None) -> Any:
             event = event or torch.cuda.Event()

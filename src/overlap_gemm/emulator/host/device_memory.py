@@ -19,14 +19,18 @@ class DeviceMemory:
     Args:
         adopt: Told of every storage that becomes device memory.
         in_order: Carries out an operation behind the launches before it, or keeps it for a graph's replays.
+        beside: Gives a copy of bytes from one device address to another to a copy engine, in the order of its
+            stream (stream, target, source, bytes), or returns False.
     """
 
     def __init__(
         self,
         adopt: Callable[[torch.UntypedStorage], None],
         in_order: Callable[[Callable[[], object]], None],
+        beside: Callable[[int, int, int, int], bool] = lambda *_: False,
     ) -> None:
         self._adopt = adopt
+        self._beside = beside
         self._in_order = in_order
         self._blocks: dict[int, torch.Tensor] = {}
 
@@ -53,6 +57,11 @@ class DeviceMemory:
         """Copies bytes, between host and device alike."""
         self._in_order(lambda: ctypes.memmove(_address(to), _address(source), int(size)))
 
+    def copy_in_stream(self, to: Any, source: Any, size: int, stream: Any = 0) -> None:
+        """Copies bytes of device memory beside running kernels, where that makes a difference."""
+        if not self._beside(int(stream), int(to), int(source), int(size)):
+            self.copy(to, source, size)
+
 
 def _address(where: Any) -> int:
     return where.ctypes.data if isinstance(where, np.ndarray) else int(where)
@@ -70,6 +79,7 @@ def driver_functions(memory: DeviceMemory, pointer: type) -> dict[str, Callable[
         )
     for kind, tail in itertools.product(("", "DtoD", "HtoD", "DtoH"), ("", "Async")):
         table[f"cuMemcpy{kind}{tail}"] = lambda to, source, size, *_: memory.copy(to, source, size)
+    table["cuMemcpyDtoDAsync"] = memory.copy_in_stream
     return table
 
 

@@ -53,15 +53,7 @@ def one_device(emulator: Emulator) -> Iterator[None]:
     """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
     with contextlib.ExitStack() as stack:
         adopt = functools.partial(emulator.adopt, rank=0)
-        devices = cuda_device.CudaDevices(
-            emulator.device,
-            1,
-            lambda: 0,
-            emulator.finish,
-            emulator.captures,
-            adopt,
-            lambda: emulator.report.instructions,
-        )
+        devices = cuda_device.CudaDevices(emulator, lambda: 0, emulator.finish)
         for change in cuda_device.changes(devices):
             stack.enter_context(change)
         stack.enter_context(
@@ -89,15 +81,7 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         for rank in range(emulator.ranks)
     ]
 
-    devices = cuda_device.CudaDevices(
-        emulator.device,
-        emulator.ranks,
-        current,
-        synchronize,
-        emulator.captures,
-        lambda storage: emulator.adopt(storage, current()),
-        lambda: emulator.report.instructions,
-    )
+    devices = cuda_device.CudaDevices(emulator, current, synchronize)
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (
         *cuda_device.changes(devices),

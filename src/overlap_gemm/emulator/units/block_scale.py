@@ -5,8 +5,8 @@ other along K, the first in byte `data id` of the instruction descriptor. Row r 
 column r // 32; each quarter of the lanes holds a copy. Where an instruction takes more than the cell's four,
 as with K = 96 of sm_103, the next cell follows behind the columns of all rows (of whole blocks of 128 rows,
 which is how `tcgen05.cp` writes them; seen in kernels with 128 and 256 rows). With two CTAs each holds the
-factors of its rows of A and those of all of B, which lie in the lanes that have D's columns where D of M = 128
-splits these.
+factors of its rows of A and those of all of B, which lie in the lanes that have D's columns where D of
+M = 128 splits these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scaling:
     b: int
 
     def columns(self, rows: int, k: int, data_id: int) -> int:
-        """Columns of tensor memory that the factors of so many rows take, from the first block's on."""
+        """Columns of tensor memory that the factors of so many rows take, from the first on."""
         further = (data_id + k // self.block - 1) // 4
         return further * _next_cell(rows) + -(-rows // 32)
 
