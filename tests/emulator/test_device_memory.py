@@ -70,7 +70,8 @@ def consume(flag: cute.Tensor, src: cute.Tensor, dst: cute.Tensor, stream: cuda.
 
 flag, one = (torch.full((1,), n, dtype=torch.int32, device="cuda") for n in (0, 1))
 first, inbox, late = (torch.full((128,), -7.0, device="cuda") for _ in range(3))
-copies, graph, begin, copied = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.Event(), torch.cuda.Event()
+copies, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+begin, copied = torch.cuda.Event(), torch.cuda.Event()
 with torch.cuda.graph(graph):
     flag.zero_()
     first.zero_()

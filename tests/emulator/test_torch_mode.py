@@ -1,9 +1,14 @@
 """`device="cuda"` on CPU memory: what is marked, copied, poisoned, registered and waited for."""
 
+import numpy as np
 import pytest
 import torch
 
+from overlap_gemm.emulator.host import half_products
 from overlap_gemm.emulator.host.torch_mode import CudaOnCpu, is_marked
+from overlap_gemm.emulator.units import mma
+
+from .test_matrix_units import a_place, c_place, fragment
 
 
 @pytest.fixture
@@ -112,3 +117,48 @@ def test_outside_the_mode_torch_is_as_it_was(mode):
         assert tensor.device.type == "cpu" and is_marked(tensor)
     finally:
         mode.__enter__()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_products_are_a_tensor_cores_to_the_bit(mode, dtype):
+    torch.manual_seed(0)
+    k, kind = 272, {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    a, b = torch.randn(16, k).to(dtype), torch.randn(8, k).to(dtype)
+    left, right = (x.view(torch.int16).numpy().view(np.uint16) for x in (a, b))
+    registers = np.zeros((4, 32), np.uint32)
+    for at in range(0, k, 16):
+        fa = fragment(left[:, at : at + 16], 4, a_place(2))
+        fb = fragment(right[:, at : at + 16], 2, lambda i, t, e: (t // 4, 2 * (t % 4) + e + 8 * i))
+        registers = mma.mma_sync(fa, fb, registers, kind, kind, "f32")
+    sums = np.zeros((16, 8), np.float32)
+    for i, lane in np.ndindex(4, 32):
+        sums[c_place(i, lane, 0)] = registers[i : i + 1, lane].view(np.float32)[0]
+    assert np.abs(sums - (a.double() @ b.double().T).numpy()).max() < 1e-4
+    assert np.array_equal(half_products.product(a, b.T).numpy(), sums)
+    c = torch.randn(16, 8).to(dtype)
+    want, added = torch.from_numpy(sums).to(dtype), (torch.from_numpy(sums) + c.float()).to(dtype)
+    x, y, z = a.cuda(), b.cuda(), c.cuda()
+    for got in (
+        x @ y.T,
+        torch.mm(x, y.T),
+        torch.einsum("mk,nk->mn", x, y),
+        torch.bmm(x[None], y.T[None])[0],
+        torch.nn.functional.linear(x, y),
+    ):
+        assert got.is_cuda and got.dtype == dtype
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+    for got in (torch.addmm(z, x, y.T), torch.baddbmm(z[None], x[None], y.T[None])[0]):
+        torch.testing.assert_close(got.cpu(), added, rtol=0, atol=0)
+    x.requires_grad_()
+    (x @ y.T).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), b.float().sum(0).expand(16, k).to(dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_an_mma_rounds_once(mode):
+    """1 + 15 units of half an ulp of 1: each alone is lost, their sum is not."""
+    a, b = np.full((16, 16), 2.0**-12, np.float16), np.full((8, 16), 2.0**-12, np.float16)
+    a[:, 0], b[:, 0] = 1, 1
+    fa = fragment(a.view(np.uint16), 4, a_place(2))
+    fb = fragment(b.view(np.uint16), 2, lambda i, t, e: (t // 4, 2 * (t % 4) + e + 8 * i))
+    got = mma.mma_sync(fa, fb, np.zeros((4, 32), np.uint32), "f16", "f16", "f32").view(np.float32)
+    assert (got == np.float32(1 + 15 * 2.0**-24)).all() and got[0, 0] > 1

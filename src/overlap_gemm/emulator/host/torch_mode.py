@@ -8,6 +8,7 @@ allocated uninitialised is poisoned. Marked storages begin at multiples of 256 b
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from . import scaled_mm
+from . import half_products, scaled_mm
 from .graphs import Capture
 
 _CUDA = re.compile(r"cuda(:\d+)?$")
@@ -147,7 +148,9 @@ class CudaOnCpu(TorchFunctionMode):
         owned = {_storage(t)._cdata for t in inputs}
         if func is _SCALED_MM and scaled_mm.is_block_scaled(*args, **kwargs):
             func = scaled_mm.block_scaled
-        result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
+        products = on_device and getattr(func, "__name__", "") in half_products.NAMES
+        with half_products.HalfProducts() if products else contextlib.nullcontext():
+            result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if on_device:
             for output in _tensors(result):
                 if _storage(output)._cdata not in owned:

@@ -41,17 +41,17 @@ def b_matrix(registers: U32, element_bytes: int) -> Bits:
     return words.view(f"u{element_bytes}")
 
 
-def add(product: F32, old: Matrix | None, dtype: str, saturate: bool = False) -> Matrix:
+def add(product: NDArray[np.floating], old: Matrix | None, dtype: str, saturate: bool = False) -> Matrix:
     """An accumulator, or zero, plus a product.
 
     Args:
-        product: `float32`, of integers exact.
+        product: of integers exact; where it is `float64`, the sum is rounded once.
         old: the accumulator before, or `None`.
         dtype: `f32`, `f16` or `s32`.
         saturate: whether an integer sum saturates (`.satfinite`) rather than wraps.
     """
     if dtype != "s32":
-        return product if old is None else product + old
+        return (product if old is None else product + old).astype(np.float32, copy=False)
     total = product.astype(np.int64) + (0 if old is None else old)
     if saturate:
         total = np.clip(total, -(1 << 31), (1 << 31) - 1)
@@ -79,7 +79,7 @@ def c_registers(matrix: Matrix, dtype: str) -> U32:
 
 
 def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, saturate: bool = False) -> U32:
-    """`mma.sync.m16n8kK`: D = A * B + C for one warp; K follows from the number of A registers.
+    """`mma.sync.m16n8kK`: D = A * B + C for one warp, rounded once; K follows from the number of A registers.
 
     Args:
         a: A fragment.
@@ -93,8 +93,8 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, satu
     Returns:
         The D fragment.
     """
-    left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type)
-    right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type)
+    left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type).astype(np.float64)
+    right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type).astype(np.float64)
     with np.errstate(all="ignore"):
         return c_registers(add(left @ right.T, c_matrix(c, d_type), d_type, saturate), d_type)
 
@@ -142,7 +142,7 @@ def mma_sync_scaled(
 
     left, right = scaled(a_matrix(a, 1), a_type, scale_a), scaled(b_matrix(b, 1), b_type, scale_b)
     with np.errstate(all="ignore"):
-        return c_registers(add((left @ right.T).astype(np.float32), c_matrix(c, "f32"), "f32"), "f32")
+        return c_registers(add(left @ right.T, c_matrix(c, "f32"), "f32"), "f32")
 
 
 def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:
