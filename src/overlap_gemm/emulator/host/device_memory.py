@@ -57,9 +57,9 @@ class DeviceMemory:
         """Copies bytes, between host and device alike."""
         self._in_order(lambda: ctypes.memmove(_address(to), _address(source), int(size)))
 
-    def copy_in_stream(self, to: Any, source: Any, size: int, stream: Any = 0) -> None:
+    def copy_in_stream(self, to: Any, source: Any, size: int, stream: Any = None) -> None:
         """Copies bytes of device memory beside running kernels, where that makes a difference."""
-        if not self._beside(int(stream), int(to), int(source), int(size)):
+        if not self._beside(int(stream or 0), int(to), int(source), int(size)):
             self.copy(to, source, size)
 
 
