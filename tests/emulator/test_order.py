@@ -325,3 +325,79 @@ def test_knowledge_passes_through_the_launches_of_a_stream(waits):
         m.submit(dataclasses.replace(one, rank=rank))
     m.run()
     assert m.report.ok == waits, m.report.findings
+
+
+SECOND = "add.s64 %d12, %d11, 256; mov.b32 %r1, 8; st.global.b32 [%d12], %r1; bar.warp.sync -1;\n"
+READ_SECOND = "ld.global.b32 %r3, [%d11+256]; st.global.b32 [%d10], %r3;\n"
+FENCE_SYS = "fence.acq_rel.sys;"
+
+
+def flags(between: str, second: str = "st.relaxed.sys") -> tuple[str, str]:
+    """Data, fence, flag; more data, `between`, second flag. The consumer has a fence behind each wait."""
+    one, two = (
+        flag("relaxed.sys"),
+        flag("relaxed.sys").replace("%d2]", "%d2+64]").replace("st.relaxed.sys", second),
+    )
+    if second.startswith("red"):
+        two = two.replace(".global.b32", ".global.add.u32")
+    waits = wait("relaxed.sys", FENCE_SYS) + READ
+    waits += wait("relaxed.sys", FENCE_SYS).replace("WAIT", "AGAIN").replace("%d2]", "%d2+64]") + READ_SECOND
+    return WRITE + FENCE_SYS + one + SECOND + between + two, waits
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second", ["st.relaxed.sys", "st.volatile", "red.relaxed.sys"])
+def test_a_fence_covers_only_what_lies_before_it(second, mode):
+    """The warp has executed a fence, but not since the data of the second flag: that data is not released."""
+    kinds, text, _ = exchange(*flags("", second), mode=mode)
+    assert kinds == {"race"} and text.count("is not ordered after") == 1, text
+    kinds, text, out = exchange(*flags(FENCE_SYS, second), mode=mode)
+    assert not kinds, text
+    assert (out[:32] == 8).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between", ["", FENCE_SYS])
+def test_a_fence_is_no_release_of_reads_behind_it(between, mode):
+    """The consumer reads behind its fence and says so by a relaxed store: what it read is overwritten."""
+    acknowledge = "bar.warp.sync -1; mov.b32 %r5, 1; @%p0 st.relaxed.sys.global.b32 [%d2+64], %r5;"
+    acknowledged = wait("acquire.sys").replace("%d2", "%d2+64").replace("WAIT", "ACK")
+    again = "mov.b32 %r1, 9; st.global.b32 [%d11], %r1;"
+    kinds, text, _ = exchange(
+        WRITE + flag("release.sys") + acknowledged + again,
+        wait("relaxed.sys", FENCE_SYS) + READ + between + acknowledge,
+        mode=mode,
+    )
+    assert kinds == set() if between else kinds == {"race"}, text
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("release", [FENCE_SYS + flag("relaxed.sys"), flag("release.sys")])
+def test_who_observes_a_flag_may_reset_it_by_an_ordinary_store(release, mode):
+    reset = "mov.b32 %r5, 0; @%p0 st.global.b32 [%d2], %r5;"
+    kinds, text, _ = exchange(WRITE + release, wait("acquire.sys") + READ + reset, mode=mode)
+    assert not kinds, text
+    count = "mov.b32 %r2, 1; @%p0 atom.relaxed.sys.global.add.u32 %r6, [%d2], %r2;"
+    kinds, text, _ = exchange(WRITE + FENCE_SYS + count, wait("acquire.sys") + READ + reset, mode=mode)
+    assert not kinds, text
+
+
+WITHIN = """
+mov.b32 %r10, buf; shl.b32 %r11, %r51, 2; add.s32 %r11, %r10, %r11;
+mov.b32 %r1, 0; @%p0 st.shared.b32 [%r10+256], %r1; bar.sync 0;
+setp.ge.u32 %p2, %r0, 32; @%p2 bra SECOND;
+fence.acq_rel.cta;
+st.shared.b32 [%r11], %r0; bar.warp.sync -1; {late}
+mov.b32 %r2, 1; @%p0 st.relaxed.cta.shared.b32 [%r10+256], %r2;
+bra.uni END;
+SECOND:
+POLL: ld.acquire.cta.shared.b32 %r4, [%r10+256]; setp.eq.b32 %p1, %r4, 0; @%p1 bra POLL;
+ld.shared.b32 %r3, [%r11]; st.shared.b32 [%r10+256], %r1; st.global.b32 [%d10], %r3;
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("late", "want"), [("fence.acq_rel.cta;", set()), ("", {"shared-race"})])
+def test_a_fence_covers_only_what_lies_before_it_in_shared_memory(late, want, mode):
+    kinds, text, _ = exchange(WITHIN.format(late=late), "", ranks=1, block=64, mode=mode)
+    assert kinds == want, text

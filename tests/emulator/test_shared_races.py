@@ -91,6 +91,16 @@ PLANTED = {
         + "setp.eq.b32 %p6, %r7, 0; @%p6 bra Q;" + SLOW
         + "mapa.shared::cluster.u32 %r8, %r11, %r7; ld.shared::cluster.b32 %r5, [%r8]; Q: {}", MEET,
     ),
+    "a CTA exits, and a peer's flag in its memory is not behind the peer's last access": (
+        "exit-remote", PAIR, "mov.b32 %r5, 0; @%p0 st.shared.b32 [%r11+512], %r5; fence.acq_rel.cluster;"
+        + PEER + MEET + "mapa.shared::cluster.u32 %r8, %r11, %r7;"
+        "setp.eq.b32 %p6, %r7, 0; @%p6 bra SEND; @!%p1 bra END;"
+        "P: ld.acquire.cluster.shared.b32 %r5, [%r11+512]; setp.eq.b32 %p7, %r5, 0; @%p7 bra P; bra END;"
+        "SEND: @!%p1 bra END; shl.b32 %r3, %r2, 4; add.s32 %r3, %r3, %r8;"
+        "st.shared::cluster.b32 [%r3], %r1; bar.warp.sync -1;"
+        "{} mov.b32 %r5, 1; @%p0 st.relaxed.cluster.shared::cluster.b32 [%r8+512], %r5; END:",
+        "fence.acq_rel.cluster;",
+    ),
     "no barrier behind tcgen05.alloc": (
         "shared-race", {"block": (64, 1, 1)}, SLOW.join(("@%p1 bra A;", "A:"))
         + ALLOC.replace("{alloc}", "{}").format("{}", done="bar.sync 0;").replace("{%r5}", "{{%r5}}"),

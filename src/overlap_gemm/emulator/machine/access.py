@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlap_gemm.emulator.machine import order
 from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
 from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
-from overlap_gemm.emulator.machine.order import scope_of
 from overlap_gemm.emulator.machine.visibility import HeldStore
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
 from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
@@ -49,10 +49,10 @@ STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmi
 def strength_of(ins: Instruction) -> int:
     """Scope of a strong access as an index in `order.SCOPES`, -1 for a weak one. Atomics are strong."""
     if ins.parts[0] in ("atom", "red"):
-        return scope_of(ins, "gpu")
+        return order.scope_of(ins, "gpu")
     if ins.opcode.startswith("multimem.red"):
-        return scope_of(ins, "sys")
-    return scope_of(ins, "sys") if STRONG & set(ins.parts) else -1
+        return order.scope_of(ins, "sys")
+    return order.scope_of(ins, "sys") if STRONG & set(ins.parts) else -1
 
 
 class Access:
@@ -65,6 +65,8 @@ class Access:
         self.bits = 8 * width
         self.row_shift = self.size.bit_length() - 1
         self.line, self.strength = ins.line, strength_of(ins)
+        self.strong = self.strength >= 0
+        self.publishes = is_store and self.strong  # a strong store, or a read-modify-write
         self.cached: Allocation | None = None
 
     # -- windows ---------------------------------------------------------------------------------
@@ -107,8 +109,8 @@ class Access:
             shared = cta.grid.checks.shared
             if shared is not None:
                 agent = group.warp.agent
-                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, False)
-                if group.warp.unsynced and self.strength < 0:
+                shared.word(agent, cta, self.line, self.strong, offset, self.size, False, self.publishes)
+                if group.warp.unsynced and not self.strong:
                     self._lanes_met(group, cta, mask, offset, offset, offset)
             view, i = cta.mem[self.width], offset >> self.shift
             return view[i] if self.count == 1 else tuple(view[i + n] for n in range(self.count))
@@ -118,8 +120,9 @@ class Access:
             return self._load_lanes(group, mask, address)
         shared = cta.grid.checks.shared
         if shared is not None:
-            shared.lanes(group.warp.agent, cta, self.line, self.strength >= 0, lanes, self.size, False)
-            if group.warp.unsynced and self.strength < 0:
+            agent = group.warp.agent
+            shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, False, self.publishes)
+            if group.warp.unsynced and not self.strong:
                 self._lanes_met(group, cta, mask, lanes.offsets, lanes.lowest, lanes.highest)
         return self._columns(rows[lanes.rows])
 
@@ -141,7 +144,7 @@ class Access:
             shared = cta.grid.checks.shared
             if shared is not None:
                 agent = group.warp.agent
-                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, False)
+                shared.word(agent, cta, self.line, self.strong, offset, self.size, False, self.publishes)
             out[:, lane] = cta.rows(self.width, 1)[offset >> self.shift : (offset >> self.shift) + self.count]
         return out[0] if self.count == 1 else tuple(out)
 
@@ -173,7 +176,8 @@ class Access:
                 report.add("exit-remote", f"{what}, which has exited", self.line)
             agent = group.warp.agent
             agent.touched = True
-            cta.visitors[agent.id] = agent, agent.vector[agent.id], self.line
+            key = agent.id + order.STRONG if self.publishes else agent.id
+            cta.visitors[key] = agent, agent.vector[key], self.line
         return cta, offset
 
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:
@@ -199,7 +203,8 @@ class Access:
     def _reads(self, group: Group, allocation: Allocation, address: Any) -> None:
         machine = group.warp.grid.machine
         if machine.races is not None:
-            machine.races.read(group.warp.agent, self.line, self.strength, allocation, address, self.size)
+            races, agent = machine.races, group.warp.agent
+            races.read(agent, self.line, self.strength, allocation, address, self.size, self.publishes)
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
             machine.held.touch(group.warp.grid.launch.rank, allocation, *_span(address, self.size))
 
@@ -326,8 +331,8 @@ class Access:
                 cta, offset = self._other_cta(group, mask, address)
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
-                shared.word(agent, cta, self.line, self.strength >= 0, offset, self.size, True)
-                if self.strength < 0:
+                shared.word(agent, cta, self.line, self.strong, offset, self.size, True, self.publishes)
+                if not self.strong:
                     end = offset + self.size
                     group.warp.stored(LaneStore(cta, mask, offset, offset, end, self.size, self.line))
             cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
@@ -345,8 +350,8 @@ class Access:
                 return
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
-                shared.lanes(agent, cta, self.line, self.strength >= 0, lanes, self.size, True)
-                if self.strength < 0:
+                shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, True, self.publishes)
+                if not self.strong:
                     end = lanes.highest + self.size
                     group.warp.stored(
                         LaneStore(cta, mask, lanes.offsets, lanes.lowest, end, self.size, self.line)
@@ -397,7 +402,7 @@ class Access:
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
             low, high = _span(touched, self.size)
             machine.held.touch(group.warp.grid.launch.rank, allocation, low, high)
-            if self.strength < 0:
+            if not self.strong:
                 agent = group.warp.agent
                 machine.held.hold(HeldStore(agent, agent.epoch, allocation, low, high, put))
                 agent.touched = True
@@ -407,7 +412,7 @@ class Access:
     def _caught(
         self, machine: Machine, group: Group, allocation: Allocation, put: Callable[[], None]
     ) -> bool:
-        kind = "store" if self.strength < 0 else "flag"
+        kind = "flag" if self.strong else "store"
         return machine.faults.catches(group, self.line, kind, allocation, put)
 
     def _store_local(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.order import (
+    OWN,
     SCOPES,
     Agent,
     History,
@@ -65,7 +66,7 @@ class Checks:
 
     def new_agent(self, warp: Warp) -> Agent:
         """The agent of a new warp."""
-        number = 2 * len(self.agents) + 2
+        number = 4 * len(self.agents) + 4  # further agents: `order.BULK`, `order.STRONG`
         agent = self.agents[number] = Agent(number, warp, warp.grid.history)
         agent.party = warp.cta.cluster.enrol(Party(str(warp), number))
         return agent
@@ -88,7 +89,8 @@ class Checks:
             vector = warp.agent.vector
             if warp.agent.grids is not grid.known_grids:
                 grid.known_grids |= warp.agent.grids
-            merge(grid.learnt, {a: c for a, c in vector.items() if self.agents[a & ~1].warp.grid is not grid})
+            others = {a: c for a, c in vector.items() if self.agents[a & OWN].warp.grid is not grid}
+            merge(grid.learnt, others)
 
     def grid_ended(self, grid: Grid) -> None:
         """The next launch in the stream knows all that a grid did, bulk stores included."""
@@ -290,6 +292,7 @@ class Checks:
         if releases and scope == SYS and self.held is not None:
             self.held.release(group.warp.agent)
         group.warp.unsynced.clear()
+        group.warp.agent.begin_strong_store()
         for place in self._places(group, mask, space, address):
             self.sync.write(group.warp.agent, place, scope, releases, rmw=False)
 
@@ -304,6 +307,7 @@ class Checks:
         )
         if releases and scope == SYS and self.held is not None:
             self.held.release(agent)
+        agent.begin_strong_store()
         for place in self._places(group, mask, space, address):
             self.sync.read(agent, place, scope, acquires)
             self.sync.write(agent, place, scope, releases, rmw=True)
@@ -337,10 +341,10 @@ class Checks:
                 self.report.add(
                     "exit-tx", f"{cta} exits with {barrier}", barrier.expected, key=barrier.address
                 )
-        for agent, clock, line in cta.visitors.values():
+        for key, (agent, clock, line) in cta.visitors.items():
+            party = agent.party if key == agent.id else 0
             if not any(
-                max(w.agent.vector.get(agent.id, 0), nearby(w.agent).get(agent.party, 0)) >= clock
-                for w in cta.warps
+                max(w.agent.vector.get(key, 0), nearby(w.agent).get(party, 0)) >= clock for w in cta.warps
             ):
                 self.report.add(
                     "exit-remote",

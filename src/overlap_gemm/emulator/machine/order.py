@@ -3,11 +3,13 @@
 Each warp is an agent with a clock. A release publishes what the agent knows; an acquire that observes it
 takes that over, but only where the scopes of both sides include the other party: `.cta` the same CTA,
 `.cluster` the same cluster, `.gpu` the same rank, `.sys` anyone. A fence makes a release of later, and an
-acquire of earlier, relaxed accesses. Barriers release and acquire.
+acquire of earlier, relaxed accesses; what it releases is what lies before it, and nothing that a warp does
+between it and the strong store that publishes it. Barriers release and acquire.
 
 Beside each clock runs a second one, of generic-proxy writes that a proxy fence has passed to the async proxy.
-The bulk stores of a warp are a further agent (its id plus one), whose clock counts them: only a full
-wait_group makes the warp know of them.
+The bulk stores of a warp are a further agent (its id plus `BULK`), whose clock counts them: only a full
+wait_group makes the warp know of them. So are its strong stores (plus `STRONG`): who observes one knows of
+it and of what it publishes, but not of ordinary accesses behind the fence that it publishes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.ptx.ir import Instruction
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
+BULK, STRONG, OWN = 1, 2, ~3  # a warp's further agents, and the mask that leaves the warp's own id
 Vector = dict[int, int]
 
 
@@ -84,10 +87,19 @@ class Snapshot:
                 out.fenced_grids |= part.fenced_grids
         return out
 
-    def including(self, agent: Agent) -> Snapshot:
-        """This and the agent's next access, which is the one that publishes it."""
-        vector = {**self.vector, agent.id: agent.vector[agent.id]}
-        return Snapshot(agent, vector, self.proxied, self.grids, self.nearby, self.fenced_grids)
+
+class Released(NamedTuple):
+    """What a strong store published.
+
+    Attributes:
+        snapshot: What its agent knew when it released, with the store or at the fence before it.
+        scope: Of the release.
+        store: The agent's clock of strong stores.
+    """
+
+    snapshot: Snapshot
+    scope: int
+    store: int
 
 
 class Agent:
@@ -101,9 +113,11 @@ class Agent:
         fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
         touched: Whether it accessed memory since it last released.
         fenced: Snapshot and scope of its last fence.
-        loads: Releases that its relaxed loads observed since the last fence, with the scope of both.
+        loads: What its relaxed loads observed since the last fence; the scope is that of both sides.
         issued: Bulk stores issued.
+        strong: Strong stores made.
         party: Its number among those who access its cluster's memories (`shared_races`).
+        strong_party: That of its strong stores, 0 while it has made none there.
         nearby: What it knows of these beside `vector`: clocks by party.
         units: The asynchronous units that it has used, by name.
     """
@@ -120,6 +134,8 @@ class Agent:
         "nearby",
         "party",
         "proxied",
+        "strong",
+        "strong_party",
         "touched",
         "units",
         "vector",
@@ -133,9 +149,9 @@ class Agent:
         self.proxied: Vector = {~agent: clock for agent, clock in history.vector.items()}
         self.touched = False
         self.fenced: tuple[Snapshot, int] | None = None
-        self.loads: list[tuple[Snapshot, int]] = []
-        self.issued = 0
-        self.party = 0
+        self.loads: list[Released] = []
+        self.issued, self.strong = 0, 0
+        self.party, self.strong_party = 0, 0
         self.nearby: Vector = {}
         self.units: dict[str, Unit] = {}
         self._latest: Snapshot | None = None
@@ -145,6 +161,11 @@ class Agent:
     def epoch(self) -> int:
         """The agent and its clock in one integer."""
         return self.id << 32 | self.vector[self.id]
+
+    @property
+    def strong_epoch(self) -> int:
+        """The same of the strong store that it is making."""
+        return self.id + STRONG << 32 | self.strong
 
     def release(self) -> Snapshot:
         """Publishes what it knows; later accesses get a later clock."""
@@ -188,10 +209,16 @@ class Agent:
         merge(self.nearby, known)
         self._latest = None
 
-    def step(self) -> None:
-        """What follows is later than what was published by the last access."""
-        self.vector[self.id] += 1
+    def begin_strong_store(self) -> None:
+        """It is about to make one, which is later than those before."""
+        self.strong += 1
+        self.vector[self.id + STRONG] = self.strong
         self._latest = None
+
+    def observe(self, released: Released) -> None:
+        """Takes over what a strong store published, and knows of the store itself."""
+        self.acquire(released.snapshot)
+        self.learn(released.snapshot.agent.id + STRONG, released.store)
 
     def fence_proxy(self, in_shared: bool, in_global: bool) -> None:
         """Passes every generic write it knows of, to shared or global memory, to the async proxy."""
@@ -219,7 +246,7 @@ class Agent:
         What a kernel wrote that had ended before this one began was; of one whose end a flag told of, only
         what was fenced.
         """
-        key = ~owner.id if in_global else owner.id
+        key = ~(epoch >> 32) if in_global else epoch >> 32
         if self.proxied.get(key, 0) >= epoch & 0xFFFFFFFF:
             return True
         number = owner.warp.grid.number
@@ -227,9 +254,9 @@ class Agent:
 
     def fence(self, scope: int) -> None:
         """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""
-        for snapshot, both in self.loads:
-            if includes(min(scope, both), snapshot.agent.warp, self.warp):
-                self.acquire(snapshot)
+        for released in self.loads:
+            if includes(min(scope, released.scope), released.snapshot.agent.warp, self.warp):
+                self.observe(released)
         self.loads.clear()
         self.fenced = (self.release(), scope)
 
@@ -259,18 +286,19 @@ def _scope(parts: tuple[str, ...], default: str) -> int:
 
 
 class SyncVariables:
-    """Releases visible in memory: `(snapshot, scope)` heads of each location's release sequences."""
+    """Releases visible in memory: the heads of each location's release sequences."""
 
     def __init__(self) -> None:
-        self._heads: dict[Any, list[tuple[Snapshot, int]]] = {}
+        self._heads: dict[Any, list[Released]] = {}
 
     def write(self, agent: Agent, place: Any, scope: int, releases: bool, rmw: bool) -> None:
         """A strong write, about to be made. A read-modify-write continues the release sequences it read."""
         heads = list(self._heads.get(place, ())) if rmw else []
         if releases:
-            heads.append((agent.release().including(agent), scope))
+            heads.append(Released(agent.release(), scope, agent.strong))
         elif agent.fenced is not None:
-            heads.append((agent.fenced[0].including(agent), min(scope, agent.fenced[1])))
+            snapshot, fenced = agent.fenced
+            heads.append(Released(snapshot, min(scope, fenced), agent.strong))
         if heads:
             self._heads[place] = heads[-64:]
         else:
@@ -278,12 +306,12 @@ class SyncVariables:
 
     def read(self, agent: Agent, place: Any, scope: int, acquires: bool) -> None:
         """A strong read."""
-        for snapshot, released in self._heads.get(place, ()):
-            both = min(scope, released)
+        for released in self._heads.get(place, ()):
+            both = min(scope, released.scope)
             if not acquires:
-                agent.loads.append((snapshot, both))
-            elif includes(both, snapshot.agent.warp, agent.warp):
-                agent.acquire(snapshot)
+                agent.loads.append(released._replace(scope=both))
+            elif includes(both, released.snapshot.agent.warp, agent.warp):
+                agent.observe(released)
         if len(agent.loads) > 256:
             del agent.loads[:-256]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator.machine.order import SCOPES, Agent, includes
+from overlap_gemm.emulator.machine.order import BULK, OWN, SCOPES, Agent, includes
 from overlap_gemm.emulator.ptx.source import place
 
 if TYPE_CHECKING:
@@ -81,15 +81,22 @@ class RaceDetector:
         self._shadows.clear()
 
     def read(
-        self, agent: Agent, line: int, strength: int, allocation: Allocation, address: Any, size: int
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        address: Any,
+        size: int,
+        rmw: bool = False,
     ) -> None:
-        """A generic read of `size` bytes per lane."""
+        """A generic read of `size` bytes per lane; `rmw`: that of a read-modify-write."""
         shadow = self._shadow_for_read(agent, allocation)
         if shadow is None:
             return
         cells = self._cells(shadow, allocation, address, size)
         self._check(agent, line, strength, allocation, shadow, shadow.writes, cells, "read", "written")
-        shadow.reads[0][cells] = agent.epoch
+        shadow.reads[0][cells] = agent.strong_epoch if rmw else agent.epoch
         shadow.reads[1][cells] = _mark(line, strength)
         agent.touched = True
 
@@ -104,12 +111,13 @@ class RaceDetector:
         repeats: Callable[[], bool] | None = None,
     ) -> None:
         """A generic write of `size` bytes per lane; `repeats` tells whether it changes nothing."""
-        self._write(agent, agent.epoch, line, strength, allocation, address, size, repeats)
+        epoch = agent.epoch if strength == WEAK else agent.strong_epoch
+        self._write(agent, epoch, line, strength, allocation, address, size, repeats)
         agent.touched = True
 
     def bulk_write(self, agent: Agent, line: int, strength: int, addresses: np.ndarray, chunk: int) -> None:
         """The destination write of the bulk store that an agent issued last, in chunks."""
-        epoch = agent.id + 1 << 32 | agent.issued
+        epoch = agent.id + BULK << 32 | agent.issued
         for allocation, where in self.memory.spans(addresses, chunk):
             self._write(agent, epoch, line, strength, allocation, addresses[where], chunk)
 
@@ -200,7 +208,7 @@ class RaceDetector:
     ) -> None:
         epochs = history[0][cells]
         for epoch in distinct(epochs):
-            owner = self.agents.get((epoch >> 32) & ~1)
+            owner = self.agents.get((epoch >> 32) & OWN)
             if owner is None or owner.warp is agent.warp or agent.knows(epoch, owner):
                 continue
             if (
@@ -217,7 +225,7 @@ class RaceDetector:
                 if includes(min(strength, theirs), owner.warp, agent.warp):
                     continue
                 why = f"both are strong, but at .{SCOPES[strength]} and .{SCOPES[theirs]} scope"
-            elif epoch >> 32 & 1:
+            elif epoch >> 32 & BULK:
                 why = "the bulk store's completion was not waited for (full wait_group) and passed on"
             else:
                 why = "no release/acquire of sufficient scope orders them"
@@ -239,9 +247,10 @@ class RaceDetector:
     ) -> None:
         epochs = shadow.writes[0][cells]
         for epoch in distinct(epochs):
-            owner = self.agents.get(epoch >> 32)
+            owner = self.agents.get((epoch >> 32) & OWN)
             if (
                 owner is None
+                or epoch >> 32 & BULK
                 or agent.has_proxied(epoch, owner, in_global=True)
                 or not agent.knows(epoch, owner)
             ):

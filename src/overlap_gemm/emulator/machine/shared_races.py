@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.machine.order import STRONG
+
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.errors import Report
     from overlap_gemm.emulator.machine.lane_plan import LanePlan
@@ -174,20 +176,38 @@ class SharedRaces:
     # -- ordinary accesses -----------------------------------------------------------------------
 
     def lanes(
-        self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool
+        self,
+        agent: Agent,
+        cta: Cta,
+        line: int,
+        strong: bool,
+        plan: LanePlan,
+        size: int,
+        store: bool,
+        publishes: bool = False,
     ) -> None:
-        """Lanes of a warp access `size` bytes each."""
+        """Lanes of a warp access `size` bytes each; `publishes`: by a strong store or a read-modify-write."""
         cells = cta.cells
         where = cells.of_lanes(plan.offsets, size)
-        self._access(agent, cta, where, line, strong, store)
+        self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
             first = plan.offsets
             hit = [a for a in cells.words if ((first <= a) & (a < first + size)).any()]
             self._words(agent, cta, hit, line, strong, store)
 
-    def _access(self, agent: Agent, cta: Cta, where: Where, line: int, strong: bool, store: bool) -> None:
+    @staticmethod
+    def _mine(agent: Agent, line: int, strong: bool, publishes: bool) -> int:
+        if not publishes:
+            return _entry(agent.party, agent.vector[agent.id], line, strong)
+        if not agent.strong_party:
+            agent.strong_party = agent.warp.cta.cluster.enrol(Party(str(agent.warp), agent.id + STRONG))
+        return _entry(agent.strong_party, agent.strong, line, strong)
+
+    def _access(
+        self, agent: Agent, cta: Cta, where: Where, line: int, strong: bool, store: bool, publishes: bool
+    ) -> None:
         cells = cta.cells
-        mine = _entry(agent.party, agent.vector[agent.id], line, strong)
+        mine = self._mine(agent, line, strong, publishes)
         if store:
             self._check(agent, cta, cells.raw[where], "write", line, strong, where)
             cells.raw[where] = _cell(mine, 0, 0)
@@ -197,7 +217,15 @@ class SharedRaces:
         agent.touched = True
 
     def word(
-        self, agent: Agent, cta: Cta, line: int, strong: bool, offset: int, size: int, store: bool
+        self,
+        agent: Agent,
+        cta: Cta,
+        line: int,
+        strong: bool,
+        offset: int,
+        size: int,
+        store: bool,
+        publishes: bool = False,
     ) -> None:
         """One lane, or all at one place, access `size` bytes."""
         cells = cta.cells
@@ -205,7 +233,7 @@ class SharedRaces:
             cells.dissolve(offset, offset + size)
         if size >= 16:
             first, end = offset >> cells.shift, (offset + size) >> cells.shift
-            self._access(agent, cta, slice(first, end), line, strong, store)
+            self._access(agent, cta, slice(first, end), line, strong, store, publishes)
             if offset < cells.high and cells.low < offset + size:
                 hit = [a for a in cells.words if offset <= a < offset + size]
                 self._words(agent, cta, hit, line, strong, store)
@@ -216,7 +244,7 @@ class SharedRaces:
         for place in touched:
             cells.words.setdefault(place, [0] * (1 + _READS))
         cells.low, cells.high = min(cells.low, offset), max(cells.high, offset + size)
-        mine = _entry(agent.party, agent.vector[agent.id], line, strong)
+        mine = self._mine(agent, line, strong, publishes)
         self._words(agent, cta, touched, line, strong, store)
         for place in touched:
             if store:

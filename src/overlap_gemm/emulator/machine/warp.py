@@ -237,7 +237,7 @@ class Cta:
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
         self.cells = SharedCells(len(self.smem))
         self._tensor_cells: Cells | None = None
-        self.visitors: dict[int, tuple[Agent, int, int]] = {}  # of other CTAs, when and where last
+        self.visitors: dict[int, tuple[Agent, int, int]] = {}  # by agent, of other CTAs: when and where last
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}

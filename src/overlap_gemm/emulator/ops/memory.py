@@ -170,8 +170,6 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
         if strong:
             group.warp.grid.checks.strong_store(group, ins, mask, where, at)
         access.store(group, mask, where, at, (values,) if single else values)
-        if strong:
-            group.warp.agent.step()
 
     return Op(run, (address, source), (), head=strong)
 
@@ -285,7 +283,6 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
             if tuple(after) != tuple(before):
                 changed = True
                 access.store(group, lane_mask, where, place, tuple(after))
-        group.warp.agent.step()
         if returns and not changed and _parked(group, ins, mask, where, at, old[0], access.size):
             return BLOCK_RESULT
         if changed:

@@ -107,6 +107,9 @@ def _multimem_st(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         for shift in _shifts(group, ins, mask, address, access.size):
+            if access.strong:
+                checks = group.warp.grid.checks
+                checks.strong_store(group, ins, mask, "global", _shifted(address, shift))
             access.store(group, mask, "global", _shifted(address, shift), values if count > 1 else (values,))
 
     return Op(run, ins.operands[:2], (), head=any(p in STRONG for p in ins.parts))
@@ -123,7 +126,6 @@ def _multimem_red(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         operands = values if count > 1 else (values,)
         for shift in _shifts(group, ins, mask, address, access.size):
-            group.warp.agent.step()
             group.warp.grid.checks.atomic(group, ins, mask, "global", _shifted(address, shift))
             for lane in lane_list(mask):
                 place = one(address, 1 << lane) + shift
