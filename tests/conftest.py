@@ -1,5 +1,6 @@
-"""What holds for all tests: their order, and how processes side by side share them."""
+"""What holds for all tests: their order, and what processes side by side share."""
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -7,6 +8,19 @@ import torch
 
 FIRST_SIDE_BY_SIDE = ("multi", "emulated", "emulator")
 """Folders that take longest: the others fill what time is left."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives a run without a GPU one folder of compiled kernels, for all its processes, and no other run's.
+
+    Processes side by side, and those that tests start, then compile an op's kernel once between them.
+    """
+    if not hasattr(config, "workerinput") and not torch.cuda.is_available():
+        folder = tempfile.TemporaryDirectory(prefix="overlap_gemm_kernels_")
+        config.add_cleanup(folder.cleanup)
+        patch = pytest.MonkeyPatch()
+        patch.setenv("OVERLAP_GEMM_CACHE_DIR", folder.name)
+        config.add_cleanup(patch.undo)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

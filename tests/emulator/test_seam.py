@@ -369,3 +369,22 @@ def test_tvm_ffi_functions_compiled_from_real_tensors_arrive_too(calls):
         assert struct.unpack_from("<Q", call.params[0]) == (src.data_ptr(),)
         assert struct.unpack("<f", call.params[2]) == (factor,)
     assert [t.data_ptr for t in calls.packed[-2:]] == [src.data_ptr(), dst.data_ptr()]
+
+
+def test_tvm_ffi_functions_from_object_files_arrive_in_whichever_emulator_is_open(calls, tmp_path):
+    src, dst = tensors()
+    fake = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),))
+    stream = cute.runtime.make_fake_stream()
+    compiled = cute.compile(scale, fake, fake, 1.0, N, stream, options="--enable-tvm-ffi")
+    compiled.export_to_c(str(tmp_path / "scale.o"), function_name="scale")
+    loaded = load_module(str(tmp_path / "scale.o"), enable_tvm_ffi=True).scale
+    loaded(src, dst, 4.0, N, 0x70)
+    (call,) = calls
+    arrived = [struct.unpack_from("<Qi", p) for p in call.params[:2]]
+    assert arrived == [(src.data_ptr(), N), (dst.data_ptr(), N)] and ".visible .entry" in call.ptx
+    assert calls.packed[0] is src and calls.packed[1] is dst
+    seam.SEAM.close()
+    later: list = []
+    seam.SEAM.open(lambda: DeviceProperties("sm_100a", 148), later.append, later.append, lambda: None)
+    loaded(src, dst, 4.0, N, 0x70)
+    assert later[0] is src and later[1] is dst and later[2].ptx == call.ptx and len(calls) == 1

@@ -79,7 +79,7 @@ def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
     return _from_cache(executor, (config, "relay"), build, puts=True)
 
 
-def _from_cache(executor: Executor, key: Hashable, build: Callable[[], Any], puts: bool) -> Any:
+def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:
     """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
 
     Such a one is not kept on disk, and called the DSL's own way: NVSHMEM initialises the library that a
@@ -92,7 +92,8 @@ def _from_cache(executor: Executor, key: Hashable, build: Callable[[], Any], put
             init_nvshmem_library(compiled)
         return compiled
 
-    kept = _cache(executor.on_disk and not puts)
+    kept = _cache(not puts)
+    key = (*key, executor.flavour) if executor.flavour else key
     if not kept.has(key, executor.arch):
         forbid_capture(executor.device, "a kernel cannot be compiled or loaded")
     return kept.get(key, executor.arch, build_and_initialise)

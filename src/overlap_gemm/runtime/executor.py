@@ -5,6 +5,7 @@ The fused backend and the virtual ranks know a device only through this surface.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,8 +56,8 @@ class Executor(Protocol):
         """In which all fused launches of the device run."""
 
     @property
-    def on_disk(self) -> bool:
-        """Whether compiled kernels may be kept on disk."""
+    def flavour(self) -> str:
+        """What tells its compiled kernels from a CUDA device's of the same configuration; "" for nothing."""
 
     def max_clusters(self, size: int) -> int:
         """Clusters of `size` CTAs that are resident at once, one CTA per SM."""
@@ -107,7 +108,7 @@ class CudaExecutor:
     record: torch.Tensor
     stream: torch.cuda.Stream | None = None
     shares: int = 1
-    on_disk: bool = True
+    flavour: str = ""
     is_open: bool = True
 
     @property
@@ -165,12 +166,16 @@ class EmulatorExecutor:
     order: LaunchOrder
     record: torch.Tensor
     device: torch.device = torch.device("cpu")
-    on_disk: bool = False
 
     @property
     def arch(self) -> str:
         """The emulated architecture."""
         return self.emulator.device.arch
+
+    @property
+    def flavour(self) -> str:
+        """Its kernels carry their PTX, which names Python lines where the DSL was told to keep them."""
+        return "emulated" + " with lines" * (os.environ.get("CUTE_DSL_LINEINFO") == "1")
 
     @property
     def is_open(self) -> bool:

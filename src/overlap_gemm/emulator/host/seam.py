@@ -129,7 +129,8 @@ class Seam:
         trace = _linking_nvshmem(BaseDSL.generate_mlir)
         yield replaced(BaseDSL, "generate_mlir", self._ending(trace, called))
         yield replaced(Compiler, "compile", keep_ptx(self._checked(Compiler.compile)))
-        yield replaced(function, "__init__", _marking_bound(function.__init__))
+        for made in (function, tvm_ffi.LoadedFunction):
+            yield replaced(made, "__init__", _marking_bound(made.__init__))
         yield replaced(function, "__call__", _refusing_unbound(function.__call__))
         load = function._load_cuda_library
         yield replaced(function, "_load_cuda_library", self._ending(load))

@@ -1,6 +1,7 @@
 """TVM-FFI functions: compiled and called as if the CPU tensors they are given were on CUDA device 0.
 
 Their generated wrapper checks the device of each tensor against that of the tensor it was compiled with.
+One that is loaded from an object file is TVM-FFI's own, none of the DSL's: `LoadedFunction` stands for it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ class _OnDevice:
         return capsule
 
 
+class LoadedFunction:
+    """A TVM-FFI function from an object file, which runs wherever an emulator is open."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls it."""
+        return self._function(*args)
+
+
 def changes(
     pack: Callable[[Any], None], called: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[contextlib.AbstractContextManager[None]]:
@@ -45,6 +57,7 @@ def changes(
         called: Wraps the call of a function.
     """
     import tvm_ffi  # type: ignore[import-not-found]
+    from cutlass.base_dsl.export import ExternalBinaryModule
     from cutlass.cute.runtime import _Tensor
     from cutlass.cutlass_dsl import tvm_ffi_provider as provider
 
@@ -68,7 +81,15 @@ def changes(
 
     yield replaced(tvm_ffi, "from_dlpack", on_device)
     yield replaced(_Tensor, "__tvm_ffi_object__", packed_object)
-    for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
+    find = ExternalBinaryModule.__getattr__
+
+    def find_and_stand(module: Any, name: str) -> Any:
+        found = find(module, name)
+        return LoadedFunction(found) if module.enable_tvm_ffi else found
+
+    yield replaced(ExternalBinaryModule, "__getattr__", find_and_stand)
+    kinds = provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs
+    for kind in (*kinds, LoadedFunction):
         call = called(kind.__call__)
 
         def presenting(function: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
