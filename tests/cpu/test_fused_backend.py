@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
+from overlap_gemm.backends import plans
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.compiled import transport_for
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.operands import aligned, aligned_bias, major
-from overlap_gemm.backends.plans import require_puts, size_class
+from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape, Pattern
 from overlap_gemm.runtime.group import Group
+from overlap_gemm.runtime.peers import Peers, Terms
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
 
@@ -169,18 +172,25 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
         transport_for("sm_100a", "so")
 
 
-@pytest.mark.parametrize("pattern", [None, "one_shot", "two_shot", "output_gather"])
-def test_puts_are_refused_for_ops_that_have_none(pattern):
-    with pytest.raises(ValueError, match="transport='nvshmem': .* only for gemm_reduce_scatter"):
-        require_puts(Group("a", 0, 2), pattern)
-
-
 def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
+    """And before anything is allocated."""
+    peers = Peers(Group("a", 0, 2), None, Terms("sm_90a", "", 132, 0), 0)
+    obtained = []
+
+    def obtain(peers, puts):
+        obtained.append(puts)
+        return SimpleNamespace(reaches_all=True)
+
+    monkeypatch.setattr(plans, "obtain", obtain)
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
-    with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
-        require_puts(Group("a", 0, 2), "reduce_scatter")
-    monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
-    require_puts(Group("a", 0, 2), "reduce_scatter")
+    with configured(transport="nvshmem"):
+        with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
+            plans.obtain_way(peers, lambda puts: puts)
+        assert not obtained
+        monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
+        assert plans.obtain_way(peers, lambda puts: puts)[1] == "staged"
+    assert plans.obtain_way(peers, lambda puts: puts)[1] == "peer_bulk"
+    assert obtained == [True, False]
 
 
 # --- memory ---

@@ -1,16 +1,24 @@
 """What is legal, what fits, and where things lie in a workspace: no DSL, no GPU."""
 
 import itertools
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, SMEM_BYTES, TILES, GemmConfig
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     FLAG_BYTES,
+    SHARD_PIECES,
+    SLOT_BUFFERS,
     ExchangeShape,
+    Pattern,
+    shard_puts,
     slots_offset,
     staged_flags_offset,
+    tile_puts,
     workspace_bytes,
 )
 from overlap_gemm.pipelines.publication import LaggedPublication
@@ -101,3 +109,56 @@ def test_publication_is_at_the_first_commit_that_proves_a_tile_written(subtiles,
             written = committed - inflight
             assert written == (tile - due.lag + 1) * subtiles
     assert published == list(range(12 - due.lag)), "the flush has exactly `lag` tiles left"
+
+
+# --- what a relay puts ---
+
+
+def pieces(puts):
+    """(number, offset, bytes) of each piece that a rank gets."""
+    return [
+        (i, at, min(puts.piece, puts.nbytes - at)) for i, at in enumerate(range(0, puts.nbytes, puts.piece))
+    ]
+
+
+def overlapping(ranges):
+    ordered = sorted(ranges)
+    return [pair for pair in itertools.pairwise(ordered) if pair[0][0] + pair[0][1] > pair[1][0]]
+
+
+@given(st.integers(1, 700), st.integers(1, 40), st.integers(2, 5), st.sampled_from(get_args(Pattern)))
+def test_puts_of_all_ranks_have_places_and_flags_of_their_own(rows, columns, world, pattern):
+    config = GemmConfig(arch="sm_90a", mma="pingpong", tile=(64, 128), cluster=(2, 1), out_dtype="f32")
+    shape = ExchangeShape.even(rows, 8 * columns, world, pattern)
+    slots, buffer = slots_offset(shape.num_flags(config)), shape.buffer_bytes(config)
+    received, raised, read = [], [], []
+    for rank in range(world):
+        for puts in tile_puts(config, shape, rank, slots, buffer):
+            assert puts.piece % 16 == 0 and puts.ranks <= world
+            for number, at, nbytes in pieces(puts):
+                assert nbytes == puts.piece, "whole tiles, or units of them"
+                received.append((puts.target + at, nbytes))
+                raised.append((puts.flag + number) * world + rank)
+                for to in range(puts.ranks):
+                    assert puts.staged + puts.staged_pitch * to + FLAG_BYTES * number * world < slots
+                    if rank == 0 and to:
+                        read.append((puts.source + puts.source_pitch * to + at, nbytes))
+    assert not overlapping(received) and len(set(raised)) == len(raised)
+    assert all(at >= 0 and at + nbytes <= buffer for at, nbytes in received)
+    assert all(flag < shape.num_flags(config) for flag in raised)
+    if pattern == "reduce_scatter":  # staging, where nobody puts to
+        assert not overlapping(read)
+        assert all(SLOT_BUFFERS * buffer <= at < SLOT_BUFFERS * buffer + buffer for at, _ in read)
+
+
+@given(st.integers(1, 500), st.integers(1, 400), st.integers(2, 9))
+def test_puts_of_shards_are_the_gather_buffer(rows, chunks, world):
+    row_bytes, shard = 16 * chunks, -(-rows // world)
+    received = []
+    for rank in range(world):
+        own = max(min(rows - rank * shard, shard), 0) * row_bytes
+        (puts,) = shard_puts(rank, world, shard * row_bytes, own)
+        assert len(pieces(puts)) <= SHARD_PIECES
+        received += [(puts.target + at, nbytes) for _, at, nbytes in pieces(puts)]
+    assert not overlapping(received)
+    assert sum(nbytes for _, nbytes in received) == rows * row_bytes

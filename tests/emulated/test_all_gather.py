@@ -65,7 +65,8 @@ class World:
         self.asked = configured(**self.fields)
         self.asked.__enter__()
         self.emulator = Emulator(self.arch, self.ranks, self.mode, self.seed, **self.options).__enter__()
-        self.world = VirtualWorld(self.ranks, emulator=self.emulator).__enter__()
+        far = self.options.get("network", False)
+        self.world = VirtualWorld(self.ranks, emulator=self.emulator, beyond_reach=far).__enter__()
         return self
 
     def __exit__(self, *error):

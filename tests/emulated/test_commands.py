@@ -37,6 +37,7 @@ def test_a_right_run_ends_with_code_0_and_its_figures(options):
             ("gemm_all_reduce", "--algorithm", "one_shot", "--arch", "sm_90a"), marks=pytest.mark.slow
         ),
         pytest.param(("gemm_all_gather", "--arch", "sm_90a", "--mode", "lazy"), marks=pytest.mark.slow),
+        pytest.param(("all_gather_gemm", "--transport", "nvshmem"), marks=pytest.mark.slow),
     ],
 )
 def test_the_other_ops_run(call):
@@ -46,7 +47,7 @@ def test_the_other_ops_run(call):
 
 
 def test_what_an_op_cannot_do_is_said():
-    assert "has no nvshmem" in invoke("emulate", "gemm_all_gather", "--transport", "nvshmem").output
+    assert "has no copy_engine" in invoke("emulate", "gemm_all_gather", "--transport", "copy_engine").output
     result = invoke("emulate", "gemm_all_gather", "--n", "24")
     assert result.exit_code == 1
     assert "12 columns a rank" in " ".join(result.output.split())

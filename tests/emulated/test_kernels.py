@@ -5,11 +5,13 @@ import functools
 
 import pytest
 from cuda.bindings.driver import CUstream
-from cutlass import Int32
+from cutlass import Int32, Int64
 
+from overlap_gemm.device.failure import Op
 from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
 from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
+from overlap_gemm.kernels.geometry import Puts, tile_puts
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config
 
@@ -90,16 +92,18 @@ def beyond_reach(config, transport, relay, mode, reach):
             case.launch(emulator, kernel, exchanges, num_clusters=3)
             if relay:
                 for rank, exchange in enumerate(exchanges):
+                    lists = tile_puts(config, case.shape, rank, spaces.slots, spaces.buffer)
+                    puts = tuple(Puts(*map(Int64, each)) for each in (*lists, Puts()))
                     with emulator.rank(rank):
-                        relay()(Int32(case.rows), Int32(case.cols), exchange, RELAY_STREAM)
+                        relay()(Int32(Op.GEMM_REDUCE_SCATTER), puts, exchange, RELAY_STREAM)
         emulator.run()
     first.check()
     second.check()
 
 
 @functools.cache
-def compiled_relay(config):
-    return compile_relay(config, Nvshmem())
+def compiled_relay(arch):
+    return compile_relay(arch, Nvshmem())
 
 
 @pytest.mark.slow
@@ -118,4 +122,4 @@ def test_nvshmem_inside_the_gemm(mode, reach):
 def test_nvshmem_in_a_relay_beside_the_gemm(mode, reach):
     config = SMALLEST[0]
     assert config.arch == "sm_90a"
-    beyond_reach(config, Staged(), lambda: compiled_relay(config), mode, reach)
+    beyond_reach(config, Staged(), lambda: compiled_relay(config.arch), mode, reach)

@@ -9,6 +9,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.sharding import Shards
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
+from overlap_gemm.tuning.settings import configured
 
 from .op_runs import LARGER, SMALL, lagging, name, run, world_of
 
@@ -92,10 +93,11 @@ def with_shards(world: VirtualWorld, case, chunk):
 @pytest.mark.parametrize(
     ("ranks", "columns", "chunk"), [(3, 72, 64), pytest.param(3, 208, 136, marks=pytest.mark.slow)]
 )
-def test_short_and_empty_shards(arch, ranks, columns, chunk):
+@pytest.mark.parametrize("transport", [None, pytest.param("nvshmem", marks=pytest.mark.slow)])
+def test_short_and_empty_shards(arch, ranks, columns, chunk, transport):
     """(64, 8, none) and (136, 72, none) columns: the empty ones still receive."""
     case = Case(OP, 200, columns, 72, torch.bfloat16)
-    with world_of(arch, ranks, mode="random") as world:
+    with configured(transport=transport), world_of(arch, ranks, mode="random") as world:
         launched = [with_shards(world, case.with_seed(seed), chunk) for seed in range(3)]
         world.synchronize()
     verdicts = [judge(case, given, outs, case.dtype) for given, outs in launched]

@@ -1,7 +1,7 @@
-"""GEMM reduce-scatter by puts to peers within reach (`configured(transport="nvshmem")`).
+"""The fused ops by puts to peers within reach (`configured(transport="nvshmem")`).
 
 What runs is NVSHMEM's own device code for such peers: a warp's copy, a fence, a signal stored. On hardware it
-goes over NVLink: tests/gpu/test_nvshmem.py.
+goes over NVLink: tests/gpu/test_nvshmem.py. Over an emulated network: test_relay.py.
 """
 
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-import overlap_gemm
 from overlap_gemm.device.failure import Role
 from overlap_gemm.emulator import mutate
 from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
@@ -21,14 +20,38 @@ from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
 
 from .op_runs import SMALL, lagging, world_of
+from .test_all_gather import World
 
-RAGGED = Case("gemm_reduce_scatter", 200, 136, 72, torch.bfloat16)
-TINY = Case("gemm_reduce_scatter", 128, 128, 64, torch.bfloat16)
+OPS = {
+    "reduce-scatter": ("gemm_reduce_scatter", None),
+    "one-shot": ("gemm_all_reduce", "one_shot"),
+    "two-shot": ("gemm_all_reduce", "two_shot"),
+    "output-gather": ("gemm_all_gather", None),
+    "all-gather": ("all_gather_gemm", None),
+}
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+def case_of(op, *sizes):
+    return Case(OPS[op][0], *sizes, torch.bfloat16)
+
+
+def ragged(op, ranks):
+    """No extent is a multiple of a tile's, and the last shard of rows is shorter than the others."""
+    return case_of(op, 200, 72 * ranks if op == "output-gather" else 136, 72)
+
+
+def one_row(op, ranks):
+    """Of which only rank 0 owns any."""
+    return case_of(op, 1, 64 * ranks, 64)
 
 
 @contextmanager
-def by_puts(ranks, arch="sm_90a", **options):
-    with configured(transport="nvshmem"), world_of(arch, ranks, **options) as world:
+def by_puts(op, ranks, arch="sm_90a", **options):
+    with (
+        configured(transport="nvshmem"),
+        world_of(arch, ranks, algorithm=OPS[op][1], **options) as world,
+    ):
         yield world
 
 
@@ -53,17 +76,34 @@ def workspaces(kind):
         ("sm_100a", 4, "random"),
     ],
 )
-def test_results(arch, ranks, mode):
-    with by_puts(ranks, arch, mode=mode) as world:
-        right(RAGGED, world, 3)
-        right(TINY, world, 1)
+@every_op
+def test_results(op, arch, ranks, mode):
+    with by_puts(op, ranks, arch, mode=mode) as world:
+        right(ragged(op, ranks), world, 3)
+        right(one_row(op, ranks), world, 1)
+        right(case_of(op, 128, 64 * ranks, 64), world, 1)
+
+
+@every_op
+def test_results_and_then_a_dead_rank_is_named(op):
+    case = case_of(op, 100, 72, 72)
+    with by_puts(op, 3) as world:
+        right(case, world, 1)
+        assert {space.size.kind for space in workspace.workspaces()} <= {"puts", "gather puts"}
+        world.executor(0).emulator.faults.kill(1)
+        with pytest.raises(CommTimeoutError) as caught:
+            right(case, world, 1)
+    failure = caught.value.failure
+    assert (failure.source, failure.expected, failure.seen) == (1, 2, 1)
+    assert failure.op.name.lower() == OPS[op][0]
+    assert failure.role in (Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT, Role.LOAD_GATE, Role.CALL_ENTERED)
 
 
 @pytest.mark.slow
 def test_puts_and_stores_take_turns_with_a_rank_that_lags_behind():
-    with by_puts(2, schedule=lagging(1)) as world:
+    with by_puts("reduce-scatter", 2, schedule=lagging(1)) as world:
         for shape in [(128, 128, 64), (2, 64, 64), (200, 136, 72)]:
-            case = Case("gemm_reduce_scatter", *shape, torch.bfloat16)
+            case = case_of("reduce-scatter", *shape)
             right(case, world, 2)
             with configured(transport="peer_bulk"):
                 right(case, world, 1)
@@ -74,42 +114,47 @@ def test_puts_and_stores_take_turns_with_a_rank_that_lags_behind():
             assert [words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] == epochs
 
 
-def test_results_and_then_a_dead_rank_is_named():
-    with by_puts(3) as world:
-        right(RAGGED, world, 1)
-        emulator = world.executor(0).emulator
-        emulator.faults.kill(1)
-        with pytest.raises(CommTimeoutError) as caught:
-            right(RAGGED, world, 1)
-    failure = caught.value.failure
-    assert (failure.source, failure.expected, failure.seen) == (1, 2, 1)
-    assert failure.role in (Role.RECEIVE_PARTIAL, Role.CALL_ENTERED)
-
-
-def test_other_ops_refuse_to_put():
-    x, weight = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    calls = {
-        "all_gather_gemm": {"rows": 128},
-        "gemm_all_reduce": {},
-        "gemm_all_gather": {"columns": 128},
-    }
-    with by_puts(2) as world:
-        for op, told in calls.items():
-            with pytest.raises(ValueError, match="only for gemm_reduce_scatter"):
-                getattr(overlap_gemm, op)(x, weight, group=world.names[0], backend="fused", **told)
-        assert workspace.workspace_bytes() == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [False, True], ids=["within-reach", "network"])
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_several_weights_share_a_gather_that_is_kept(arch, mode, network):
+    with World(arch, 3, transport="nvshmem", mode=mode, starved=1, network=network) as world:
+        for keep in (True, False, True):
+            world.several(200, [128, 8, 72], 72, keep)
+            world.call(2, 192, 64)
+        world.run()
 
 
 @pytest.mark.slow
-def test_one_rank_alone_has_nobody_to_put_to():
-    with by_puts(1) as world:
-        right(TINY, world, 1)
+@every_op
+def test_one_rank_alone_has_nobody_to_put_to(op):
+    with by_puts(op, 1) as world:
+        right(ragged(op, 1), world, 1)
 
 
-TILES = Case("gemm_reduce_scatter", 128, 384, 64, torch.bfloat16)
-ENTRY = Case("gemm_reduce_scatter", 1, 64, 64, torch.bfloat16)
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"mma": "swapped", "tile": (16, 64), "k_split": 2}], ids=["few-rows"])
+@pytest.mark.parametrize("op", ["one-shot", "two-shot", "output-gather"])
+def test_kernels_for_few_rows(op, fields):
+    with by_puts(op, 3, fields=fields) as world:
+        right(one_row(op, 3), world, 2)
+        right(ragged(op, 3), world, 2)
+
+
+# --- what of the flags and fences is needed ---
+
+# Three tiles, or pieces, to each rank; and calls in which only rank 0 owns rows, where there are owners.
+SIZES = {
+    "reduce-scatter": ((128, 384, 64), (1, 64, 64)),
+    "one-shot": ((64, 384, 64), (1, 64, 64)),
+    "two-shot": ((128, 256, 64), (1, 64, 64)),
+    "output-gather": ((64, 768, 64), (1, 128, 64)),
+    "all-gather": ((48, 128, 64), (1, 128, 64)),
+}
 FLAGS_AND_FENCES = (
     "st.release.sys.global.b64*",
+    "st.relaxed.sys.global.b64*",
     "ld.*.sys.global.b64#?: *",
     "fence.acq_rel.sys*",
     "membar.sys#1?: *",  # some of NVSHMEM's; a put to a peer within reach comes to one of these
@@ -130,14 +175,15 @@ UNDETECTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_weakened_flag_shows():
+@pytest.mark.timeout(3600)
+@every_op
+def test_every_weakened_flag_shows(op):
     """Of both kernels: what the GEMM's roles and the relay release and acquire, and NVSHMEM's own fences."""
 
     def check(options):
-        with by_puts(2, fields=SMALL["sm_90a"], num_sms=2, **options) as world:
-            right(TILES, world, 2)
-            right(ENTRY, world, 4)
+        with by_puts(op, 2, fields=SMALL["sm_90a"], num_sms=2, **options) as world:
+            right(case_of(op, *SIZES[op][0]), world, 2)
+            right(case_of(op, *SIZES[op][1]), world, 4)
 
     tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(2))]
     outcomes = mutate.run(check, tried, select=FLAGS_AND_FENCES)

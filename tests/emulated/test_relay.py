@@ -1,4 +1,6 @@
-"""GEMM reduce-scatter on sm_90 to peers beyond reach: a relay kernel beside the GEMM makes the puts.
+"""The fused ops to peers beyond reach: on sm_90 a relay kernel beside the GEMM makes the puts.
+
+Most of it by reduce-scatter; every op at the end of what is right, and in test_sequences.py.
 
 Every own tile of a rank waits for tiles that a peer's relay puts, so a right result says that relay and GEMM
 ran at the same time.
@@ -22,6 +24,9 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
 
+from .op_runs import SMALL
+from .test_puts_within_reach import OPS, case_of, one_row, ragged
+
 PINGPONG = {"mma": "pingpong", "tile": (64, 128)}
 KINDS = [
     PINGPONG,
@@ -40,11 +45,11 @@ def case(m, n, k):
 
 
 @contextmanager
-def far_apart(ranks, mode="random", seed=0, fields=PINGPONG, **options):
+def far_apart(ranks, mode="random", seed=0, fields=PINGPONG, arch="sm_90a", **options):
     """Ranks of which none reaches another by loads and stores."""
     with (
         configured(**fields),
-        Emulator("sm_90a", ranks, mode, seed, network=True, **options) as emulator,
+        Emulator(arch, ranks, mode, seed, network=True, **options) as emulator,
         VirtualWorld(ranks, emulator=emulator, beyond_reach=True) as world,
     ):
         yield world
@@ -129,7 +134,11 @@ def test_calls_of_different_shape_take_turns_on_one_workspace():
         assert len(held()) == 3, "one workspace a rank"
 
 
-def test_a_tile_may_be_put_as_late_as_behind_the_next_call_staging(monkeypatch):
+@pytest.mark.parametrize(
+    "op",
+    ["reduce-scatter", *(pytest.param(op, marks=pytest.mark.slow) for op in ("one-shot", "output-gather"))],
+)
+def test_a_tile_may_be_put_as_late_as_behind_the_next_call_staging(op, monkeypatch):
     """The sender's own call does not wait for its puts: call e + 1 stages while call e's tiles are unread."""
     put, kept = Network._put_signal, {}
 
@@ -142,9 +151,28 @@ def test_a_tile_may_be_put_as_late_as_behind_the_next_call_staging(monkeypatch):
         put(self, group, remote, local, nbytes, signal, epoch, *rest)
 
     monkeypatch.setattr(Network, "_put_signal", late)
-    with far_apart(2, "immediate") as world:
-        right(case(256, 128, 64), world, 4)
+    with far_apart(2, "immediate", fields={**PINGPONG, "algorithm": OPS[op][1]}) as world:
+        right(case_of(op, 256, 128, 64), world, 4)
     assert not kept
+
+
+@pytest.mark.parametrize(
+    ("op", "arch", "ranks", "mode"),
+    [
+        ("two-shot", "sm_90a", 2, "random"),
+        *(
+            pytest.param(op, arch, ranks, mode, marks=pytest.mark.slow)
+            for op in OPS
+            for arch in ("sm_90a", "sm_100a")
+            for ranks, mode in ((2, "immediate"), (3, "random"), (4, "lazy"))
+        ),
+    ],
+)
+def test_every_op(op, arch, ranks, mode):
+    with far_apart(ranks, mode, fields={**SMALL[arch], "algorithm": OPS[op][1]}, arch=arch) as world:
+        right(ragged(op, ranks), world, 2)
+        right(one_row(op, ranks), world, 2)
+        assert len(held()) == ranks, "one workspace a rank"
 
 
 # --- what is launched ---

@@ -101,9 +101,22 @@ def random_calls(seed):
     return ranks, calls, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
 
 
-def run_random_sequence(arch, seed, drawn=random_sequence):
+PUTS = (("transport", "nvshmem"),)
+
+
+def random_puts(seed):
+    """The same, with all-gather GEMMs, which have workspaces of their own; two calls of three by puts."""
+    ranks, calls, starved, mode = random_calls(seed)
+    draw = random.Random(seed)
+    for number, call in enumerate(calls):
+        if draw.random() < 0.3:
+            calls[number] = call._replace(op="all_gather_gemm", algorithm=None, n=64 * ranks)
+    return ranks, [c._replace(kernel=PUTS if n % 3 else ()) for n, c in enumerate(calls)], starved, mode
+
+
+def run_random_sequence(arch, seed, drawn=random_sequence, **options):
     ranks, shapes, starved, mode = drawn(seed)
-    how = {"mode": mode, "seed": seed, "num_sms": 1 + seed % 3, "streams": 1 + seed % 2}
+    how = {"mode": mode, "seed": seed, "num_sms": 1 + seed % 3, "streams": 1 + seed % 2, **options}
     run_sequence(arch, ranks, shapes, starved=starved, **how)
 
 
@@ -121,6 +134,13 @@ def test_decode_between_prefill_chunks(arch, starved):
 def test_decode_between_prefill_chunks_beyond_reach(starved):
     """The same through the relay kernel."""
     run_sequence("sm_90a", 3, [(768, 64), (1, 64), (768, 64)], starved=starved, network=True)
+
+
+def test_every_op_in_turn_by_puts_and_by_stores():
+    """Each on workspaces of its kind, that of puts beside the other."""
+    ways = [*WAYS[1:], ("all_gather_gemm", None)]
+    calls = [Call(40, 64, op, how, PUTS) for op, how in ways]
+    run_sequence("sm_90a", 2, [*calls, Call(40, 64), Call(1, 64, kernel=PUTS), *calls[::2]], starved=1)
 
 
 @both
@@ -236,3 +256,12 @@ def test_more_random_sequences_of_all_ops(arch, seed, classes, monkeypatch):
     if classes == "many":
         monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed, random_calls)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("network", [False, True], ids=["within-reach", "network"])
+@pytest.mark.parametrize("seed", range(400, 412))
+def test_random_sequences_of_all_ops_by_puts(arch, seed, network):
+    """Over a network all calls are by puts; within reach those of peer memory are among them."""
+    run_random_sequence(arch, seed, random_puts, network=network, num_sms=2 + seed % 2)

@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-import overlap_gemm
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
-from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
+from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.testing.gradients import forward_and_backward
+from overlap_gemm.testing.launches import replays, sequence
 from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.shares import assert_right, own_device, parts
+from overlap_gemm.testing.shares import own_device
 from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.settings import configured
 
@@ -49,32 +49,6 @@ def test_virtual_ranks(device, other, kernel, size):
 # --- a GPU per rank ---
 
 
-def lengths(case):
-    """What a call is told of the whole, where its operands do not tell it: so no ranks are asked."""
-    return {"all_gather_gemm": {"rows": case.m}, "gemm_all_gather": {"columns": case.n}}.get(case.op, {})
-
-
-def call(case, x, weight, bias, backend):
-    """One call of this rank."""
-    return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **lengths(case))
-
-
-def sequence(rank, size, cases, fields, late=None, backend="fused"):
-    """Queues the calls, with rank `late` behind the others now and then, and judges them all."""
-    queued = []
-    with configured(**fields), poisoned_allocations():
-        for number, case in enumerate(cases):
-            given, operands_ = parts(case, rank, size)
-            if rank == late and number % 3 == 0 and given.x.is_cuda:
-                torch.cuda._sleep(10_000_000)
-            queued.append((case, given, call(case, *operands_, backend)))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    for case, given, out in queued:
-        assert_right(case, given, out)
-    overlap_gemm.close_workspaces()
-
-
 def random_cases(seed, size, count=24, ops=OPS):
     """Calls of any op and shape, each likely to follow each other."""
     draw = random.Random(seed)
@@ -83,33 +57,6 @@ def random_cases(seed, size, count=24, ops=OPS):
         (draw.choice(rows), draw.choice([8, 64, 512]) * size, draw.choice([64, 200])) for _ in range(count)
     ]
     return [Case(draw.choice(ops), *shape, torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
-
-
-def replays(rank, size, cases, fields, count):
-    """A graph of several calls, replayed on changing data: of an odd number, so that parities change."""
-    given = [parts(case, rank, size)[1] for case in cases]
-    with configured(**fields):
-        for case, operands_ in zip(cases, given, strict=True):
-            call(case, *operands_, "fused")  # compiles and allocates
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outs = [call(case, *o, "fused") for case, o in zip(cases, given, strict=True)]
-    for launch in range(count):
-        wholes = []
-        for case, operands_ in zip(cases, given, strict=True):
-            whole, fresh = parts(case.with_seed(launch), rank, size)
-            wholes.append(whole)
-            for old, new in zip(operands_, fresh, strict=True):
-                if old is not None:
-                    old.copy_(new)
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        for case, whole, out in zip(cases, wholes, outs, strict=True):
-            assert_right(case.with_seed(launch), whole, out)
-    overlap_gemm.close_workspaces()
 
 
 def gradients(rank, size, case, fields):
@@ -133,7 +80,7 @@ def gradients(rank, size, case, fields):
 def test_shapes(ranks, other, shape, world):
     op, fields = OTHERS[other]
     cases = [Case(op, *{**SHAPES, "many-tiles": MANY_TILES}[shape], torch.bfloat16, seed=i) for i in range(4)]
-    ranks(world).run(sequence, cases, fields)
+    ranks(world).run(sequence, cases, [fields])
 
 
 @worlds
@@ -141,14 +88,14 @@ def test_shapes(ranks, other, shape, world):
 @pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_sequences_of_all_ops(ranks, seed, transport, late, world):
-    ranks(world).run(sequence, random_cases(seed, world), {"transport": transport}, late)
+    ranks(world).run(sequence, random_cases(seed, world), [{"transport": transport}], late)
 
 
 @worlds
 @pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
 def test_replays_of_all_ops(ranks, transport, world):
     cases = [Case(op, 512, 256, 200, torch.bfloat16, bias=False) for op in (*OPS, "all_gather_gemm")]
-    ranks(world).run(replays, cases, {"transport": transport}, 10)
+    ranks(world).run(replays, cases, [{"transport": transport}], 10)
 
 
 @worlds

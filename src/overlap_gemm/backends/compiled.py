@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..runtime.symmetric import init_nvshmem_library, why_no_puts
 
 
 def transport_for(arch: str, why_puts: str | None) -> str:
-    """How tiles reach their owners: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
+    """How tiles reach other ranks: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
 
     On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
 
@@ -53,30 +52,38 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, patt
     return _from_cache(executor, (config, transport, exchange, cooperative), build, transport == "nvshmem")
 
 
-def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool) -> Any:
-    """The all-gather GEMM of a configuration; arguments as `kernels.build.make_gather_kernel`'s."""
+def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool) -> Any:
+    """The all-gather GEMM of a configuration.
+
+    Args:
+        executor: where.
+        config: the configuration.
+        push: as for `kernels.build.make_gather_kernel`.
+        keep: likewise.
+        puts: whether a relay kernel puts the shards.
+    """
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_gather_kernel
-        from ..transports import PeerBulk
+        from ..transports import PeerBulk, Staged
 
-        return compile_kernel(make_gather_kernel(config, PeerBulk(), push, keep, cooperative), OPTIONS)
+        transport = Staged() if puts else PeerBulk()
+        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative), OPTIONS)
 
     cooperative = executor.is_whole_device
-    return _from_cache(executor, (config, "gather", push, keep, cooperative), build, puts=False)
+    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative), build, puts=False)
 
 
-def compiled_relay(executor: Executor, config: GemmConfig) -> Any:
-    """The relay kernel beside the GEMM of a configuration (`kernels.relay`)."""
-    config = replace(config, a_major="k", b_major="k", bias=False)  # which do not matter to it
+def compiled_relay(executor: Executor) -> Any:
+    """The relay kernel beside any GEMM (`kernels.relay`)."""
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_relay
         from ..transports import Nvshmem
 
-        return DirectCall(compile_relay(config, Nvshmem()))
+        return DirectCall(compile_relay(executor.arch, Nvshmem()))
 
-    return _from_cache(executor, (config, "relay"), build, puts=True)
+    return _from_cache(executor, ("relay",), build, puts=True)
 
 
 def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:

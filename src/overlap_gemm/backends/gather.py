@@ -4,38 +4,54 @@ Where copy engines send (`tuning.model.COPY_ENGINE_BYTES`), a call queues them o
 order in which peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM,
 so they run beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would
 starve.
+
+Where some peer is beyond the reach of stores, or puts are asked for, a relay kernel puts the shard to all of
+them (`kernels.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..device.failure import Op
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
     FLAG_BYTES,
     MAX_WORLD,
+    SHARD_PIECES,
     ExchangeShape,
+    Puts,
+    shard_puts,
     slots_offset,
 )
 from ..runtime.executor import CudaExecutor, Executor
 from ..runtime.group import Group
 from ..runtime.peers import Peers
-from ..runtime.workspace import SizeClass, Workspace, obtain
+from ..runtime.workspace import SizeClass, Workspace
 from ..schedules import ceil_div, num_owners
 from ..sharding import Shards
 from ..tuning.model import COPY_ENGINE_BYTES, Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
-from .compiled import compiled_gather
+from .compiled import compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
-from .plans import DTYPES, exchange_arguments, keep_plan, peers_for, power_of_two, resident_clusters
+from .plans import (
+    DTYPES,
+    both,
+    exchange_arguments,
+    keep_plan,
+    obtain_way,
+    peers_for,
+    power_of_two,
+    resident_clusters,
+)
 
 SMALLEST_BUFFER = 1 << 20
 
@@ -64,7 +80,10 @@ class GatherPlan:
         given: the kernels' `Gathering`, without what belongs to a call.
         nbytes: of the own shard.
         copies: (where the own shard goes, where its flag goes) of each peer, in their order; none where the
-            kernel's warps send.
+            kernel's warps send, or a relay puts.
+        relay: the compiled kernel that puts the own shard, if there is one.
+        puts: what that is: two lists.
+        place: where the own shard is put from.
     """
 
     executor: Executor
@@ -73,6 +92,9 @@ class GatherPlan:
     given: Any
     nbytes: int
     copies: tuple[tuple[int, int], ...]
+    relay: Any = None
+    puts: tuple[Puts, ...] = ()
+    place: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -108,15 +130,20 @@ class GatherPlan:
                 exchange = self.given.exchange._replace(call=order.next_call())
                 flat = None if kept is None else kept.view(-1)
                 given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
-                if not self.copies:
+                if not (self.copies or self.relay):
                     self._multiply(given, own, weights, outs, biases, stream)
                     return
                 with executor.fork() as second:
+                    if self.relay and self.nbytes:
+                        # In front of the product, which fills the SMs: within a GPU copies are kernels.
+                        executor.copy(second, self.place, own.data_ptr(), self.nbytes)
                     self._multiply(given, own, weights, outs, biases, stream)
                     coming = self.workspace.memory.local.data_ptr() + COMING_OFFSET
                     for shard, flag in self.copies:
                         executor.copy(second, shard, own.data_ptr(), self.nbytes)
                         executor.copy(second, flag, coming, 4)
+                    if self.relay:
+                        self.relay(int(Op.ALL_GATHER_GEMM), self.puts, exchange, second)
 
     def _multiply(
         self,
@@ -257,19 +284,14 @@ def _make_plan(
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes, chunk = depth * dtype.itemsize, shards.chunk
-    if settings().transport == "nvshmem":
-        plans.require_puts(group, None)
-    workspace = obtain(peers, size_class(group.size * chunk * row_bytes))
-    if not workspace.reaches_all:
-        raise RuntimeError(
-            f"the fused all_gather_gemm needs peers within reach of loads and stores, and some of group "
-            f"{group.name!r} are not: use another backend"
-        )
-    nbytes = shards.size(group.rank) * row_bytes
-    push = nbytes < COPY_ENGINE_BYTES if settings().transport is None else settings().transport == "peer_bulk"
+    row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport
+    nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
+    workspace, transport = obtain_way(peers, lambda puts: size_class(group.size * full, puts))
+    puts = transport != "peer_bulk"
+    push = nbytes < COPY_ENGINE_BYTES if asked is None else asked == "peer_bulk"
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
+    push &= not puts
     owners, products = num_owners(shards.total, chunk), []
     for columns, b_major in kinds:
         facts = Facts(
@@ -279,27 +301,31 @@ def _make_plan(
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, bias=bias)
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
-        resident = resident_clusters(executor, config.cluster_ctas, reserve)
-        products.append(Product(compiled_gather(executor, config, push, keep), min(resident, work)))
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=puts)
+        products.append(Product(compiled_gather(executor, config, push, keep, puts), min(resident, work)))
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
     gathered = buffer.as_strided((chunk, depth, owners), (depth, 1, chunk * depth), buffer.storage_offset())
-    exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor)
+    exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor, puts)
+    exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
-    copies = []
-    if not push and nbytes:
-        bases = memory.bases.tolist()
-        offset, flag = size.zeroed + group.rank * chunk * row_bytes, CONTROL_BYTES + FLAG_BYTES * group.rank
-        order = [(group.rank - i) % group.size for i in range(1, group.size)]
-        copies = [(bases[peer] + offset, bases[peer] + flag) for peer in order]
-    return GatherPlan(executor, tuple(products), workspace, given, nbytes, tuple(copies))
+    plan = GatherPlan(executor, tuple(products), workspace, given, nbytes, ())
+    offset, flag = size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
+    if puts:
+        lists = both(shard_puts(group.rank, group.size, full, nbytes))
+        place = memory.local.data_ptr() + offset
+        return replace(plan, relay=compiled_relay(executor), puts=lists, place=place)
+    if push or not nbytes:
+        return plan
+    bases, order = memory.bases.tolist(), [(group.rank - i) % group.size for i in range(1, group.size)]
+    return replace(plan, copies=tuple((bases[peer] + offset, bases[peer] + flag) for peer in order))
 
 
-def size_class(nbytes: int) -> SizeClass:
-    """The smallest class of workspace that holds a gather buffer of so many bytes."""
-    buffer = power_of_two(max(nbytes, SMALLEST_BUFFER))
-    return SizeClass(slots_offset(MAX_WORLD), buffer, 1, 0, "gather", COMING_OFFSET)
+def size_class(nbytes: int, puts: bool = False) -> SizeClass:
+    """The smallest class of workspace that holds a gather buffer of so many bytes; see `plans.size_class`."""
+    buffer, flags = power_of_two(max(nbytes, SMALLEST_BUFFER)), slots_offset(SHARD_PIECES * MAX_WORLD)
+    return SizeClass(flags, buffer, 1, 0, "gather puts" if puts else "gather", COMING_OFFSET)
 
 
 def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:

@@ -8,15 +8,24 @@ runs it on a CUDA device or in the emulator. Nothing here knows one op from anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..device.failure import Op
 from ..kernels.config import GemmConfig
-from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, Pattern, slots_offset
+from ..kernels.geometry import (
+    SLOT_BUFFERS,
+    STAGING_BUFFERS,
+    ExchangeShape,
+    Pattern,
+    Puts,
+    slots_offset,
+    tile_puts,
+)
 from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
@@ -26,6 +35,14 @@ from ..tuning.space import constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+OPS: dict[Pattern, Op] = {
+    "reduce_scatter": Op.GEMM_REDUCE_SCATTER,
+    "one_shot": Op.GEMM_ALL_REDUCE,
+    "two_shot": Op.GEMM_ALL_REDUCE,
+    "output_gather": Op.GEMM_ALL_GATHER,
+}
+"""What a failure record calls the op of an exchange."""
 
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
@@ -60,7 +77,8 @@ class Plan:
         num_clusters: its grid.
         workspace: what tiles are exchanged through; None in a group of one.
         exchange: where that is and what bounds waits, as the kernel takes it.
-        relay: the compiled kernel that puts staged tiles, if there is one.
+        relay: the compiled kernel that puts what is staged, if there is one.
+        puts: what that is: two lists.
     """
 
     executor: Executor
@@ -71,6 +89,7 @@ class Plan:
     workspace: Workspace | None = None
     exchange: Any = None
     relay: Any = None
+    puts: tuple[Puts, ...] = ()
 
     @property
     def is_open(self) -> bool:
@@ -104,7 +123,7 @@ class Plan:
                     return
                 with executor.fork() as second:
                     self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
-                    self.relay(self.shape.rows, self.shape.cols, exchange, second)
+                    self.relay(int(OPS[self.shape.pattern]), self.puts, exchange, second)
 
 
 def peers_for(group: Group, device: torch.device) -> Peers:
@@ -152,8 +171,7 @@ def plan_for(
     shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
-    puts = asked.transport == "nvshmem"
-    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve, puts))
+    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
@@ -167,60 +185,62 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
         return plan
 
 
-def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int, puts: bool) -> Plan:
+def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
     executor, group = peers.executor, peers.group
     work = shape.num_clusters(config)
     if group.size == 1:
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    why_puts = None
-    if puts:
-        require_puts(group, shape.pattern)
-        why_puts = "puts are asked for (transport='nvshmem')"
-        transport_for(config.arch, why_puts)  # refused before anything is allocated
-    workspace = obtain(peers, size_class(config, shape, puts))
-    if not workspace.reaches_all:
-        why_puts = "some ranks do not reach each other's memory by loads and stores"
-    transport = transport_for(config.arch, why_puts)
-    if transport != "peer_bulk" and shape.pattern != "reduce_scatter":
-        raise RuntimeError(
-            f"the fused kernel for {shape.pattern} needs peers within reach of loads and stores, and some of "
-            f"group {group.name!r} are not: use another backend"
-        )
+    workspace, transport = obtain_way(peers, lambda puts: size_class(config, shape, puts))
     staged = transport == "staged"
     resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
-    return Plan(
+    plan = Plan(
         executor,
         config,
         shape,
         compiled_kernel(executor, config, transport, shape.pattern),
         min(resident, work),
         workspace,
-        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor, puts),
-        compiled_relay(executor, config) if staged else None,
+        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor, asked_for_puts()),
     )
+    if not staged:
+        return plan
+    puts = tile_puts(config, shape, group.rank, workspace.size.zeroed, workspace.size.buffer)
+    return replace(plan, relay=compiled_relay(executor), puts=both(puts))
 
 
-def require_puts(group: Group, pattern: Pattern | None) -> None:
-    """Refuses what `configured(transport="nvshmem")` asks for where there is no such way.
+def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
+    """The two lists that a relay takes; what is missing is empty."""
+    return (*lists, Puts())[:2]
+
+
+def asked_for_puts() -> bool:
+    """Whether the caller wants them, whoever is within reach."""
+    return settings().transport == "nvshmem"
+
+
+def obtain_way(peers: Peers, class_of: Callable[[bool], SizeClass]) -> tuple[Workspace, str]:
+    """A call's workspace, and how what it sends travels: see `transport_for`.
 
     Args:
-        group: the ranks.
-        pattern: how the op exchanges tiles; None for the all-gather GEMM.
+        peers: the rank's side of the group.
+        class_of: the call's size class, from whether puts are asked for.
 
     Raises:
-        ValueError: the op has none.
-        RuntimeError: the ranks' memory is not NVSHMEM's.
+        RuntimeError: puts are needed or asked for, and there are none.
+        SymmetricMemoryError, CaptureError: see `runtime.workspace.obtain`.
     """
-    if pattern != "reduce_scatter":
-        what = "all_gather_gemm" if pattern is None else f"an op that exchanges tiles by {pattern}"
-        raise ValueError(
-            f"transport='nvshmem': there are no puts for {what}, only for gemm_reduce_scatter; ask for them "
-            f"around that op alone"
-        )
-    if reason := why_no_put_memory(group):
-        raise RuntimeError(f"transport='nvshmem': {reason}")
+    arch, puts, why_puts = peers.agreed.arch, asked_for_puts(), None
+    if puts:
+        if reason := why_no_put_memory(peers.group):
+            raise RuntimeError(f"transport='nvshmem': {reason}")
+        why_puts = "puts are asked for (transport='nvshmem')"
+        transport_for(arch, why_puts)  # refused before anything is allocated
+    workspace = obtain(peers, class_of(puts))
+    if not workspace.reaches_all:
+        why_puts = "some ranks do not reach each other's memory by loads and stores"
+    return workspace, transport_for(arch, why_puts)
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:

@@ -63,11 +63,11 @@ def emulate(
     if algorithm is not None:
         fields["algorithm"] = algorithm
     console = rank_zero_console(0)
-    if op == "all_gather_gemm" and transport != "nvshmem":
-        fields["transport"] = transport
-    elif transport == "copy_engine" or (transport == "nvshmem" and op != "gemm_reduce_scatter"):
-        raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
     beyond_reach = transport == "nvshmem"
+    if op == "all_gather_gemm" and not beyond_reach:
+        fields["transport"] = transport
+    elif transport == "copy_engine":
+        raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
     if not run_emulated(
         console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
     ):

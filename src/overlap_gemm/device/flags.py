@@ -54,9 +54,9 @@ def release_fence() -> None:
 
 
 @cute.jit
-def raise_flag(address: Int64, value: Uint32) -> None:
-    """``st.relaxed.sys``, behind a `release_fence`."""
-    cute.arch.store(global_pointer(Uint32, address, 4), value, sem="relaxed", scope="sys")
+def raise_flag(address: Int64, value: Uint32, word: cutlass.Constexpr = Uint32) -> None:
+    """``st.relaxed.sys``, behind a `release_fence`; the flag is a ``word``."""
+    cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="relaxed", scope="sys")
 
 
 @cute.jit

@@ -13,9 +13,10 @@ class Route(NamedTuple):
         rank: this rank.
         owner: destination rank.
         slot: ``Int64``: byte offset of the tile's slot in the owner's workspace.
-        staging: ``Int64``: address of the tile's place in this rank's staging buffer.
+        staging: ``Int64``: address in this rank's workspace from which the tile is put to an owner beyond
+            reach: its place in the staging buffer; of a tile that goes to everybody, this rank's own slot.
         flag: ``Int64``: byte offset of the tile's flag in the owner's workspace.
-        staged: ``Int64``: address of this rank's own flag that the staged tile is complete.
+        staged: ``Int64``: address of this rank's own flag that the tile in ``staging`` is complete.
     """
 
     peers: Any

@@ -2,8 +2,10 @@
 
 Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
 columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
-``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`) or by the kernel's own warps
-(``peer_bulk``).
+``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`), by the kernel's own warps (``peer_bulk``)
+or, to peers beyond reach, by a relay kernel beside it (``staged``: :mod:`overlap_gemm.kernels.relay`), which
+puts the own shard from its place in this rank's buffer, where the host's copy has taken it, in pieces that
+have a flag each.
 
     load role       own shard first, read where it lies; then the others in the order in which they are
                     sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
@@ -15,16 +17,17 @@ columns. Shards land in the *gather buffer* of every rank's workspace, sent by c
                     caller's, and count as readers
     comm lane       TMA stores of the output. The grid's first, at its end, waits until every peer has read
 
-Progress. Sending waits for nobody: copy engines take no SM, and a sending warp is of a resident CTA that
-stores and counts. So every shard arrives, every gate opens, every tile is loaded, and every rank tells that
-it has read; the wait for that comes behind all else.
+Progress. Sending waits for nobody: copy engines take no SM, a sending warp is of a resident CTA that
+stores and counts, and a relay has a place of its own. So every shard arrives, every gate opens, every tile is
+loaded, and every rank tells that it has read; the wait for that comes behind all else.
 
 **Reuse.** There is one gather buffer, not one for each parity: where copy engines write is fixed on the host,
 and in a captured graph for all its replays, while the parity is the device's. The rule of
 :mod:`overlap_gemm.kernels.call` holds with a distance of one call: a rank's call ``e`` ends behind every
-peer's "has read ``e``", and its copies of call ``e + 1`` begin behind its call ``e``. The flags' values come
-from the word `COMING_OFFSET`, which is stored at the end of a call: behind every peer's "has read", which is
-behind the arrival of this rank's flags, so copied from.
+peer's "has read ``e``", and its copies and puts of call ``e + 1`` begin behind its call ``e``; so does what
+overwrites a put's source, of which a peer that has read it has everything. The flags' values come from the
+word `COMING_OFFSET`, which is stored at the end of a call: behind every peer's "has read", which is behind
+the arrival of this rank's flags, so copied from.
 
 **Several weights** share one gather: they are launches of one call, one behind the other; the first sends,
 the last one tells and ends the call.
@@ -160,7 +163,7 @@ class AllGather:
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
         cute.arch.sync_warp()
         if cta_number() == 0 and call.given.is_last != 0:
-            await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ)
+            await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ, self.transport.flag)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
@@ -212,9 +215,7 @@ class ArrivalGate:
             state = mainloop.load_tile(res, ops, state, row, column)
         else:
             if place.shard != opened:
-                if cute.arch.lane_idx() == 0:
-                    await_shard(call, place.shard)
-                cute.arch.sync_warp()
+                await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
             state = mainloop.load_tile(

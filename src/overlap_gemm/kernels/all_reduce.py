@@ -50,7 +50,7 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, OwnerSender, send_role
 from overlap_gemm.kernels.sums import Sums
-from overlap_gemm.kernels.surface import DirectTransport, Output
+from overlap_gemm.kernels.surface import Output, Transport
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards, LinearOrder
 
@@ -65,7 +65,7 @@ class OneShot:
     """
 
     config: GemmConfig
-    transport: DirectTransport
+    transport: Transport
 
     epilogue = ()  # an accumulator is no complete sum
     gate = None
@@ -83,7 +83,8 @@ class OneShot:
     @property
     def receive(self) -> Receiver:
         """Sums all tiles."""
-        return Receiver(self.config, (Sums(self.config, self.order, Op.GEMM_ALL_REDUCE),))
+        sums = Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, flag=self.transport.flag)
+        return Receiver(self.config, (sums,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, one shard."""
@@ -120,7 +121,7 @@ class TwoShot:
     """
 
     config: GemmConfig
-    transport: DirectTransport
+    transport: Transport
 
     epilogue = ()  # an accumulator is no complete sum
     gate = None
@@ -142,7 +143,7 @@ class TwoShot:
         return Receiver(
             self.config,
             (
-                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, results),
+                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, results, self.transport.flag),
                 ResultCopies(results, self.order, Op.GEMM_ALL_REDUCE),
             ),
         )

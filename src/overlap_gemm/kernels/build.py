@@ -49,7 +49,7 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
-from overlap_gemm.kernels.geometry import Pattern
+from overlap_gemm.kernels.geometry import Pattern, Puts
 from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
 from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
 from overlap_gemm.kernels.output_gather import OutputGather
@@ -145,15 +145,15 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     )
 
 
-def compile_relay(config: GemmConfig, transport: Any, options: str = "") -> Any:
+def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
     """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves behind.
 
-    Its arguments: global rows and columns, the GEMM's ``exchange``, a stream other than the GEMM's. Of the
-    configuration, only tile, cluster, slot type and raster matter.
+    Its arguments: the op (`device.failure.Op`), two lists of puts (`geometry.Puts`, of ``Int64``), the GEMM's
+    ``exchange``, a stream other than the GEMM's.
     """
-    relay = Relay(config, transport)
-    fakes = (Int32(1), Int32(1), _fake_exchange(), make_fake_stream())
-    return cute.compile(relay, *fakes, options=f"--gpu-arch {config.arch} {options}".strip())
+    relay, none = Relay(transport), Puts(*map(Int64, Puts()))
+    fakes = (Int32(1), (none, none), _fake_exchange(), make_fake_stream())
+    return cute.compile(relay, *fakes, options=f"--gpu-arch {arch} {options}".strip())
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
@@ -198,6 +198,10 @@ class DirectCall:
 def _converted(value: Any) -> Any:
     if value is None or isinstance(value, int):
         return value
+    if isinstance(value, Puts):
+        return Puts(*map(Int64, value))
+    if type(value) is tuple:
+        return tuple(map(_converted, value))
     if isinstance(value, Exchange):
         peers, rank, world, shard, *addresses, call = value
         table = from_dlpack(peers, assumed_align=8).mark_layout_dynamic()

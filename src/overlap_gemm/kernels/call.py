@@ -20,8 +20,8 @@ Why the asynchronous writes of ``e + 2`` are behind the ordinary reads of ``e``:
 before that kernel ends; its end happens before `announce`, a release at system scope; `await_peers` acquires
 it; that kernel's end happens before every thread of call ``e + 2``; and the thread that starts bulk stores
 fences the asynchronous proxy first (`order_async_writes`), as the memory model wants between accesses of two
-proxies to the same address (PTX ISA, "proxies"; `fence.proxy.async`). Staged tiles of the relay: peers have
-received call ``e``'s before they end it, so the put has read its staging buffer.
+proxies to the same address (PTX ISA, "proxies"; `fence.proxy.async`). What is put: peers have received call
+``e``'s before they end it, so every put has read its source.
 
 **One call at a time.** The fused launches of a device run one after the other. Each CTA registers the
 launch's number in the device's *in call* word (`enter`), and the last one clears it: two launches that

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.receive import LANES, Given, Window, await_result, copy_unit, unit_exists
-from overlap_gemm.kernels.surface import DirectTransport
+from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
 
@@ -34,11 +35,13 @@ class TileCopies:
         config: the kernel's configuration.
         order: the op's order.
         op: for failure records.
+        flag: the type of the sources' flags.
     """
 
     config: GemmConfig
     order: Any
     op: Op
+    flag: Any = Uint32
 
     def tiles(self, given: Given) -> Any:
         """As many of each source that has columns as the first one has."""
@@ -49,7 +52,7 @@ class TileCopies:
         """The source's tile, if it has that many."""
         source, tile = self._locate(given, index)
         if tile < shard_tiles(self.config, self._list(given, source)):
-            await_result(given.call, self.op, tile, tile, source)
+            await_result(given.call, self.op, tile, tile, source, self.flag)
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
@@ -125,17 +128,24 @@ class ResultCopies:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Waits for one unit, copies it; of one without rows, nobody raises the flag."""
+        """Waits for one unit, copies it; one without rows is sent only if all are (`Results.every_unit`)."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
         owner = (rank + 1 + index % others) % work.whole.owners
         at = CtaTile.numbered(cfg, self.order, work.whole, tile)
         window = Window.shard(given.out, work, owner)
+        if cutlass.const_expr(self.results.every_unit):
+            self._await_unit(given, tile, unit, owner)
         if unit_exists(cfg, unit, at, window):
-            await_result(call, self.op, self.results.flag(work, tile, unit), tile, owner, waits=2)
+            if cutlass.const_expr(not self.results.every_unit):
+                self._await_unit(given, tile, unit, owner)
             slot = call.base + self.results.slot(call, work, owner, tile)
             copy_unit(cfg, slot, unit, at, window)
+
+    def _await_unit(self, given: Given, tile: Any, unit: Any, owner: Any) -> None:
+        flag, word = self.results.flag(given.work, tile, unit), self.results.transport.flag
+        await_result(given.call, self.op, flag, tile, owner, word, waits=2)
 
     def _others(self, given: Given) -> Any:
         """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
@@ -159,6 +169,8 @@ class ResultLane(NamedTuple):
 class Results:
     """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
 
+    To ranks beyond reach they are put from the own result slot, unit by unit.
+
     A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
     would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
     the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
@@ -172,7 +184,12 @@ class Results:
     """
 
     config: GemmConfig
-    transport: DirectTransport
+    transport: Transport
+
+    @property
+    def every_unit(self) -> bool:
+        """Whether units without rows are sent, too: who puts them knows nothing of rows."""
+        return self.transport.puts
 
     @property
     def chunk_bytes(self) -> int:
@@ -195,10 +212,13 @@ class Results:
 
     @cute.jit
     def send(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
-        """One lane stores a chunk, ``chunk`` behind its first, at every peer, the next rank first."""
+        """One lane stores a chunk, ``chunk`` behind its first, at every peer, the next rank first.
+
+        And at last in the own result slot, if somebody may have to be put to.
+        """
         exchange = lane.call.exchange
         peer = Int32(exchange.rank)
-        for _ in cutlass.range(exchange.world - 1, unroll=1):
+        for _ in cutlass.range(exchange.world - (not self.transport.puts), unroll=1):
             peer += 1
             if peer == exchange.world:
                 peer = Int32(0)
@@ -208,8 +228,11 @@ class Results:
     def publish(self, call: Call, work: Work, tile: Int32, unit: Int32) -> None:
         """All lanes, behind their stores: each releases the unit's flag at a peer."""
         cute.arch.sync_warp()
-        exchange = call.exchange
-        offset = call.flag(Int64(0), self.flag(work, tile, unit), exchange.rank)
-        for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
-            if peer != exchange.rank:
-                self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
+        (peers, rank, world, *_), base = call.exchange, call.base
+        num_bytes = self.config.result_bytes // self.config.units
+        slot = self.slot(call, work, rank, tile) + unit * num_bytes
+        flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
+        for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
+            if peer != rank:
+                route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
+                self.transport.publish(route, num_bytes, call.epoch)

@@ -17,17 +17,25 @@ from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
 from overlap_gemm.kernels.call import Call, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, READERS_OFFSET, SENDERS_OFFSET
+from overlap_gemm.kernels.geometry import (
+    ENTERED_OFFSET,
+    FLAG_BYTES,
+    READERS_OFFSET,
+    SENDERS_OFFSET,
+    shard_piece,
+)
 from overlap_gemm.kernels.receive import LANES
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
+from overlap_gemm.schedules import ceil_div
 
 
 class Gathering(NamedTuple):
     """The run-time arguments of an all-gather GEMM.
 
     Attributes:
-        exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete.
+        exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete; where
+            it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
         row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
         own: ``Int64``: address of the own shard.
@@ -77,10 +85,23 @@ class GatherCall(NamedTuple):
 
 
 @cute.jit
-def await_shard(call: GatherCall, source: Int32) -> None:
-    """One thread: waits until the shard of ``source`` has arrived."""
+def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -> None:
+    """All lanes: waits until the shard of ``source`` has arrived: its flag, or those of its pieces."""
+    if cutlass.const_expr(transport.puts):
+        full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
+        pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
+        for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
+            _await_piece(call, source, piece, transport)
+    elif cute.arch.lane_idx() == 0:
+        _await_piece(call, source, 0, transport)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def _await_piece(call: GatherCall, source: Int32, piece: Any, transport: cutlass.Constexpr) -> None:
     site = call.call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
-    wait_flag(call.call.flag(call.call.base, 0, source), call.call.epoch, call.call.bound, site)
+    flag = call.call.flag(call.call.base, piece, source)
+    wait_flag(flag, call.call.epoch, call.call.bound, site, transport.flag)
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
@@ -163,9 +184,7 @@ class ShardRole:
             if source == exchange.rank:
                 origin = call.given.own
             else:
-                if cute.arch.lane_idx() == 0:
-                    await_shard(call, source)
-                cute.arch.sync_warp()
+                await_shard(call, source, self.transport)
             copy_units(call.given.kept.iterator.toint() + offset, origin, nbytes, first, stride)
 
 

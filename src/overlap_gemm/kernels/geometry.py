@@ -9,7 +9,7 @@ base address, which every rank knows for every peer; a workspace has the same si
     slots_offset      slot buffer of even epochs: ``[source][tile]``, the own ones included, and behind them
                       (two-shot all-reduce) ``[owner][summed tile]``
     + buffer_bytes    slot buffer of odd epochs
-    + 2, 3 x          staging buffers, even and odd, if some peer has no address
+    + 2, 3 x          staging buffers, even and odd, if some peer has no address: ``[owner][tile]``
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
@@ -21,7 +21,7 @@ rank's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
@@ -161,3 +161,80 @@ def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) ->
         staging: whether tiles to some peer are staged in this rank's memory.
     """
     return slots_offset(max_flags) + (SLOT_BUFFERS + staging * STAGING_BUFFERS) * buffer_bytes
+
+
+class Puts(NamedTuple):
+    """What a relay kernel puts to ranks beyond reach: equal pieces, each of them to every such rank.
+
+    All integers. Offsets are bytes in a workspace, the same in every rank's, in the call's buffer unless it
+    says otherwise.
+
+    Attributes:
+        nbytes: of all pieces that go to one rank; the last may be shorter than the others.
+        piece: bytes of a piece, a multiple of 16.
+        ranks: ranks that get them: the first so many.
+        source: where the first piece for rank 0 is put from.
+        source_pitch: from there to that of rank 1, and so on; 0: all ranks get the same.
+        target: where the first piece goes to.
+        staged: from the workspace's base: the own flag that the first piece for rank 0 is complete, those of
+            the next pieces one per rank behind; 0: all are complete when the relay starts.
+        staged_pitch: as ``source_pitch``.
+        flag: number of the first piece's arrival flag, as `kernels.call.Call.flag` counts.
+    """
+
+    nbytes: int = 0
+    piece: int = 16
+    ranks: int = 1
+    source: int = 0
+    source_pitch: int = 0
+    target: int = 0
+    staged: int = 0
+    staged_pitch: int = 0
+    flag: int = 0
+
+
+def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, buffer: int) -> list[Puts]:
+    """What ``rank`` puts in a call: tiles, then (two-shot) the sums of those that it owns.
+
+    Args:
+        config: the kernel's configuration.
+        shape: of the call.
+        rank: the putting one.
+        slots: `slots_offset` of the workspace.
+        buffer: bytes of one slot buffer.
+    """
+    tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
+    own = rank * tiles * tile
+    if shape.pattern in ("one_shot", "output_gather"):  # from the own slots
+        if shape.pattern == "output_gather":
+            columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
+            tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
+        return [Puts(tiles * tile, tile, world, own, 0, own, CONTROL_BYTES + FLAG_BYTES * rank)]
+    owners, staging = num_owners(shape.rows, shape.shard), SLOT_BUFFERS * buffer
+    staged = staged_flags_offset(slots)
+    partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, own, staged, FLAG_BYTES)
+    if shape.pattern != "two_shot":
+        return [partials]
+    result = config.result_bytes
+    sums = (world * tile + rank * result) * tiles
+    summed = CONTROL_BYTES + FLAG_BYTES * (tiles * world + rank)
+    nbytes = tiles * result if rank < owners else 0
+    return [partials, Puts(nbytes, result // config.units, world, sums, 0, sums, summed, 0, tiles)]
+
+
+SHARD_PIECES = 8
+"""Pieces in which a shard of a gathered operand is put at most, each with a flag."""
+
+PIECE_ALIGN = 1024
+"""A piece of a shard is a multiple of this many bytes; the last has the rest."""
+
+
+def shard_piece(nbytes: Any) -> Any:
+    """Bytes of a piece of a shard, of which a full one has ``nbytes``."""
+    return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
+
+
+def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:
+    """What ``rank`` puts of its shard, of ``own`` bytes where a full one has ``full``: from its place."""
+    place = rank * full
+    return [Puts(own, shard_piece(full), world, source=place, target=place)]

@@ -41,7 +41,7 @@ from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, send_role
-from overlap_gemm.kernels.surface import DirectTransport, Output
+from overlap_gemm.kernels.surface import Output, Transport
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import LinearOrder
 
@@ -56,7 +56,7 @@ class OutputGather:
     """
 
     config: GemmConfig
-    transport: DirectTransport
+    transport: Transport
 
     gate = None
 
@@ -86,7 +86,8 @@ class OutputGather:
     @property
     def receive(self) -> Receiver:
         """Stores every source's columns."""
-        return Receiver(self.config, (TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER),))
+        copies = TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER, self.transport.flag)
+        return Receiver(self.config, (copies,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""

@@ -164,9 +164,10 @@ def await_result(
     flag: Int32,
     tile: Int32,
     source: Int32,
+    word: cutlass.Constexpr,
     waits: cutlass.Constexpr = 1,
 ) -> None:
-    """All lanes: waits for flag number ``flag`` of ``source``; a failure record will say ``tile``.
+    """All lanes: waits for flag number ``flag`` of ``source``, a ``word``; a failure record says ``tile``.
 
     ``waits`` bounds in a row, since ``source`` itself may wait for others first: so the rank that is named is
     the one that is missing, not one that waits for it.
@@ -174,7 +175,7 @@ def await_result(
     if cute.arch.lane_idx() == 0:
         bound = call.bound._replace(timeout_ns=call.bound.timeout_ns * waits)
         site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
-        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site)
+        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site, word)
     cute.arch.sync_warp()
 
 

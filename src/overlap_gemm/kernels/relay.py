@@ -1,18 +1,23 @@
-"""The relay kernel: puts staged tiles to peers that loads and stores do not reach, beside an sm_90 GEMM.
+"""The relay kernel: puts what a GEMM has staged to peers that loads and stores do not reach, beside it.
 
-The GEMM kernel (transport ``staged``) leaves each such tile in local memory and releases a local flag; one
-warp of this kernel waits for the flag and puts tile and signal. So no NVSHMEM call is linked into the GEMM,
-which keeps ``setmaxnreg`` and its wgmma unserialised.
+The GEMM kernel (transport ``staged``) leaves what goes to such a peer in its own workspace and releases a
+local flag; one warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked
+into the GEMM, which on sm_90 keeps ``setmaxnreg`` and its wgmma unserialised.
 
-Launch one per GEMM on the workspace, on another stream, neither behind the other. Progress:
+What there is to put is told at the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay
+serves every op, shape and configuration. The flag by which the GEMM says that it has entered the call, or
+that it has read what it was sent, is passed on by a warp of its own.
 
-- Of the GEMM only the receive role waits for peers, and nothing waits for that but the call's end. So every
-  tile gets staged.
-- This kernel waits for staged tiles and for nothing else. So once both are resident, every tile is put
-  without any wait for a peer, and arrives.
-- Both become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one CTA,
-  which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the GEMM
-  takes all its registers.) If this kernel starts later, tiles lie staged until then.
+Launch one per call on the workspace, on another stream than the GEMM, neither behind the other. Progress:
+
+- Everything but sums and the word that a GEMM has read is staged without waiting for a peer, and put by a
+  warp that waits for nothing else. So all of it arrives.
+- A sum waits for partials, which are in the first list; a warp takes nothing from the second before its share
+  of the first is put. So every sum is made, staged, put, and arrives.
+- The word that it has read waits for a GEMM that has all its shards; it has a warp of its own.
+- Both kernels become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one
+  CTA, which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the
+  GEMM takes all its registers.) If this kernel starts later, what is staged lies until then.
 
 The stream goes on behind both, so the next GEMM finds this kernel ended.
 """
@@ -26,16 +31,14 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint32, cute
 
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import FailureSite, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
-from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET
-from overlap_gemm.kernels.send import route_of
-from overlap_gemm.kernels.work import shard_tiles, work_list
-from overlap_gemm.schedules import DealtShards
+from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
+from overlap_gemm.schedules import ceil_div
 
 WARPS = 8
 """Puts under way at once: a warp waits for its put to be handed over."""
@@ -43,60 +46,76 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class Relay:
-    """One CTA, whose warps share the foreign tiles in the GEMM's order.
+    """One CTA, whose warps share the pieces.
 
     Attributes:
-        config: the GEMM kernel's configuration.
-        transport: puts a staged tile (``relay``) and signals a peer (``signal``), by NVSHMEM.
+        transport: puts what is staged (``relay``) and signals a peer (``signal``), by NVSHMEM.
     """
 
-    config: GemmConfig
     transport: Any
 
     @cute.jit
-    def __call__(self, rows: Int32, cols: Int32, exchange: Exchange, stream: CUstream) -> None:
-        """Launches the kernel for a product of global ``rows`` x ``cols``."""
-        self.kernel(rows, cols, exchange).launch(grid=(1, 1, 1), block=(32 * WARPS, 1, 1), stream=stream)
+    def __call__(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange, stream: CUstream) -> None:
+        """Launches the kernel for a call of ``op`` (`device.failure.Op`)."""
+        self.kernel(op, puts, exchange).launch(grid=(1, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, rows: Int32, cols: Int32, exchange: Exchange) -> None:
-        """Per tile for a peer beyond reach: waits for the local flag, puts."""
-        cfg, order = self.config, DealtShards(self.config.raster_group)
+    def kernel(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange) -> None:
+        """Puts both lists, and passes on the GEMM's word."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        work = work_list(cfg, rows, cols, exchange.rank, exchange.shard_rows)
         call = Call.begin(exchange, RELAY_EPOCH_OFFSET)
-        if warp == 0 and cute.arch.lane_idx() == 0:
-            self._announce(call)
-        tiles = shard_tiles(cfg, work)
-        total = Int32(order.num_tiles(work))
-        for t in cutlass.range(warp, total, WARPS, unroll=1):
-            place = order.place(t, work)
-            if exchange.peers[place.shard] < 0:
-                for cta in cutlass.range(cfg.cluster_size, unroll=1):
-                    self._relay(call, tiles, place.index * cfg.cluster_size + cta, place.shard)
+        # What this kernel waits for may wait for every peer.
+        timeout_ns = call.bound.timeout_ns * (exchange.world + 1)
+        call = call._replace(bound=call.bound._replace(timeout_ns=timeout_ns))
+        if warp < WARPS:
+            for each in puts:
+                self._put_all(call, op, each, warp)
+        elif cute.arch.lane_idx() == 0:
+            self._pass_on(call, op)
         cute.arch.sync_threads()  # all warps have read the epoch
         if warp == 0 and cute.arch.lane_idx() == 0:
-            # Puts may still be under way: `kernels.call` says when their staging is used again.
+            # Puts may still be under way: `transports.nvshmem` says when their source is used again.
             cute.arch.store(global_pointer(Uint32, call.base + RELAY_EPOCH_OFFSET, 4), call.epoch)
 
     @cute.jit
-    def _announce(self, call: Call) -> None:
-        """Once the GEMM has entered the call, tells the ranks beyond reach."""
+    def _pass_on(self, call: Call, op: Int32) -> None:
+        """Once the GEMM has said it, tells the ranks beyond reach."""
         exchange = call.exchange
         offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
         for peer in cutlass.range(exchange.world, unroll=1):
             if exchange.peers[peer] < 0:
-                site = call.site(Op.GEMM_REDUCE_SCATTER, Role.CALL_ENTERED, 0, exchange.rank, exchange.rank)
+                site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), 0, exchange.rank, exchange.rank)
                 wait_flag(call.base + offset, call.epoch, call.bound, site, self.transport.flag)
                 self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
 
     @cute.jit
-    def _relay(self, call: Call, tiles: Int32, index: Int32, owner: Int32) -> None:
-        cfg = self.config
-        route = route_of(cfg, call, tiles, index, owner)
-        if cute.arch.lane_idx() == 0:
-            flag = index * call.exchange.world + owner
-            site = call.site(Op.GEMM_REDUCE_SCATTER, Role.RELAY_STAGED, index, owner, flag)
-            wait_flag(route.staged, call.epoch, call.bound, site, self.transport.flag)
-        cute.arch.sync_warp()
-        self.transport.relay(route, cfg.tile_bytes, call.epoch)
+    def _put_all(self, call: Call, op: Int32, puts: Puts, warp: Int32) -> None:
+        """This warp's pieces of a list: each to its ranks in turn, beginning with the next one."""
+        exchange, ranks = call.exchange, Int32(puts.ranks)
+        total = Int32(ceil_div(puts.nbytes, puts.piece)) * ranks
+        for t in cutlass.range(warp, total, WARPS, unroll=1):
+            to, piece = (exchange.rank + 1 + t) % ranks, t // ranks
+            if exchange.peers[to] < 0:
+                self._put(call, op, puts, piece, to)
+
+    @cute.jit
+    def _put(self, call: Call, op: Int32, puts: Puts, piece: Int32, to: Int32) -> None:
+        exchange = call.exchange
+        start = piece * puts.piece
+        flag = Int32(puts.flag) + piece
+        staged = call.base + puts.staged + puts.staged_pitch * to + FLAG_BYTES * Int64(piece * exchange.world)
+        if puts.staged != 0:
+            if cute.arch.lane_idx() == 0:
+                site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), piece, to, flag)
+                wait_flag(staged, call.epoch, call.bound, site, self.transport.flag)
+            cute.arch.sync_warp()
+        route = Route(
+            exchange.peers,
+            exchange.rank,
+            to,
+            call.buffer + puts.target + start,
+            call.base + call.buffer + puts.source + puts.source_pitch * to + start,
+            call.flag(Int64(0), flag, exchange.rank),
+            staged,
+        )
+        self.transport.relay(route, cutlass.min(puts.piece, puts.nbytes - start), call.epoch)

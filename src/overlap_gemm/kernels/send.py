@@ -14,7 +14,7 @@ from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
-from overlap_gemm.kernels.surface import DirectTransport, Transport
+from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
 
 
@@ -114,7 +114,7 @@ class BroadcastSender:
     """Sends each tile to this rank's slot at every rank, itself among them (a ``TileSender``).
 
     A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them, and one
-    fence the flags that say so.
+    fence the flags that say so. To ranks beyond reach the tile is put from the own slot, when it is complete.
 
     Attributes:
         config: the kernel's configuration.
@@ -127,7 +127,7 @@ class BroadcastSender:
 
     config: GemmConfig
     order: Any
-    transport: DirectTransport
+    transport: Transport
     work: Work
     call: Call
     stages: Any
@@ -136,7 +136,8 @@ class BroadcastSender:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
         route = route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
-        return Parcel(route, self.work.rows - at.row)
+        own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
+        return Parcel(own, self.work.rows - at.row)
 
     @cute.jit
     def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
@@ -148,7 +149,10 @@ class BroadcastSender:
             for _ in cutlass.range(self.call.exchange.world, unroll=1):
                 rank = _next(rank, self.call.exchange.world)
                 stage_bytes = self.stages.flat[(None, stage)]
-                self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
+                if cutlass.const_expr(not self.transport.puts):  # noqa: SIM114
+                    self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
+                elif route.peers[rank] >= 0:
+                    self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
 
     @cute.jit
     def publish(self, tile: Int32) -> None:

@@ -90,14 +90,18 @@ class Sums:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Sums one unit; one without rows has nobody's partials, and nobody waits for its sum."""
+        """Sums one unit; one without rows has nobody's partials and no sum, but may have to be sent."""
         work, out = given.work, given.out
         tile = CtaTile.numbered(self.config, self.order, work.whole, index)
         window = Window.whole(out)
         if cutlass.const_expr(self.results is not None):
             window = Window.shard(out, work, given.call.exchange.rank)
-        if unit_exists(self.config, unit, tile, window):
+        exists = unit_exists(self.config, unit, tile, window)
+        if exists:
             self._sum(given, index, unit, tile, window)
+        if cutlass.const_expr(self.results is not None and self.results.every_unit):  # noqa: SIM102
+            if not exists:
+                self.results.publish(given.call, work, index, unit)
 
     @cute.jit
     def _sum(self, given: Given, index: Int32, unit: Int32, tile: CtaTile, window: Window) -> None:

@@ -40,30 +40,31 @@ class Transport(Protocol):
 
     Attributes:
         flag: the type of the flags it raises, ``Uint32`` or ``Uint64``; they are waited for as such.
+        puts: whether some peer may be beyond the reach of stores: it is put to, from this rank's workspace.
     """
 
     @property
     def flag(self) -> Any:
         """See the attributes."""
 
+    @property
+    def puts(self) -> bool:
+        """See the attributes."""
+
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a contiguous stage's first bytes; the caller commits and waits."""
 
-    def publish(self, route: Route, tile_bytes: int, epoch: Any) -> None:
-        """Makes the tile's arrival known to its owner, behind a full wait for its stores."""
+    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
+        """Makes the tile's arrival known to its owner, behind a full wait for its stores.
+
+        ``fenced``: behind a `device.flags.release_fence`, too, which may serve several flags.
+        """
 
     def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
         """Raises the flag at ``offset`` in the workspace of ``peer``."""
 
-
-class DirectTransport(Transport, Protocol):
-    """A transport that reaches every peer by ordinary stores."""
-
-    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
-        """The same; ``fenced``: behind a `device.flags.release_fence`, too, which may serve several flags."""
-
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
-        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
+        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``, if in reach."""
 
 
 class Output(NamedTuple):
@@ -257,7 +258,6 @@ class Mainloop(Protocol):
 
 
 __all__ = [
-    "DirectTransport",
     "Epilogue",
     "Gate",
     "KernelOp",

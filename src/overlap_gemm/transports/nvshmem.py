@@ -1,16 +1,16 @@
-"""Transport ``nvshmem``: bulk stores to peers within reach, NVSHMEM puts to the others.
+"""Transport ``nvshmem``: stores to peers within reach, NVSHMEM puts to the others.
 
-A tile for a peer beyond reach is collected in this rank's staging buffer (bulk stores, full wait) and then
-put, together with its signal, by the comm lane. The staging buffer is doubled by the epoch's parity like the
-slots, and for the same reason needs no quiet: this rank writes call ``e + 2``'s tile only behind its call ``e
-+ 1``, which waited for data that the owner sent behind its call ``e``, so behind the arrival of call ``e``'s
-tile.
+A tile for a peer beyond reach is collected in this rank's own workspace (stores, full wait) and then put from
+there, together with its signal. A tile for one owner has a place in the staging buffer. What goes to
+everybody is put from this rank's own slot, where it is anyway, as it is at every other rank.
 
-For sm_100 only. Out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the whole
-kernel. The workspace must be NVSHMEM memory, and the compiled kernel initialised with NVSHMEM's
-``library_init``.
+Both are doubled by the epoch's parity, and need no quiet: this rank writes call ``e + 2``'s tile only behind
+its call ``e + 1``, which waited until every peer had entered that, so behind the arrival of all that was put
+in call ``e``: nobody ends a call before everything that is put to it in it has come.
 
-The put is in thread scope: the comm role is one lane, and to a peer beyond reach a put is one descriptor.
+Who puts: `Nvshmem`, whoever publishes; `Staged`, a relay kernel. The first is for sm_100 only: out-of-line
+NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the whole kernel. The workspace must be
+NVSHMEM memory, and a kernel that puts initialised with NVSHMEM's ``library_init``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
-from overlap_gemm.device.flags import release_flag
-from overlap_gemm.device.memory import bulk_store, global_pointer
+from overlap_gemm.device.flags import raise_flag, release_flag
+from overlap_gemm.device.memory import bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
 
 SIGNAL_SET = 9
@@ -30,13 +31,14 @@ SIGNAL_SET = 9
 
 @dataclass(frozen=True)
 class Staged:
-    """The GEMM's half where NVSHMEM calls must stay out of it (sm_90): a relay kernel puts what is staged.
+    """The GEMM's half where NVSHMEM calls must stay out of it: a relay kernel puts what is staged.
 
-    Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's staging
-    buffer and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
+    Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's workspace
+    and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
     """
 
     flag = Uint64
+    puts = True
 
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
@@ -44,13 +46,15 @@ class Staged:
         _store(route, offset, stage, num_bytes)
 
     @cute.jit
-    def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
+    def publish(
+        self, route: Route, tile_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+    ) -> None:
         """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for."""
         peer = route.peers[route.owner]
         address = peer + route.flag
         if peer < 0:
             address = route.staged
-        release_flag(address, epoch, self.flag)
+        _tell(address, epoch, fenced)
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
@@ -60,15 +64,22 @@ class Staged:
             base = peers[rank]
         release_flag(base + offset, epoch, self.flag)
 
+    @cute.jit
+    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
+        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
+        _store_values(peers, peer, offset, values)
+
 
 @dataclass(frozen=True)
 class Nvshmem:
     """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
 
+    A put is in thread scope: who publishes is one lane, and to a peer beyond reach a put is one descriptor.
     Also the put of the relay kernel, there by a whole warp.
     """
 
     flag = Uint64
+    puts = True
 
     def __post_init__(self) -> None:
         """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
@@ -80,13 +91,15 @@ class Nvshmem:
         _store(route, offset, stage, num_bytes)
 
     @cute.jit
-    def publish(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
+    def publish(
+        self, route: Route, tile_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+    ) -> None:
         """Releases the tile's flag; beyond reach, puts the staged tile and its flag."""
         import nvshmem.core.device.cute as nv
 
         peer = route.peers[route.owner]
         if peer >= 0:
-            release_flag(peer + route.flag, epoch, self.flag)
+            _tell(peer + route.flag, epoch, fenced)
         else:
             own = route.peers[route.rank]
             nv.put_signal_nbi(
@@ -99,14 +112,14 @@ class Nvshmem:
             )
 
     @cute.jit
-    def relay(self, route: Route, tile_bytes: Int32, epoch: Uint32) -> None:
-        """Puts a staged tile and its flag; called by all threads of a warp."""
+    def relay(self, route: Route, num_bytes: Int64, epoch: Uint32) -> None:
+        """Puts what is staged, and its flag; called by all threads of a warp."""
         import nvshmem.core.device.cute as nv
 
         own = route.peers[route.rank]
         nv.put_signal_nbi_warp(
-            _words(own + route.slot, tile_bytes),
-            _words(route.staging, tile_bytes),
+            _words(own + route.slot, num_bytes),
+            _words(route.staging, num_bytes),
             _word(own + route.flag),
             Uint64(epoch),
             SIGNAL_SET,
@@ -126,6 +139,11 @@ class Nvshmem:
             cute.arch.fence_acq_rel_sys()
             nv.signal_op(_word(peers[rank] + offset), Uint64(epoch), SIGNAL_SET, Int32(-1 - base))
 
+    @cute.jit
+    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
+        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
+        _store_values(peers, peer, offset, values)
+
 
 @cute.jit
 def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
@@ -135,6 +153,21 @@ def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) ->
         address = route.staging
         num_bytes = Int32(cute.size(stage) * stage.element_type.width // 8)
     bulk_store(stage, address + offset, num_bytes)
+
+
+@cute.jit
+def _tell(address: Int64, epoch: Uint32, fenced: cutlass.Constexpr) -> None:
+    """Raises a flag for what this thread has seen, unless a fence in front of it already releases that."""
+    if cutlass.const_expr(fenced):
+        raise_flag(address, epoch, Uint64)
+    else:
+        release_flag(address, epoch, Uint64)
+
+
+@cute.jit
+def _store_values(peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
+    if peers[peer] >= 0:
+        store_run(peers[peer] + offset, values)
 
 
 def _words(address: Any, num_bytes: Any) -> Any:

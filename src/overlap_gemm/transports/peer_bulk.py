@@ -17,6 +17,7 @@ class PeerBulk:
     """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
 
     flag = Uint32
+    puts = False
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits.

@@ -85,10 +85,10 @@ def configured(
         algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
             ``"two_shot"``, the sums of the owners of rows go on to all. The same on every rank.
         transport: how `all_gather_gemm` sends shards: ``"copy_engine"``, or ``"peer_bulk"``, by warps of the
-            kernel. Ranks may differ. Or ``"nvshmem"``, on every rank: `gemm_reduce_scatter` puts tiles to
-            every peer by NVSHMEM, also to those within reach of stores, which is slower and there to be
-            tested; its memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``). The other ops have no
-            such way and raise ValueError.
+            kernel. Ranks may differ. Or, of every op and on every rank, ``"nvshmem"``: what goes to peers is
+            put to them by NVSHMEM, also to those within reach of stores, which is slower and there to be
+            tested; the memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises
+            RuntimeError.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 
