@@ -33,6 +33,7 @@ _UNINITIALISED = {
     torch.Tensor.new_empty_strided,
 }
 _SCALED_MM = getattr(torch, "_scaled_mm", None)
+_SCALED_GROUPED_MM = getattr(torch, "_scaled_grouped_mm_v2", None)
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _PINNED = {torch.Tensor.is_pinned, torch.Tensor.pin_memory}
@@ -148,6 +149,8 @@ class CudaOnCpu(TorchFunctionMode):
         owned = {_storage(t)._cdata for t in inputs}
         if func is _SCALED_MM and scaled_mm.is_block_scaled(*args, **kwargs):
             func = scaled_mm.block_scaled
+        elif func is _SCALED_GROUPED_MM and scaled_mm.is_group_scaled(*args, **kwargs):
+            func = scaled_mm.group_scaled
         products = on_device and getattr(func, "__name__", "") in half_products.NAMES
         with half_products.HalfProducts() if products else contextlib.nullcontext():
             result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
