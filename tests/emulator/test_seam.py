@@ -326,6 +326,51 @@ def test_tvm_ffi_functions_arrive_after_something_was_compiled_for_the_device(tm
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler links the library")
+def test_a_tvm_ffi_library_is_loaded_called_and_unloaded_when_python_has_ended(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import subprocess
+            import cutlass
+            import cutlass.cute as cute
+            import torch
+            from cutlass.cute.runtime import find_runtime_libraries, load_module
+            from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+            from overlap_gemm.emulator import Emulator
+            from tests.emulator.kernels_simple import scale
+
+            x, y = torch.arange(100.0), torch.full((100,), torch.nan)
+            with Emulator() as emu:
+                fake = make_fake_compact_tensor(cutlass.Float32, (cute.sym_int32(),))
+                given = (cutlass.Float32(0), cutlass.Int32(0), make_fake_stream())
+                compiled = cute.compile(scale, fake, fake, *given, options="--enable-tvm-ffi")
+                compiled.export_to_c("scale.o", function_name="scale")
+                libraries = find_runtime_libraries(enable_tvm_ffi=True)
+                subprocess.run(["cc", "-shared", "-o", "scale.so", "scale.o", *libraries], check=True)
+                loaded = load_module("./scale.so", enable_tvm_ffi=True)
+                loaded.scale(x, y, 3.0, 100, 0)
+            assert torch.equal(y, 3 * x), y
+            """
+        )
+    )
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_unloading_a_library_calls_no_python():
+    api = seam.SEAM.api
+    for name in ("_cudaLibraryUnload", "cuda_dialect_unload_library_once"):
+        assert name not in api._callbacks
+        assert ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(api.symbols()[name])(64) == 0
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the object file of this test comes from a C compiler")
 def test_renaming_touches_undefined_symbols_of_object_files_only(tmp_path):
     source, built = tmp_path / "x.s", tmp_path / "x.o"

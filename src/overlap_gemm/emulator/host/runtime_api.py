@@ -129,7 +129,6 @@ class RuntimeApi:
     def __post_init__(self) -> None:
         for name, function, argument_types in (
             ("_cudaLibraryLoadData", self._library_load, (_PTR, _PTR, _PTR, _PTR, _U32, _PTR, _PTR, _U32)),
-            ("_cudaLibraryUnload", self._library_unload, (_PTR,)),
             ("_cudaLibraryGetKernel", self._library_get_kernel, (_PTR, _PTR, ctypes.c_char_p)),
             ("_cuKernelGetAttribute", self._kernel_get_attribute, (_PTR, _INT, _PTR, _INT)),
             ("_cudaDeviceGetAttribute", self._device_get_attribute, (_PTR, _INT, _INT)),
@@ -151,7 +150,6 @@ class RuntimeApi:
                 (_PTR, _INT, _U32, _PTR, _PTR, _PTR, _PTR, _PTR, _INT, _INT, _INT, _INT),
             ),
             ("cuda_dialect_init_library_once", self._init_library_once, (_PTR, _PTR, _PTR, _PTR)),
-            ("cuda_dialect_unload_library_once", self._unload_library_once, (_PTR,)),
         ):
             prototype = ctypes.CFUNCTYPE(_INT, *argument_types)
             self._callbacks[name] = prototype(self._guarded(function))
@@ -161,6 +159,8 @@ class RuntimeApi:
         addresses = {}
         for name, callback in self._callbacks.items():
             addresses[name] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+        for name in _UNLOADS:
+            addresses[name] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
         return addresses
 
     def reraise(self) -> None:
@@ -195,9 +195,6 @@ class RuntimeApi:
         self._modules[handle] = ptx_of(image)
         _store(out, _U64, handle)
 
-    def _library_unload(self, library: int) -> None:
-        self._modules.pop(library, None)
-
     def _library_get_kernel(self, out: int, library: int, name: bytes) -> None:
         if library not in self._modules:
             raise EmulatorError(
@@ -224,9 +221,6 @@ class RuntimeApi:
         self.reraise()
         ctypes.CFUNCTYPE(_INT, _PTR, _INT)(load_to_device)(state, 0)
         self.reraise()
-
-    def _unload_library_once(self, state: int) -> None:
-        self._modules.pop(ctypes.c_uint64.from_address(state).value, None)
 
     # --- device
 
@@ -325,6 +319,9 @@ class RuntimeApi:
         ).encode()
         ctypes.memmove(out, encoded, len(encoded))
 
+
+_UNLOADS = ("_cudaLibraryUnload", "cuda_dialect_unload_library_once")
+"""Answered by a C function that does nothing: a shared library unloads when Python has ended."""
 
 _HINTS = {
     1,  # access policy window
