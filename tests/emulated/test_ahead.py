@@ -10,6 +10,7 @@ from overlap_gemm.backends.plans import plan_for
 from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import OPS
 
@@ -37,3 +38,12 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
         larger = ExchangeShape.even(9000, 1024, 2, pattern)
         plan_for(world.ranks[0], CPU, torch.bfloat16, larger, "k", "k", False)
         assert overlap_gemm.workspace_bytes() > sum(held)
+
+
+def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        ops = ["gemm_all_reduce", "all_gather_gemm"]
+        with configured(transport="nvshmem"):
+            held = [reserve(group, CPU, torch.bfloat16, ops, 100, 64) for group in world.ranks]
+        assert {space.size.kind for space in workspaces()} == {"puts", "gather puts"}
+        assert overlap_gemm.workspace_bytes() == sum(held)

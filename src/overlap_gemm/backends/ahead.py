@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from ..kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape
+from ..kernels.geometry import ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
@@ -15,7 +16,7 @@ from ..tuning.settings import settings
 from ..tuning.space import OPS, constants, possible, settled
 from . import gather
 from .base import Op
-from .plans import DTYPES, peers_for, size_class
+from .plans import DTYPES, asked_for_puts, peers_for, size_class
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Values of K for which the model is asked whether an all-reduce may be one-shot."""
@@ -50,17 +51,18 @@ def reserve(
     peers, kind = peers_for(group, device), DTYPES[dtype]
     needed: list[SizeClass] = []
     configs = possible(peers.agreed.arch, kind, settings().fields)
+    puts = asked_for_puts()
     classes = [
-        size_class(config, shape)
+        size_class(config, shape, puts)
         for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms)
         for config in configs
     ]
     if classes:
         zeroed, buffer = max(size.zeroed for size in classes), max(size.buffer for size in classes)
-        needed.append(SizeClass(zeroed, buffer, SLOT_BUFFERS, STAGING_BUFFERS))
+        needed.append(replace(classes[0], zeroed=zeroed, buffer=buffer))
     if "all_gather_gemm" in ops:
         gathered = group.size * shard_rows(rows, group.size) * gather.padded(width) * dtype.itemsize
-        needed.append(gather.size_class(gathered))
+        needed.append(gather.size_class(gathered, puts))
     return sum(obtain(peers, size).memory.local.numel() for size in needed)
 
 

@@ -21,7 +21,6 @@ from ..kernels.geometry import (
     SLOT_BUFFERS,
     STAGING_BUFFERS,
     ExchangeShape,
-    Pattern,
     Puts,
     slots_offset,
     tile_puts,
@@ -31,18 +30,10 @@ from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
 from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
 from ..tuning.settings import settings
-from ..tuning.space import constants, default_config, settle
+from ..tuning.space import OPS, constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-
-OPS: dict[Pattern, Op] = {
-    "reduce_scatter": Op.GEMM_REDUCE_SCATTER,
-    "one_shot": Op.GEMM_ALL_REDUCE,
-    "two_shot": Op.GEMM_ALL_REDUCE,
-    "output_gather": Op.GEMM_ALL_GATHER,
-}
-"""What a failure record calls the op of an exchange."""
 
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
@@ -123,7 +114,7 @@ class Plan:
                     return
                 with executor.fork() as second:
                     self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
-                    self.relay(int(OPS[self.shape.pattern]), self.puts, exchange, second)
+                    self.relay(int(Op[OPS[self.shape.pattern].upper()]), self.puts, exchange, second)
 
 
 def peers_for(group: Group, device: torch.device) -> Peers:
