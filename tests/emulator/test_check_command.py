@@ -12,6 +12,8 @@ from overlap_gemm.emulator.ptx.source import place
 from overlap_gemm.emulator.pytest_plugin import settings_of
 from overlap_gemm.emulator.settings import Setting, settings
 
+from .command import emulator_command as run
+
 pytest_plugins = ["pytester"]
 
 KERNEL = """
@@ -40,11 +42,6 @@ KERNEL = """
 SCRIPT = textwrap.dedent(KERNEL) + "import sys\ncheck(sys.argv[1] == 'meets')\n"
 
 
-def run(*words, timeout=300):
-    command = [sys.executable, "-m", "overlap_gemm.emulator", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "reverse.py"
@@ -54,7 +51,9 @@ def script(tmp_path_factory):
 
 def test_a_missing_barrier_is_found_in_every_mode_with_its_source_line(script, tmp_path):
     outcomes = tmp_path / "outcomes.json"
-    done = run("check", "--seeds", 1, "--json", outcomes, script, "races")
+    words = ["check", "--seeds", "1", "--json", outcomes, script, "races"]
+    command = [sys.executable, "-m", "overlap_gemm.emulator", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
     found = json.loads(outcomes.read_text())
     assert {outcome["verdict"] for outcome in found} == {"findings"}

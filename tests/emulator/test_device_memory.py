@@ -1,12 +1,12 @@
 """What a script finds on an emulated GPU: memory like a device's, CUDA graphs, cooperative launches."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack
+
+from .command import emulator_command
 
 SCRIPT = """
 import sys
@@ -132,8 +132,7 @@ def test_a_cooperative_launch_of_the_dsl_runs_or_is_refused(tmp_path):
 def _run(body, tmp_path, *options, status=0):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT + body) + "\nprint('reached the end')\n")
-    words = [sys.executable, "-m", "overlap_gemm.emulator", *map(str, options), str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = emulator_command(*options, script)
     assert done.returncode == status and "reached the end" in done.stdout, done.stdout + done.stderr
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .command import emulator_command
+
 ONE_GPU = """
     import argparse, sys
     import cuda.bindings.driver as cuda
@@ -87,12 +89,7 @@ def emulate(tmp_path, text, *options, arguments=()):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text))
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-m", "overlap_gemm.emulator", *options, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    return emulator_command(*options, script, *arguments, env={"PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("mode", ["immediate", "lazy"])
