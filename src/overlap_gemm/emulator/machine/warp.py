@@ -80,22 +80,23 @@ class Group:
             scheduler.pollers.pop(id(self), None)
             scheduler.ready(self.warp)
 
-    def split(self, taken: int, target: int) -> Group:
-        """Moves the lanes of `taken` to a new group at `target`."""
+    def split(self, taken: int, target: int, rest: int) -> None:
+        """Moves the lanes of `taken` to a new group at item `target`; the others go on at item `rest`."""
         other = Group(self.warp, taken, target, list(self.R), self.stack)
         other.effects = self.effects
         self.mask &= ~taken
-        groups = self.warp.groups
-        groups.append(other)
+        self.pc = rest
+        self.warp.groups.append(other)
         for group in (self, other):
             if group.mask & (group.mask - 1) == 0:
                 group._scalarise()
-        return other
 
     def _scalarise(self) -> None:
         """A single lane needs no arrays: uniform values make its code run on ints."""
-        lane = self.mask.bit_length() - 1
-        self.R = [v if v.__class__ is not np.ndarray else v[lane].item() for v in self.R]
+        lane, R = self.mask.bit_length() - 1, self.R
+        for slot in self.warp.grid.program.live_in(self.pc):
+            if R[slot].__class__ is np.ndarray:
+                R[slot] = R[slot][lane].item()
 
     def grow(self) -> None:
         """Adds the registers of functions translated, for any warp, since this group's last turn."""

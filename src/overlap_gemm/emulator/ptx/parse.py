@@ -40,6 +40,7 @@ _GUARD = re.compile(r"@\s*(!?)\s*([\w$%]+)\s*")
 _INT = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*([eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
 _REG_RANGE = re.compile(r"([\w$%]+)<(\d+)>$")
+_BRACKETS = re.compile(r"[\[{(]")
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _VARIABLE = re.compile(
     r"(?:\.ptr\s*)?(?:\.(?:global|shared|const|local)\s*)?(?:\.align\s+(\d+)\s*)?"
@@ -50,6 +51,9 @@ _DIRECTIVE_LINE = re.compile(r"\.(loc|file)\b[^\n]*")
 
 def _split(text: str) -> list[str]:
     """Splits at commas that are not inside brackets."""
+    if not _BRACKETS.search(text):
+        parts = [part.strip() for part in text.split(",")]
+        return parts if parts[-1] else parts[:-1]
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         if c in "[{(":

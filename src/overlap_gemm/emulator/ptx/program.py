@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from overlap_gemm.emulator import ops
@@ -180,7 +181,8 @@ class Program:
             self.cost.append(len(steps))
             self._lines.append(tuple(s.ins for s in steps))
             self._live_in.append(tuple(sorted(base + slot for slot in before)))
-        exec(compile("\n".join(text), f"<ptx {f.name[:40]}>", "exec"), names)  # noqa: S102
+        for source in text:
+            exec(_compiled(source), names)  # noqa: S102
         self.code.extend(names[f"item{start + n}"] for n in range(len(text)))
         self.append(_fell_off)
         unit.end = len(self.code)
@@ -313,8 +315,7 @@ class Program:
                 R[slot] = group.warp.grid.joined(slot, group.mask, R[slot], old)
             group.mask = mask
             return target
-        group.split(taken, target)
-        group.pc = number + 1
+        group.split(taken, target, number + 1)
         return DIVERGED
 
     def switch(self, group: Group, index: Any, places: tuple[int, ...]) -> int:
@@ -328,11 +329,8 @@ class Program:
             groups[places[value]] = groups.get(places[value], 0) | 1 << lane
         (first, _), *others = groups.items()
         for target, mask in others:
-            group.split(mask, target)
-        if not others:
-            return first
-        group.pc = first
-        return DIVERGED
+            group.split(mask, target, first)
+        return DIVERGED if others else first
 
     def leave(self, group: Group, p: Any, number: int, ends: bool) -> int:
         """`ret` and `exit`."""
@@ -340,8 +338,7 @@ class Program:
         if not taken:
             return number + 1
         if taken != group.mask:
-            group.split(taken, number)
-            group.pc = number + 1
+            group.split(taken, number, number + 1)
             return DIVERGED
         if ends or not group.stack:
             group.warp.exit(group)
@@ -402,6 +399,12 @@ def _call_target(ins: Instruction) -> Reg | Sym:
 def _fell_off(group: Group) -> int:
     group.warp.exit(group)
     return EXITED
+
+
+@lru_cache(maxsize=8192)
+def _compiled(source: str) -> CodeType:
+    """An item's code; modules that differ in one instruction, as mutations do, have nearly all in common."""
+    return compile(source, "<ptx>", "exec")
 
 
 @lru_cache(maxsize=32)
