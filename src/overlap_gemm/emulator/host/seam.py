@@ -31,6 +31,7 @@ from ..machine.errors import CooperativeLaunchTooLargeError, EmulatorError
 from . import tvm_ffi
 from .capture import keep_ptx
 from .elf import absolute_symbols, rename_undefined
+from .jax_calls import JaxCalls
 from .nvshmem import linked_for
 from .replace import environment, replaced
 from .runtime_api import DeviceProperties, KernelCall, RuntimeApi
@@ -47,6 +48,7 @@ class Seam:
 
     def __init__(self) -> None:
         self.api = RuntimeApi()
+        self._jax = JaxCalls()
         self._path: Path | None = None
         self._opened: contextlib.ExitStack | None = None
 
@@ -147,6 +149,7 @@ class Seam:
             return pack_pointers(tensor)
 
         yield replaced(_Tensor, "__c_pointers__", c_pointers)
+        yield self._jax.served(pack)
         if importlib.util.find_spec("tvm_ffi") is not None:
             yield from tvm_ffi.changes(pack, lambda call: _refusing_unbound(self._ending(call, called)))
 

@@ -30,7 +30,8 @@ class _OnDevice:
         return _CUDA, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        capsule = self._tensor.detach().__dlpack__()  # TVM-FFI takes tensors that require a gradient
+        tensor = self._tensor  # TVM-FFI takes tensors that require a gradient
+        capsule = (tensor.detach() if hasattr(tensor, "detach") else tensor).__dlpack__()
         address = _get_pointer(capsule, b"dltensor")
         ctypes.c_int32.from_address(address + _DEVICE_OFFSET).value = _CUDA
         return capsule
