@@ -175,6 +175,29 @@ def test_every_op(op, arch, ranks, mode):
         assert len(held()) == ranks, "one workspace a rank"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("op", OPS)
+def test_neighbours_are_stored_to_and_the_others_put_to(op, arch, monkeypatch):
+    allocate = VirtualWorld._allocate
+
+    def with_neighbours(world, nbytes):
+        views = allocate(world, nbytes)
+        for rank, view in enumerate(views):
+            near = [view.local.data_ptr() for view in views]
+            reached = [near[p] if p == rank or (rank + p) % 2 else -1 - p for p in range(len(views))]
+            view.bases = torch.tensor(reached)
+            view.bases = world._emulator.register(view.bases, rank)
+        return views
+
+    monkeypatch.setattr(VirtualWorld, "_allocate", with_neighbours)
+    fields = {**SMALL[arch], "algorithm": OPS[op][1]}
+    with far_apart(4, "random", fields=fields, arch=arch) as world:
+        right(ragged(op, 4), world, 3)
+        right(one_row(op, 4), world, 2)
+        right(ragged(op, 4), world, 1)
+
+
 # --- what is launched ---
 
 
@@ -254,6 +277,33 @@ def test_a_lost_put_is_reported(monkeypatch, source, target, lost):
     assert (failure.rank, failure.source, failure.role) == (target, source, Role.RECEIVE_PARTIAL)
     assert (failure.expected, failure.seen) == (lost + 1, lost)
     assert failure.flag == failure.tile * 3 + source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_the_last_put_of_a_call_that_is_lost_is_reported(op, monkeypatch):
+    """Of a two-shot all-reduce a sum, of an all-gather GEMM a piece of a shard."""
+    put, made, lost = Network._put_signal, [], []
+
+    def losing(self, group, remote, local, nbytes, signal, value, operation, pe, *rest):
+        if (group.warp.grid.launch.rank, pe) == (0, 2):
+            made.append(signal)
+            if len(made) == 2 * len(first) > 0:  # the second call's last
+                lost.append(signal)
+                return
+        put(self, group, remote, local, nbytes, signal, value, operation, pe, *rest)
+
+    monkeypatch.setattr(Network, "_put_signal", losing)
+    with far_apart(3, "immediate", fields={**PINGPONG, "algorithm": OPS[op][1]}) as world:
+        first = []
+        right(ragged(op, 3), world, 1)
+        first += made
+        with pytest.raises(CommTimeoutError) as caught:
+            right(ragged(op, 3), world, 1)
+    failure = caught.value.failure
+    assert len(lost) == 1 and (failure.rank, failure.source) == (2, 0)
+    assert (failure.expected, failure.seen) == (2, 1)
+    assert failure.role in (Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT, Role.LOAD_GATE)
 
 
 def test_a_lost_entry_signal_is_reported(monkeypatch):
