@@ -60,6 +60,11 @@ SEVERAL = """
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, ranks)
+
+    class Storage:  # as a struct of the DSL is stated
+        stages: cutlass.Int32
+
+    assert Storage.__annotations__ == {"stages": cutlass.Int32}, "evaluated, unless the script says otherwise"
     inbox = symm_mem.empty(4, dtype=torch.int32, device="cuda")
     flag = symm_mem.empty(1, dtype=torch.int32, device="cuda")
     flag.zero_()

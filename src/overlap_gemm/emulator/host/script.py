@@ -90,7 +90,8 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         replaced(sys, "excepthook", sys.excepthook),  # init_process_group puts its rank in front of errors
     ):
         stack.enter_context(change)
-    code = compile(Path(script).read_bytes(), script, "exec")
+    # This file's __future__ imports are not the script's.
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
 
     def body(rank: int) -> None:
         module = types.ModuleType("__main__")
