@@ -7,7 +7,7 @@ case needs no comparison; alignment is one OR-reduction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
 from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
-from overlap_gemm.emulator.machine.visibility import HeldStore
+from overlap_gemm.emulator.machine.visibility import HeldStore, span
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
 from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.launch import Machine
     from overlap_gemm.emulator.machine.memory import Allocation
     from overlap_gemm.emulator.machine.warp import Cta, Group
     from overlap_gemm.emulator.ptx.ir import Instruction
@@ -67,6 +66,7 @@ class Access:
         self.line, self.strength = ins.line, strength_of(ins)
         self.strong = self.strength >= 0
         self.publishes = is_store and self.strong  # a strong store, or a read-modify-write
+        self.whole = "b128" in ins.parts  # no vector: its 16 bytes are one access
         self.cached: Allocation | None = None
 
     # -- windows ---------------------------------------------------------------------------------
@@ -183,9 +183,12 @@ class Access:
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:
         if address.__class__ is int:
             allocation = self._allocation(group, mask, address)
-            self._reads(group, allocation, address)
+            unknown = self._reads(group, allocation, address)
             start = address - allocation.base
-            raw = allocation.raw[start : start + self.size].tobytes()
+            found = allocation.raw[start : start + self.size]
+            if unknown:
+                found = group.warp.grid.machine.old.found(self, group, allocation, address, unknown, found)
+            raw = found.tobytes()
             values = [
                 int.from_bytes(raw[n : n + self.width], "little") for n in range(0, self.size, self.width)
             ]
@@ -197,16 +200,20 @@ class Access:
             for lane in lane_list(mask):
                 out[:, lane] = self._load_global(group, 1 << lane, int(addresses[lane]))
             return out[0] if self.count == 1 else tuple(out)
-        self._reads(group, allocation, addresses)
-        return self._columns(allocation.view(self.width, self.count)[index])
+        unknown = self._reads(group, allocation, addresses)
+        rows = allocation.view(self.width, self.count)[index]
+        if unknown:
+            rows = group.warp.grid.machine.old.found(self, group, allocation, addresses, unknown, rows)
+        return self._columns(rows)
 
-    def _reads(self, group: Group, allocation: Allocation, address: Any) -> None:
-        machine = group.warp.grid.machine
+    def _reads(self, group: Group, allocation: Allocation, address: Any) -> list[int]:
+        machine, unknown = group.warp.grid.machine, []
         if machine.races is not None:
-            races, agent = machine.races, group.warp.agent
-            races.read(agent, self.line, self.strength, allocation, address, self.size, self.publishes)
+            races, agent, strength = machine.races, group.warp.agent, self.strength
+            unknown = races.read(agent, self.line, strength, allocation, address, self.size, self.publishes)
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
-            machine.held.touch(group.warp.grid.launch.rank, allocation, *_span(address, self.size))
+            machine.held.touch(group.warp.grid.launch.rank, allocation, *span(address, self.size))
+        return unknown
 
     def _allocation(self, group: Group, mask: int, address: int) -> Allocation:
         if address % self.size:
@@ -386,34 +393,33 @@ class Access:
                 return
             view, data = allocation.view(self.width, self.count), self._rows(mask, values)
         if machine.races is not None:
-            agent = group.warp.agent
             machine.races.write(
-                agent, self.line, self.strength, allocation, touched, self.size,
+                group.warp.agent, self.line, self.strength, allocation, touched, self.size,
                 lambda: np.array_equal(view[where], data),
             )  # fmt: skip
 
+        agent = group.warp.agent
+        epoch = agent.strong_epoch if self.strong else agent.epoch
+        keeps = machine.old.wants(self, allocation, group)
+
         def put() -> None:
+            if keeps:
+                machine.old.replace(self, allocation, touched, epoch)
             view[where] = data
             if machine.watch:
                 notify(machine.watch, granules(address, mask, self.size))
 
-        if machine.faults.active and self._caught(machine, group, allocation, put):
+        kind = "flag" if self.strong else "store"
+        if machine.faults.active and machine.faults.catches(group, self.line, kind, allocation, put):
             return
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
-            low, high = _span(touched, self.size)
+            low, high = span(touched, self.size)
             machine.held.touch(group.warp.grid.launch.rank, allocation, low, high)
             if not self.strong:
-                agent = group.warp.agent
-                machine.held.hold(HeldStore(agent, agent.epoch, allocation, low, high, put))
+                machine.held.hold(HeldStore(agent, epoch, allocation, low, high, put))
                 agent.touched = True
                 return
         put()
-
-    def _caught(
-        self, machine: Machine, group: Group, allocation: Allocation, put: Callable[[], None]
-    ) -> bool:
-        kind = "flag" if self.strong else "store"
-        return machine.faults.catches(group, self.line, kind, allocation, put)
 
     def _store_local(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
         rows = group.warp.local_rows(self.width)
@@ -421,12 +427,6 @@ class Access:
             at = self._local_offset(group, lane, address) >> self.shift
             for n, v in enumerate(values):
                 rows[lane, at + n] = one(v, 1 << lane) & ((1 << self.bits) - 1)
-
-
-def _span(address: Any, size: int) -> tuple[int, int]:
-    if address.__class__ is int:
-        return address, address + size
-    return int(address.min()), int(address.max()) + size
 
 
 def granules(address: Any, mask: int, size: int) -> Iterable[int]:

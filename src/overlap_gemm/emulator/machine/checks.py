@@ -281,10 +281,11 @@ class Checks:
 
     def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or acquire load."""
-        acquires, scope = "acquire" in ins.parts, scope_of(ins, "gpu")
+        agent, acquires, scope = group.warp.agent, "acquire" in ins.parts, scope_of(ins, "gpu")
         group.warp.unsynced.clear()
         for place in self._places(group, mask, space, address):
-            self.sync.read(group.warp.agent, place, scope, acquires)
+            self.sync.read(agent, place, scope, acquires, place in agent.stale)
+        agent.stale = frozenset()
 
     def strong_store(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or release store."""

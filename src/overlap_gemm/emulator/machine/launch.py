@@ -19,6 +19,7 @@ from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
 from overlap_gemm.emulator.machine.residency import Residency
 from overlap_gemm.emulator.machine.roles import Roles, role_of
 from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+from overlap_gemm.emulator.machine.stale import OldValues
 from overlap_gemm.emulator.machine.streams import StreamEvent, Streams
 from overlap_gemm.emulator.machine.visibility import HeldStores
 from overlap_gemm.emulator.ptx.program import Program, program
@@ -108,6 +109,7 @@ class Machine:
         intercepts: Handlers of device functions by name (see `intercept`).
         residency: Each rank's SMs.
         engines: Each rank's copy engines.
+        old: What loads may still find, see `machine.stale`.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Machine:
         self.faults = self.scheduler.faults
         self.held = self.scheduler.held = HeldStores(mode, seed)
         self.checks.held = self.held
+        self.old = OldValues(mode, seed)
         self.intercepts: dict[str, Callable[..., Any]] = {}
         self._streams = Streams(self.checks, self._begin)
         self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
@@ -215,6 +218,7 @@ class Machine:
             self.watch.clear()
             self.checks.clear()
             self.held.clear()
+            self.old.clear()
             self.report.instructions = self.scheduler.executed
             self.report.seconds += time.perf_counter() - begin
 

@@ -120,6 +120,9 @@ class Agent:
         strong_party: That of its strong stores, 0 while it has made none there.
         nearby: What it knows of these beside `vector`: clocks by party.
         units: The asynchronous units that it has used, by name.
+        stale: Where its last strong load found something that was replaced.
+        observed: The strong stores that its strong loads found last, by place: they lie before what follows
+            the load (causality order), what they do not release does not.
     """
 
     __slots__ = (
@@ -132,8 +135,10 @@ class Agent:
         "issued",
         "loads",
         "nearby",
+        "observed",
         "party",
         "proxied",
+        "stale",
         "strong",
         "strong_party",
         "touched",
@@ -154,6 +159,8 @@ class Agent:
         self.party, self.strong_party = 0, 0
         self.nearby: Vector = {}
         self.units: dict[str, Unit] = {}
+        self.stale: frozenset[int] = frozenset()
+        self.observed: dict[Any, int] = {}
         self._latest: Snapshot | None = None
         self._seen: dict[int, Snapshot] = {}
 
@@ -236,6 +243,11 @@ class Agent:
             self.vector[agent] = clock
             self._latest = None
 
+    def has_observed(self, epoch: int, addresses: Iterable[int]) -> bool:
+        """Whether its strong loads found a strong store at all of some addresses in global memory."""
+        seen = self.observed.get
+        return all(any(seen(a & -size) == epoch for size in (4, 8, 16, 32)) for a in addresses)
+
     def knows(self, epoch: int, owner: Agent) -> bool:
         """Whether an access of `owner` happened before this agent's next one."""
         return self.vector.get(epoch >> 32, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
@@ -290,10 +302,14 @@ class SyncVariables:
 
     def __init__(self) -> None:
         self._heads: dict[Any, list[Released]] = {}
+        self._older: dict[Any, list[Released]] = {}  # before the last write
+        self._last: dict[Any, int] = {}  # epoch of the last write
 
     def write(self, agent: Agent, place: Any, scope: int, releases: bool, rmw: bool) -> None:
         """A strong write, about to be made. A read-modify-write continues the release sequences it read."""
-        heads = list(self._heads.get(place, ())) if rmw else []
+        before = self._heads.get(place, [])
+        self._older[place], self._last[place] = before, agent.strong_epoch
+        heads = list(before) if rmw else []
         if releases:
             heads.append(Released(agent.release(), scope, agent.strong))
         elif agent.fenced is not None:
@@ -304,9 +320,11 @@ class SyncVariables:
         else:
             self._heads.pop(place, None)
 
-    def read(self, agent: Agent, place: Any, scope: int, acquires: bool) -> None:
-        """A strong read."""
-        for released in self._heads.get(place, ()):
+    def read(self, agent: Agent, place: Any, scope: int, acquires: bool, older: bool = False) -> None:
+        """A strong read; `older`: of what the last write replaced."""
+        if not older and place in self._last:
+            agent.observed[place] = self._last[place]
+        for released in (self._older if older else self._heads).get(place, ()):
             both = min(scope, released.scope)
             if not acquires:
                 agent.loads.append(released._replace(scope=both))
@@ -318,3 +336,5 @@ class SyncVariables:
     def clear(self) -> None:
         """Forgets everything: all that happened is ordered before what follows."""
         self._heads.clear()
+        self._older.clear()
+        self._last.clear()

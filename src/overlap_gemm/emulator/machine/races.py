@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator.machine.order import BULK, OWN, SCOPES, Agent, includes
+from overlap_gemm.emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
 from overlap_gemm.emulator.ptx.source import place
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def distinct(epochs: NDArray[np.int64]) -> list[int]:
     return [epoch for epoch in found if epoch]
 
 
+def _numbers(cells: Any) -> NDArray[np.int64]:
+    return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+
+
 def _mark(line: int, strength: int) -> int:
     return line << 4 | (strength + 1)
 
@@ -89,16 +93,22 @@ class RaceDetector:
         address: Any,
         size: int,
         rmw: bool = False,
-    ) -> None:
-        """A generic read of `size` bytes per lane; `rmw`: that of a read-modify-write."""
+    ) -> list[int]:
+        """A generic read of `size` bytes per lane; `rmw`: that of a read-modify-write.
+
+        Returns:
+            Epochs of the writes it finds that nothing orders before it.
+        """
         shadow = self._shadow_for_read(agent, allocation)
         if shadow is None:
-            return
+            return []
         cells = self._cells(shadow, allocation, address, size)
-        self._check(agent, line, strength, allocation, shadow, shadow.writes, cells, "read", "written")
+        writes = shadow.writes
+        unknown = self._check(agent, line, strength, allocation, shadow, writes, cells, "read", "written")
         shadow.reads[0][cells] = agent.strong_epoch if rmw else agent.epoch
         shadow.reads[1][cells] = _mark(line, strength)
         agent.touched = True
+        return unknown
 
     def write(
         self,
@@ -205,8 +215,8 @@ class RaceDetector:
         verb: str,
         other_verb: str,
         repeats: Callable[[], bool] | None = None,
-    ) -> None:
-        epochs = history[0][cells]
+    ) -> list[int]:
+        epochs, unknown = history[0][cells], []
         for epoch in distinct(epochs):
             owner = self.agents.get((epoch >> 32) & OWN)
             if owner is None or owner.warp is agent.warp or agent.knows(epoch, owner):
@@ -218,6 +228,10 @@ class RaceDetector:
                 and repeats()
             ):
                 continue  # warps of a CTA that all store one result
+            places = allocation.base + _numbers(cells)[epochs == epoch] * shadow.granule
+            if strength == WEAK and epoch >> 32 & STRONG and agent.has_observed(epoch, places.tolist()):
+                continue
+            unknown.append(epoch)
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(history[1][cells][at])
             theirs = (mark & 15) - 1
@@ -241,6 +255,7 @@ class RaceDetector:
                 other=mark >> 4,
                 other_ptx=theirs_ptx,
             )
+        return unknown
 
     def _check_proxy(
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Any

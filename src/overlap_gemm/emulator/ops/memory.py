@@ -61,7 +61,8 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> Any:
         where, at = access.resolve(group, mask, address)
         value = access.load(group, mask, where, at)
-        if polling and _parked(group, ins, mask, where, at, value, access.size):
+        stale = group.warp.agent.stale
+        if polling and not stale and _parked(group, ins, mask, where, at, value, access.size):
             return BLOCK_RESULT
         if polling:
             group.warp.grid.checks.strong_load(group, ins, mask, where, at)

@@ -1,0 +1,131 @@
+"""Loads that see what a store has replaced, as long as nothing orders the store before them.
+
+The memory model lets a load return an older value than the last one unless the store of the last one happens
+before it, or somebody has seen it before. A reader that does not acquire gets old data behind a new flag; a
+poll may find the place as it was once more. What is polled must therefore tell old from new: a sentinel that
+was not put back after the last use does not. The elements of a vector access (`.v2`, `.v4`) are accesses of
+their own, so a poll may find some of them new and others old; one of `.b128` is whole.
+
+What stores replaced is kept for symmetric memory and other ranks' memory, for stores of 4 bytes and more.
+In `lazy` mode the first look at a place finds it old, and each further one finds one element more new; in
+`random` mode it begins anywhere between. In `immediate` mode that holds only for vectors that are loaded and
+stored by strong accesses, which is how data that is its own flag travels.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.access import Access
+    from overlap_gemm.emulator.machine.memory import Allocation
+    from overlap_gemm.emulator.machine.warp import Group
+
+WORD = 4
+
+
+class Replaced:
+    """What the stores to an allocation replaced: its words before, and the epochs of the last stores."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.raw = np.zeros(allocation.nbytes, np.uint8)
+        self.epochs = np.zeros(allocation.nbytes // WORD + 1, np.int64)
+
+
+class OldValues:
+    """Told of stores to global memory as they are made, and asked at loads that no order puts behind them."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self._all = mode != "immediate"
+        self._seed = seed
+        self._random = random.Random(seed ^ 0x01D) if mode == "random" else None
+        self._replaced: dict[int, Replaced] = {}
+        self._looks: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+    def clear(self) -> None:
+        """All that was stored is ordered before what follows."""
+        self._replaced.clear()
+        self._looks.clear()
+
+    def wants(self, access: Access, allocation: Allocation, group: Group) -> bool:
+        """Whether what an access replaces or finds may matter."""
+        return (
+            access.size >= WORD
+            and (self._all or (access.strong and access.count > 1))
+            and (allocation.kind == "symmetric" or allocation.rank != group.warp.grid.launch.rank)
+        )
+
+    def replace(self, access: Access, allocation: Allocation, address: Any, epoch: int) -> None:
+        """A store is about to be made."""
+        kept = self._replaced.get(allocation.base)
+        if kept is None:
+            kept = self._replaced[allocation.base] = Replaced(allocation)
+        cells = _bytes(allocation, address, access.size)
+        kept.raw[cells] = allocation.raw[cells]
+        kept.epochs[cells[..., ::WORD] // WORD] = epoch
+
+    def found(
+        self, access: Access, group: Group, allocation: Allocation, address: Any, unknown: list[int], now: Any
+    ) -> Any:
+        """What a load finds; of a strong one the agent keeps where something of it is old.
+
+        Args:
+            access: The load.
+            group: Whose it is.
+            allocation: Where.
+            address: Of each lane, or one of all.
+            unknown: Epochs of stores that are not ordered before it.
+            now: What is there, `[lanes, elements]` or, for one address, bytes.
+        """
+        kept = self._replaced.get(allocation.base)
+        if kept is None or access.publishes or not self.wants(access, allocation, group):
+            return now
+        cells = _bytes(allocation, address, access.size)
+        epochs = kept.epochs[cells[:, ::WORD] // WORD]
+        late = np.isin(epochs, unknown)
+        if not late.any():
+            return now
+        new, old = np.array(now).view(np.uint8).reshape(len(cells), access.size), set()
+        for at in {
+            int(row[0]): n for n, row in enumerate(cells)
+        }.values():  # lanes at one place look together
+            if late[at].any():
+                hidden = self._hidden(access, (allocation.base, int(cells[at, 0])), epochs[at].tobytes())
+                hide = np.repeat(hidden, access.size // len(hidden)) & np.repeat(late[at], WORD)
+                same = cells[:, 0] == cells[at, 0]
+                new[same] = np.where(hide, kept.raw[cells[at]], new[same])
+                if hide.any():
+                    old.add(allocation.base + int(cells[at, 0]))
+        if access.strong:
+            group.warp.agent.stale = frozenset(old)
+        return new.view(now.dtype).reshape(now.shape)
+
+    def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes) -> NDArray[np.bool_]:
+        """Which elements a look still finds old; neighbouring places become new in different orders."""
+        parts = 1 if access.whole else access.count
+        stored, looks = self._looks.get(place, (b"", 0))
+        if stored != epochs:
+            looks = self._random.randint(0, parts) if self._random is not None else 0
+        self._looks[place] = epochs, looks + 1
+        orders = _orders(parts)
+        order = orders[(place[1] // access.size + self._seed) % len(orders)]
+        return np.array(order) >= looks
+
+
+@lru_cache
+def _orders(parts: int) -> list[tuple[int, ...]]:
+    """Orders in which elements become new."""
+    first = tuple(range(parts))
+    return list(permutations(first)) if parts <= 4 else [first[n:] + first[:n] for n in first]
+
+
+def _bytes(allocation: Allocation, address: Any, size: int) -> NDArray[np.int64]:
+    """Places of the bytes of an access in an allocation, `[lanes, size]`."""
+    first = np.atleast_1d(np.asarray(address, np.uint64) - np.uint64(allocation.base)).view(np.int64)
+    return first[:, None] + np.arange(size)
