@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from overlap_gemm.emulator.machine.errors import Deadlock, KernelTrap
 from overlap_gemm.emulator.machine.inject import StoreFault
 from overlap_gemm.emulator.machine.launch import Machine
+from overlap_gemm.emulator.units.tma_encode import encode_tiled
 
 from .handwritten import aligned, launch, module
 
@@ -134,6 +136,53 @@ def test_reductions_and_atomics_of_a_peer_are_flags_and_bulk_reductions_copies()
         m.submit(launch(module(body, 2, smem), [data, flag], block=(1, 1, 1)))
         m.run()
         assert (data[0], flag[0]) == expected, words
+
+
+LOADED = """
+mov.b32 %r10, bar; mov.b32 %r11, buf; mbarrier.init.shared.b64 [%r10], 1;
+fence.mbarrier_init.release.cluster; fence.proxy.async;
+mbarrier.arrive.expect_tx.shared.b64 %d9, [%r10], 16;
+{copy}
+W: mbarrier.try_wait.parity.shared.b64 %p1, [%r10], 0; @!%p1 bra W;
+ld.shared.b32 %r1, [%r11]; st.global.b32 [%d1], %r1;
+mov.b32 %r2, 9; st.shared.b32 [%r11], %r2;
+mov.b32 %r20, 0; S: add.s32 %r20, %r20, 1; setp.lt.s32 %p5, %r20, 900; @%p5 bra S;
+ld.volatile.shared.b32 %r1, [%r11]; st.global.b32 [%d1+4], %r1;
+"""
+COPIES = {
+    "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r11], [%d0], 16, [%r10];",
+    "tile": "mov.b32 %r5, 0; cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    " [%r11], [%d2, {%r5}], [%r10];",
+}
+
+
+@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize("copy", COPIES)
+def test_copies_into_shared_memory_are_lost_late_and_repeated(copy, mode):
+    def loaded(words):
+        source, out, tensor = aligned(4, fill=5), aligned(4), aligned(32)
+        tensor.view("u1")[:] = np.frombuffer(
+            encode_tiled(2, source.ctypes.data, [4], [], [4], [1]).encode(), "u1"
+        )
+        m = Machine("sm_100a", mode=mode, checks=())
+        for array in (source, out, tensor):
+            m.memory.register(array.ctypes.data, array.nbytes)
+        for word in words:
+            m.faults.by_words(word)
+        smem = ".shared .align 128 .b8 buf[16]; .shared .align 8 .b64 bar;"
+        m.submit(
+            launch(module(LOADED.format(copy=COPIES[copy]), 3, smem), [source, out, tensor], block=(1, 1, 1))
+        )
+        m.run()
+        return [*out[:2].tolist(), *(hits for _, hits in m.faults.hits())]
+
+    assert loaded([]) == [5, 9]
+    assert loaded(["drop"]) == [5, 9, 0], "no word but `load` means these"
+    assert loaded(["delay:load"]) == [5, 9, 1]
+    assert loaded(["duplicate:load:instructions=500"]) == [5, 5, 1]
+    assert loaded(["drop:load:line=1"]) == [5, 9, 0]
+    with pytest.raises(Deadlock, match="mbarrier"):
+        loaded(["drop:load:source=0,target=0"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Faults on purpose: stores that are lost, late or repeated, and ranks that stop.
+"""Faults on purpose: stores and copies that are lost, late or repeated, and ranks that stop.
 
 For any kernel, in Python (`Emulator.faults`) or by words on the command line (`Faults.by_words`).
 """
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group, Warp
 
 ACTIONS = ("drop", "delay", "duplicate")
-KINDS = ("store", "flag", "copy")
-WORDS = "drop|delay|duplicate[:store|flag|copy][:source=R,target=R,line=N,skip=N,count=N,instructions=N], \
+KINDS = ("store", "flag", "copy", "load")
+WORDS = (
+    "drop|delay|duplicate[:store|flag|copy|load][:source=R,target=R,line=N,skip=N,count=N,instructions=N], \
 kill:rank=R,after=N or stall:rank=R,begin=N,end=N"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class StoreFault:
         count: Stores to act on after that; None for all.
         instructions: Warp instructions until a late store is made.
         kind: `store` (ordinary), `flag` (release, relaxed, volatile, atomics, reductions), `copy` (bulk and
-            TMA stores), or None for all of them.
+            TMA stores), or None for all of these. `load` is no store: bulk and TMA copies into shared memory
+            of the rank, each CTA's by itself, with what they tell its mbarrier; a repeated one tells it once.
     """
 
     action: str
@@ -115,20 +118,39 @@ class Faults:
         self, group: Group, line: int, kind: str, allocation: Allocation, write: Callable[[], None]
     ) -> bool:
         """Whether a store is not to be made now; a late one is kept."""
-        source, target = group.warp.grid.launch.rank, allocation.rank
-        have = source, target, line, kind
+        return self._catches(group, line, kind, allocation.rank, write, write)
+
+    def catches_load(
+        self, group: Group, line: int, arrive: Callable[[], None], write: Callable[[], None]
+    ) -> bool:
+        """Whether a copy into shared memory is not to `arrive` now; repeated, it is only to `write`."""
+        return self._catches(group, line, "load", group.warp.grid.launch.rank, arrive, write)
+
+    def _catches(
+        self,
+        group: Group,
+        line: int,
+        kind: str,
+        target: int,
+        late: Callable[[], None],
+        again: Callable[[], None],
+    ) -> bool:
+        source = group.warp.grid.launch.rank
         for n, fault in enumerate(self._stores):
-            wanted = fault.source, fault.target, fault.line, fault.kind
+            wanted, have = (fault.source, fault.target, fault.line), (source, target, line)
             if any(want not in (None, is_) for want, is_ in zip(wanted, have, strict=True)):
                 continue
-            if source == target and fault.target is None:
+            if fault.kind != kind and (fault.kind is not None or kind == "load"):
+                continue
+            if source == target and fault.target is None and kind != "load":
                 continue
             seen = self._matched[n] = self._matched.get(n, 0) + 1
             if seen <= fault.skip or (fault.count is not None and seen > fault.skip + fault.count):
                 continue
             self._hit[n] = self._hit.get(n, 0) + 1
             if fault.action != "drop":
-                self._late.append((self._scheduler.executed + fault.instructions, write))
+                kept = late if fault.action == "delay" else again
+                self._late.append((self._scheduler.executed + fault.instructions, kept))
             return fault.action != "duplicate"
         return False
 

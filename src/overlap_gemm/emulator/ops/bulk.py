@@ -90,6 +90,18 @@ def write_smem(cta: Cta, where: Where, chunk: int, data: np.ndarray) -> None:
         notify(cta.cluster.watch, (np.arange(len(cta.dirty))[written] + (cta.base >> 4)).tolist())
 
 
+def arrives(group: Group, line: int, write: Callable[[], None], told: MBarrier, nbytes: int) -> None:
+    """A copy into shared memory arrives and tells its mbarrier, unless a fault on purpose keeps it."""
+
+    def arrive() -> None:
+        write()
+        told.complete(nbytes)
+
+    faults = group.warp.grid.machine.faults
+    if not (faults.active and faults.catches_load(group, line, arrive, write)):
+        arrive()
+
+
 def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
     """An async unit writes chunks of global memory; a multicast address writes every rank's copy."""
     machine = group.warp.grid.machine
@@ -317,8 +329,8 @@ def _copy_in(
                 data = smem_chunks(source_cta, chunk)[_slice_of(src, nbytes)]
             if merge is not None:
                 data = merge(smem_chunks(cta, chunk)[where], data)
-            write_smem(cta, where, chunk, data)
-            signalled.mbarrier(barrier & _OFFSET | signalled.base).complete(nbytes)
+            told = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+            arrives(group, ins.line, partial(write_smem, cta, where, chunk, data), told, nbytes)
 
         return run
 

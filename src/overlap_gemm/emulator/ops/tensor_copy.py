@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from overlap_gemm.emulator.machine.memory import PARAM, WINDOW_SHIFT
 from overlap_gemm.emulator.machine.warp import Cta, Group
 from overlap_gemm.emulator.ops.bulk import (
     DONE,
+    arrives,
     bulk_groups,
     copies_in,
     copy_out,
@@ -104,8 +106,8 @@ def _load_box(
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             data = _gather_box(memory, tmap, plan)
-            write_smem(cta, plan.smem, plan.chunk, data)
-            signalled.mbarrier(barrier & _OFFSET | signalled.base).complete(plan.box_bytes)
+            told = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+            arrives(group, line, partial(write_smem, cta, plan.smem, plan.chunk, data), told, plan.box_bytes)
 
         return run
 
