@@ -120,6 +120,8 @@ def test_a_finding_at_the_end_says_how_to_wait():
     (finding,) = planted(store, mode="lazy").report.findings
     assert finding.kind == "exit-pending" and "cp.async.bulk.wait_group.read 0" in finding.message
     assert not planted(store + "cp.async.bulk.wait_group.read 0;", mode="lazy").report.findings
+    assert not planted(store, mode="lazy", ignore=["exit-pending"]).report.findings
+    assert planted(store, mode="lazy", ignore=["exit-tx"]).report.findings
 
 
 def test_a_trace_names_the_warps_of_messages():

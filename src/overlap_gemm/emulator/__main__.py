@@ -58,6 +58,7 @@ def run(
     roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
     fault: Annotated[list[str] | None, typer.Option(help=f"A fault on purpose: {WORDS}.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
+    ignore: Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")] = None,
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
     ] = False,
@@ -79,6 +80,7 @@ def run(
             "num_sms": num_sms,
             "limit": limit,
             "collect": collect,
+            "ignore": ignore or (),
             "trace": recorder,
             "roles": names,
             "progress": Progress(),

@@ -75,6 +75,7 @@ def main(
     limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
     strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
     roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
+    ignore: Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")] = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
 ) -> None:
     """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.
@@ -90,6 +91,7 @@ def main(
 
             def run(setting: Setting = setting) -> None:
                 options = {**setting.options(strict), "num_sms": num_sms, "limit": limit, "roles": names}
+                options["ignore"] = ignore or ()
                 with as_user_error():
                     emulator = Emulator(arch, ranks, **options)
                 with emulator, contextlib.redirect_stdout(io.StringIO()):
@@ -101,6 +103,7 @@ def main(
             words += ["--mode", setting.mode, "--seed", str(setting.seed), "--schedule", setting.schedule]
             words += ["--num-sms", str(num_sms)] if num_sms else []
             words += ["--strict"] if strict else []
+            words += [word for kind in ignore or () for word in ("--ignore", kind)]
             outcome.command = shlex.join([*words, script, *(arguments or [])])
             outcomes.append(outcome)
     if report is not None:

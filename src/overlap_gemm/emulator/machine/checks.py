@@ -36,7 +36,7 @@ _AWAIT = {
     "read": "wait with cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
     "write": "wait with cp.async.bulk.wait_group 0 before the end",
 }
-"""How a CTA waits for what it would leave behind; that its end waits for it, no rule of the PTX ISA says."""
+"""How a CTA waits for what it would leave behind; `exit` ends the thread and releases barriers, no more."""
 SYS = SCOPES.index("sys")
 CHECKS = ("proxy", "exit", "mbarrier", "race", "shared")
 # Right by the letter, but kernels that rely on the assembler's tracking of registers break them on purpose.
@@ -333,7 +333,8 @@ class Checks:
         for event in cta.pending.values():
             self.report.add(
                 "exit-pending",
-                f"{cta} exits while {event.what} has not happened: {_AWAIT[event.kind]}",
+                f"{cta} exits while {event.what} has not happened, and its end waits for nothing: "
+                f"{_AWAIT[event.kind]}",
                 event.line,
                 key=event.what,
             )

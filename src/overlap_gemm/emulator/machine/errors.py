@@ -79,6 +79,7 @@ class Report:
         instructions: Warp instructions executed.
         seconds: Wall-clock time spent in `run`.
         output: Lines the kernels printed.
+        ignore: Kinds of findings that are not kept.
         ptx: Text of the kernel that is running now.
     """
 
@@ -86,6 +87,7 @@ class Report:
     instructions: int = 0
     seconds: float = 0.0
     output: list[str] = field(default_factory=list)
+    ignore: frozenset[str] = frozenset()
     ptx: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
 
@@ -112,6 +114,8 @@ class Report:
             other: PTX line of the other party's instruction, 0 for none.
             other_ptx: The other party's kernel, where that may not be the one that is running.
         """
+        if kind in self.ignore:
+            return
         ident = (kind, line if key is None else key)
         self._seen[ident] = self._seen.get(ident, 0) + 1
         if self._seen[ident] == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,7 @@ class Machine:
         limit: Warp instructions after which an endless run is broken off; None for no limit.
         trace: Records what each warp and each async operation did when.
         roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
+        ignore: Kinds of findings that are not kept, such as `exit-pending`.
 
     Attributes:
         memory: Registry of global memory.
@@ -125,6 +126,7 @@ class Machine:
         trace: Trace | None = None,
         limit: int | None = None,
         roles: Roles | None = None,
+        ignore: Collection[str] = (),
     ) -> None:
         if arch not in SM_COUNT:
             meant = "".join(f" ({known}?)" for known in SM_COUNT if known.rstrip("a") == arch.rstrip("af"))
@@ -138,7 +140,7 @@ class Machine:
             raise ValueError(f"{num_sms=} must be positive, and one number or one for each of {ranks} ranks")
         self.arch, self.ranks = arch, ranks
         self.memory = GlobalMemory()
-        self.report = Report()
+        self.report = Report(ignore=frozenset(ignore))
         self.watch: dict[int, list[Any]] = {}
         self.checks = Checks(self.report, frozenset(checks), self.memory)
         self.races = self.checks.races
