@@ -175,22 +175,27 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
     """And before anything is allocated."""
     peers = Peers(Group("a", 0, 2), None, Terms("sm_90a", "", 132, 0), 0)
-    obtained = []
+    obtained, reaches_all = [], True
 
-    def obtain(peers, puts):
-        obtained.append(puts)
-        return SimpleNamespace(reaches_all=True)
+    def obtain(peers, asked):
+        obtained.append(asked)
+        return SimpleNamespace(reaches_all=reaches_all)
+
+    def way(words=False):
+        return plans.obtain_way(peers, lambda *asked: asked, words)[1]
 
     monkeypatch.setattr(plans, "obtain", obtain)
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
     with configured(transport="nvshmem"):
         with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
-            plans.obtain_way(peers, lambda puts: puts)
+            way()
         assert not obtained
         monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
-        assert plans.obtain_way(peers, lambda puts: puts)[1] == "staged"
-    assert plans.obtain_way(peers, lambda puts: puts)[1] == "peer_bulk"
-    assert obtained == [True, False]
+        assert way() == "staged"
+    assert way() == "peer_bulk" and way(words=True) == "peer_words"
+    reaches_all = False
+    assert way(words=True) == "staged"
+    assert obtained == [(True, False), (False, False), (False, True), (False, True), (False, False)]
 
 
 # --- memory ---
@@ -226,9 +231,10 @@ def test_what_an_exchange_takes_follows_from_what_it_sends(rows, columns, world)
         return ExchangeShape.even(rows, columns, world, pattern)
 
     scatter, two_shot, one_shot = map(shape, ("reduce_scatter", "two_shot", "one_shot"))
-    tiles = scatter.cta_tiles(config)
+    tiles = two_shot.cta_tiles(config)
+    assert two_shot.shard * world >= columns
     # Results travel as bfloat16 here, partials as float32.
-    assert two_shot.buffer_bytes(config) * 2 == scatter.buffer_bytes(config) * 3
+    assert two_shot.buffer_bytes(config) * 2 == world * tiles * config.tile_bytes * 3
     assert two_shot.num_flags(config) == (1 + config.units) * tiles * world
     assert one_shot.num_flags(config) == one_shot.cta_tiles(config) * world
     assert one_shot.buffer_bytes(config) >= scatter.buffer_bytes(config)

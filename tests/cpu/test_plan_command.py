@@ -17,7 +17,7 @@ def plan(*arguments):
     ("op", "shape", "choice"),
     [
         ("gemm_reduce_scatter", (8192, 8192, 28672), "fused"),
-        ("gemm_reduce_scatter", (1, 8192, 8192), "torch"),
+        ("gemm_reduce_scatter", (128, 8192, 28672), "torch"),
         ("all_gather_gemm", (2048, 28672, 8192), "fused"),
         ("all_gather_gemm", (16, 10240, 8192), "torch"),
         ("gemm_all_reduce", (16, 8192, 8192), "fused"),

@@ -32,10 +32,12 @@ def lagging(rank):
 
 
 @contextmanager
-def world_of(arch, ranks, fields=None, *, algorithm=None, mode="immediate", seed=0, **options):
+def world_of(
+    arch, ranks, fields=None, *, algorithm=None, transport=None, mode="immediate", seed=0, **options
+):
     """An open world of virtual ranks, whose kernels are as asked."""
     with (
-        configured(**(fields or SMALL[arch]), algorithm=algorithm),
+        configured(**(fields or SMALL[arch]), algorithm=algorithm, transport=transport),
         Emulator(arch, ranks, mode, seed, **options) as emulator,
         VirtualWorld(ranks, emulator=emulator) as world,
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import compiled, gather
+from overlap_gemm.backends import gather
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.emulator.machine.inject import StoreFault
@@ -321,14 +321,6 @@ def test_a_dead_rank_is_named(arch, transport):
 # --- each part taken out is noticed ---
 
 
-@pytest.fixture
-def rebuilt():
-    """Kernels are compiled anew, and again behind the test."""
-    compiled._cache.cache_clear()
-    yield
-    compiled._cache.cache_clear()
-
-
 def without_gate(patch):
     patch.setattr(all_gather, "await_shard", lambda call, source: None)
 
@@ -341,7 +333,7 @@ def without_readers(patch):
     patch.setattr(all_gather, "await_peers", lambda call, op, role: None)
 
 
-@pytest.mark.usefixtures("rebuilt")
+@pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize("mistake", [without_gate, without_proxy_fence, without_readers])
 @both
 def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):

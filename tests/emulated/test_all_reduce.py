@@ -164,13 +164,3 @@ def test_few_rows_travel_in_one_shot_and_many_in_two(monkeypatch, rows, expected
 def test_an_algorithm_that_is_none_is_refused():
     with pytest.raises(ValueError, match="three_shot"), world_of("sm_100a", 2, algorithm="three_shot"):
         pass
-
-
-def test_peers_beyond_reach_are_refused():
-    x, weight = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 8).bfloat16()
-    with (
-        overlap_gemm.emulator.Emulator("sm_100a", 2, network=True) as emulator,
-        overlap_gemm.runtime.virtual.VirtualWorld(2, emulator=emulator, beyond_reach=True) as world,
-        pytest.raises(RuntimeError, match="within reach of loads and stores"),
-    ):
-        overlap_gemm.gemm_all_reduce(x, weight, group=world.names[0], backend="fused")

@@ -14,12 +14,15 @@ both = pytest.mark.parametrize(
 )
 
 ROWS = {arch: 3 * fields["tile"][0] for arch, fields in ARCHS.items()}
-"""One tile in each of three shards."""
+"""Three tiles, or one in each of three shards."""
 
 
 def world(arch, way, harm):
     op, algorithm = way
-    case = Case(op, ROWS[arch], 192 if op == "gemm_all_gather" else 64, 64, torch.bfloat16)
+    rows, columns = ROWS[arch], 192 if op == "gemm_all_gather" else 64
+    if algorithm == "two_shot":  # one tile in each of three shards of columns
+        rows, columns = ARCHS[arch]["tile"][0], 192
+    case = Case(op, rows, columns, 64, torch.bfloat16)
     return World(arch, harm, 1, case, algorithm=algorithm)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from overlap_gemm.backends import compiled, plans
+from overlap_gemm.backends import plans
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.kernels import send
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -173,7 +173,7 @@ def test_kernels_for_few_rows_between_others(starved, mode):
     run_sequence("sm_90a", 3, calls, starved=starved, mode=mode, num_sms=4)
 
 
-FIRST, LAST = (Call(768, 64, "gemm_all_reduce", how) for how in ("two_shot", "one_shot"))
+FIRST, LAST = (Call(256, 192, "gemm_all_reduce", how) for how in ("two_shot", "one_shot"))
 MIXED = [FIRST, Call(1, 64), LAST]
 """As decode between prefill chunks; what rank 1 sends in the last call lies where the first has results."""
 
@@ -191,12 +191,9 @@ def test_every_op_in_turn(arch):
 
 
 @pytest.fixture
-def owners_alone(monkeypatch):
+def owners_alone(monkeypatch, changed_kernels):
     """The mend taken out: nobody waits for the peers' entries, so a rank without rows waits for nobody."""
     monkeypatch.setattr(send, "await_peers", lambda *_: None)
-    compiled._cache.cache_clear()
-    yield
-    compiled._cache.cache_clear()
 
 
 @pytest.mark.usefixtures("owners_alone")

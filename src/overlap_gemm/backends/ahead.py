@@ -13,10 +13,10 @@ from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
 from ..tuning.model import Facts
 from ..tuning.settings import settings
-from ..tuning.space import OPS, constants, possible, settled
+from ..tuning.space import FEW_ROWS, OPS, constants, possible, settled
 from . import gather
 from .base import Op
-from .plans import DTYPES, asked_for_puts, peers_for, size_class
+from .plans import DTYPES, asked_for_puts, peers_for, sends_words, size_class
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Values of K for which the model is asked whether an all-reduce may be one-shot."""
@@ -30,7 +30,7 @@ def reserve(
     (One-shot all-reduces with more rows than the model takes them for are not among them: `configured`.)
 
     Calls of fewer rows or columns then allocate nothing. The ops that exchange tiles share one workspace,
-    all-gather GEMMs another one.
+    kernels for few rows another one, all-gather GEMMs a third.
 
     Args:
         group: the ranks.
@@ -49,21 +49,20 @@ def reserve(
     if group.size == 1:
         return 0
     peers, kind = peers_for(group, device), DTYPES[dtype]
-    needed: list[SizeClass] = []
-    configs = possible(peers.agreed.arch, kind, settings().fields)
-    puts = asked_for_puts()
-    classes = [
-        size_class(config, shape, puts)
-        for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms)
-        for config in configs
-    ]
-    if classes:
-        zeroed, buffer = max(size.zeroed for size in classes), max(size.buffer for size in classes)
-        needed.append(replace(classes[0], zeroed=zeroed, buffer=buffer))
+    asked, puts = settings(), asked_for_puts()
+    needed: dict[str, SizeClass] = {}  # of each kind of workspace
+    for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
+        for config in possible(peers.agreed.arch, kind, asked.fields):
+            few = config.mma == "swapped" and "mma" not in dict(asked.fields)
+            most = replace(shape, rows=min(shape.rows, FEW_ROWS)) if few else shape
+            size = size_class(config, most, puts, sends_words(config, asked.transport))
+            had = needed.get(size.kind, size)
+            zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
+            needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if "all_gather_gemm" in ops:
         gathered = group.size * shard_rows(rows, group.size) * gather.padded(width) * dtype.itemsize
-        needed.append(gather.size_class(gathered, puts))
-    return sum(obtain(peers, size).memory.local.numel() for size in needed)
+        needed["gather"] = gather.size_class(gathered, puts)
+    return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 
 def _shapes(

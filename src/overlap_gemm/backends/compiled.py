@@ -14,20 +14,22 @@ from ..runtime.order import forbid_capture
 from ..runtime.symmetric import init_nvshmem_library, why_no_puts
 
 
-def transport_for(arch: str, why_puts: str | None) -> str:
-    """How tiles reach other ranks: ``"peer_bulk"``, ``"nvshmem"``, or ``"staged"`` for a relay kernel.
+def transport_for(arch: str, why_puts: str | None, words: bool = False) -> str:
+    """How tiles reach other ranks.
 
-    On sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
+    By stores, ``"peer_bulk"`` or ``"peer_words"``; by puts, ``"nvshmem"``, or ``"staged"`` for a relay
+    kernel: on sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
 
     Args:
         arch: what is compiled for.
         why_puts: why stores will not do, None if they will.
+        words: whether stores are of words that are their own flag.
 
     Raises:
         RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
     """
     if why_puts is None:
-        return "peer_bulk"
+        return "peer_words" if words else "peer_bulk"
     if reason := why_no_puts():
         raise RuntimeError(f"{why_puts}, and {reason}")
     return "staged" if arch == "sm_90a" else "nvshmem"
@@ -38,9 +40,15 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, patt
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
-        from ..transports import Nvshmem, PeerBulk, Staged
+        from ..transports import Nvshmem, PeerBulk, PeerWords, Staged
 
-        ways = {"local": lambda: None, "peer_bulk": PeerBulk, "staged": Staged, "nvshmem": Nvshmem}
+        ways = {
+            "local": lambda: None,
+            "peer_bulk": PeerBulk,
+            "peer_words": PeerWords,
+            "staged": Staged,
+            "nvshmem": Nvshmem,
+        }
         kernel = make_kernel(config, ways[transport](), cooperative, pattern)
         if transport == "nvshmem":
             return DirectCall(compile_kernel(kernel))

@@ -286,9 +286,9 @@ def _make_plan(
     executor, group = peers.executor, peers.group
     row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
-    workspace, transport = obtain_way(peers, lambda puts: size_class(group.size * full, puts))
+    workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts))
     puts = transport != "peer_bulk"
-    push = nbytes < COPY_ENGINE_BYTES if asked is None else asked == "peer_bulk"
+    push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < COPY_ENGINE_BYTES)
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
     push &= not puts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
 from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
-from ..tuning.settings import settings
+from ..tuning.settings import Transport, settings
 from ..tuning.space import OPS, constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
 
@@ -176,6 +177,20 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
         return plan
 
 
+def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
+    """Whether a call's data is its own flag (`device.words`): with few rows, unless other ways are asked for.
+
+    Raises:
+        ValueError: it is asked for, and values have not 16 bits.
+    """
+    if asked == "peer_words" and "f32" in (config.slot_dtype, config.out_dtype):
+        raise ValueError(
+            f"transport='peer_words' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
+            f"out_dtype={config.out_dtype!r}"
+        )
+    return asked == "peer_words" or (asked is None and config.mma == "swapped")
+
+
 def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
     executor, group = peers.executor, peers.group
     work = shape.num_clusters(config)
@@ -183,7 +198,8 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    workspace, transport = obtain_way(peers, lambda puts: size_class(config, shape, puts))
+    words = sends_words(config, settings().transport)
+    workspace, transport = obtain_way(peers, partial(size_class, config, shape), words)
     staged = transport == "staged"
     resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
     plan = Plan(
@@ -211,12 +227,15 @@ def asked_for_puts() -> bool:
     return settings().transport == "nvshmem"
 
 
-def obtain_way(peers: Peers, class_of: Callable[[bool], SizeClass]) -> tuple[Workspace, str]:
+def obtain_way(
+    peers: Peers, class_of: Callable[[bool, bool], SizeClass], words: bool = False
+) -> tuple[Workspace, str]:
     """A call's workspace, and how what it sends travels: see `transport_for`.
 
     Args:
         peers: the rank's side of the group.
-        class_of: the call's size class, from whether puts are asked for.
+        class_of: the call's size class, from whether puts are asked for and whether data is its own flag.
+        words: whether it should be; it is not where some peer is beyond reach.
 
     Raises:
         RuntimeError: puts are needed or asked for, and there are none.
@@ -228,10 +247,12 @@ def obtain_way(peers: Peers, class_of: Callable[[bool], SizeClass]) -> tuple[Wor
             raise RuntimeError(f"transport='nvshmem': {reason}")
         why_puts = "puts are asked for (transport='nvshmem')"
         transport_for(arch, why_puts)  # refused before anything is allocated
-    workspace = obtain(peers, class_of(puts))
+    workspace = obtain(peers, class_of(puts, words))
+    if words and not workspace.reaches_all:
+        words, workspace = False, obtain(peers, class_of(puts, False))
     if not workspace.reaches_all:
         why_puts = "some ranks do not reach each other's memory by loads and stores"
-    return workspace, transport_for(arch, why_puts)
+    return workspace, transport_for(arch, why_puts, words)
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
@@ -256,15 +277,22 @@ def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool 
     return fit
 
 
-def size_class(config: GemmConfig, shape: ExchangeShape, puts: bool = False) -> SizeClass:
+def size_class(
+    config: GemmConfig, shape: ExchangeShape, puts: bool = False, words: bool = False
+) -> SizeClass:
     """The smallest class of workspace that holds a call's flags, slots and staged tiles.
 
     With ``puts`` to all peers, tiles are staged whoever is within reach; such calls have their own workspace.
+    So have those whose data is its own flag (``words``): nobody else may write where they wait.
     """
     flags = power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS))
     buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
     if puts:
         return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS + STAGING_BUFFERS, 0, "puts")
+    if words:
+        from ..device.words import EMPTY_BYTE
+
+        return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, 0, "words", filled=EMPTY_BYTE)
     return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
 
 

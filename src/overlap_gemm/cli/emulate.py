@@ -41,9 +41,9 @@ def emulate(
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
-        Transport,
-        typer.Option(help="nvshmem: no peer within reach of stores; copy_engine: of all_gather_gemm."),
-    ] = "peer_bulk",
+        Transport | None,
+        typer.Option(help="nvshmem: no peer within reach of stores; default: as a call takes it."),
+    ] = None,
     algorithm: Annotated[
         Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
     ] = None,
@@ -64,10 +64,10 @@ def emulate(
         fields["algorithm"] = algorithm
     console = rank_zero_console(0)
     beyond_reach = transport == "nvshmem"
-    if op == "all_gather_gemm" and not beyond_reach:
-        fields["transport"] = transport
-    elif transport == "copy_engine":
+    if transport == ("peer_words" if op == "all_gather_gemm" else "copy_engine"):
         raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
+    if transport is not None and not beyond_reach:
+        fields["transport"] = transport
     if not run_emulated(
         console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
     ):

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 RECORD_WORDS = 9
 """``uint32`` words of a record: 1 when valid (written last), then the fields of :class:`Failure` in order."""
 
+NOTHING = 0xFFFFFFFF
+"""Seen where data is its own flag (:mod:`device.words`) and has not come: there is no flag to say of when."""
+
 
 class Op(IntEnum):
     """Which operation the kernel carried out."""
@@ -62,7 +65,7 @@ class Failure(NamedTuple):
         source: rank waited for.
         flag: index of the flag in the waiting rank's workspace.
         expected: epoch waited for.
-        seen: value last read.
+        seen: value last read, or `NOTHING`.
     """
 
     rank: int

@@ -123,7 +123,7 @@ class AllGather:
 
     def share(self, given: Gathering, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, by shards; A is the own one here."""
-        return Share(given.rows, given.exchange.rank, given.exchange.shard_rows, cols, cols)
+        return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
     def begin(self, given: Gathering) -> GatherCall:
         """Reads the epoch."""

@@ -9,9 +9,11 @@ every rank, bit for bit the same.
     receive role    per tile: waits for every source's flag, sums the slots in fp32 in rank order, adds the
                     bias, rounds once, stores. All ranks add the same numbers in the same order
 
-**Two-shot** (many rows: what counts is bytes): a GEMM reduce-scatter whose sums go on.
+**Two-shot** (more rows: what counts is bytes): a GEMM reduce-scatter along the columns whose sums go on.
+Nobody asked for the shards, so they are what suits the tiles: columns, in multiples of the narrowest tile's.
+By rows, few rows make shards that are smaller than a tile, and every rank would multiply P tiles for one.
 
-    comm lane       each partial tile to the slot[source][tile] of the owner of its rows; then its flag
+    comm lane       each partial tile to the slot[source][tile] of the owner of its columns; then its flag
     receive role    1. per unit of an own tile: the sum, as in reduce-scatter, stored in the own output and,
                        in the same chunks of 16 bytes, in result slot[owner][tile] of every peer; then a flag
                        per unit at every peer
@@ -33,6 +35,9 @@ the owners' receive roles, in the buffer of the call's parity, and read by ordin
 them in call ``e + 2`` behind its call ``e + 1``, so behind everybody's call ``e``. Another call may have bulk
 stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
 bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
+
+With words that are their own flag (:mod:`overlap_gemm.device.words`) there are neither flags nor bulk stores:
+who sums or copies waits for the data. Progress and reuse are the same.
 """
 
 from __future__ import annotations
@@ -83,12 +88,12 @@ class OneShot:
     @property
     def receive(self) -> Receiver:
         """Sums all tiles."""
-        sums = Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, flag=self.transport.flag)
+        sums = Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, self.transport)
         return Receiver(self.config, (sums,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, one shard."""
-        return Share(rows, 0, rows, cols, cols)
+        return Share.whole(rows, cols, cols)
 
     def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
         """A is all there is to load."""
@@ -113,7 +118,7 @@ class OneShot:
 
 @dataclass(frozen=True)
 class TwoShot:
-    """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of rows sum, and send the sums.
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of columns sum, and send the sums.
 
     Attributes:
         config: the kernel's configuration.
@@ -143,14 +148,14 @@ class TwoShot:
         return Receiver(
             self.config,
             (
-                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, results, self.transport.flag),
+                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, self.transport, results),
                 ResultCopies(results, self.order, Op.GEMM_ALL_REDUCE),
             ),
         )
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
-        """All rows, by the owners' shards."""
-        return Share(rows, exchange.rank, exchange.shard_rows, cols, cols)
+        """All of it, by the owners' columns."""
+        return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)
 
     def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
         """A is all there is to load."""

@@ -1,6 +1,7 @@
 """The parts of a receive role that store complete values which others have computed.
 
-waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit
+waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit; where data
+            is its own flag, for the data
 produces    the values in the output, clipped
 """
 
@@ -10,18 +11,30 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Op
+from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
-from overlap_gemm.kernels.receive import LANES, Given, Window, await_result, copy_unit, unit_exists
+from overlap_gemm.kernels.receive import (
+    LANES,
+    Awaited,
+    Given,
+    Window,
+    await_result,
+    copy_unit,
+    result_bound,
+    unit_exists,
+)
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+
+SHOTS = 2
+"""A sum's owner may wait for partials as long as anybody, before others wait for its sum."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +48,13 @@ class TileCopies:
         config: the kernel's configuration.
         order: the op's order.
         op: for failure records.
-        flag: the type of the sources' flags.
+        transport: how tiles arrive.
     """
 
     config: GemmConfig
     order: Any
     op: Op
-    flag: Any = Uint32
+    transport: Transport
 
     def tiles(self, given: Given) -> Any:
         """As many of each source that has columns as the first one has."""
@@ -50,9 +63,10 @@ class TileCopies:
     @cute.jit
     def await_tile(self, given: Given, index: Int32) -> None:
         """The source's tile, if it has that many."""
-        source, tile = self._locate(given, index)
-        if tile < shard_tiles(self.config, self._list(given, source)):
-            await_result(given.call, self.op, tile, tile, source, self.flag)
+        if cutlass.const_expr(not self.transport.words):
+            source, tile = self._locate(given, index)
+            if tile < shard_tiles(self.config, self._list(given, source)):
+                await_result(given.call, self.op, tile, tile, source, self.transport.flag)
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
@@ -66,7 +80,10 @@ class TileCopies:
             window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
             slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
             if unit_exists(cfg, unit, at, window):
-                copy_unit(cfg, call.base + call.buffer + slot, unit, at, window)
+                awaited = None
+                if cutlass.const_expr(self.transport.words):
+                    awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, tile, call.bound)
+                copy_unit(cfg, call.base + call.buffer + slot, unit, at, window, source, awaited)
 
     def _grid(self, given: Given, columns: Any) -> TileGrid:
         """Cluster tiles of so many columns.
@@ -138,14 +155,17 @@ class ResultCopies:
         if cutlass.const_expr(self.results.every_unit):
             self._await_unit(given, tile, unit, owner)
         if unit_exists(cfg, unit, at, window):
-            if cutlass.const_expr(not self.results.every_unit):
+            awaited = None
+            if cutlass.const_expr(self.results.transport.words):
+                awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, tile, result_bound(call, SHOTS))
+            elif cutlass.const_expr(not self.results.every_unit):
                 self._await_unit(given, tile, unit, owner)
             slot = call.base + self.results.slot(call, work, owner, tile)
-            copy_unit(cfg, slot, unit, at, window)
+            copy_unit(cfg, slot, unit, at, window, owner, awaited)
 
     def _await_unit(self, given: Given, tile: Any, unit: Any, owner: Any) -> None:
         flag, word = self.results.flag(given.work, tile, unit), self.results.transport.flag
-        await_result(given.call, self.op, flag, tile, owner, word, waits=2)
+        await_result(given.call, self.op, flag, tile, owner, word, waits=SHOTS)
 
     def _others(self, given: Given) -> Any:
         """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
@@ -226,13 +246,14 @@ class Results:
 
     @cute.jit
     def publish(self, call: Call, work: Work, tile: Int32, unit: Int32) -> None:
-        """All lanes, behind their stores: each releases the unit's flag at a peer."""
-        cute.arch.sync_warp()
-        (peers, rank, world, *_), base = call.exchange, call.base
-        num_bytes = self.config.result_bytes // self.config.units
-        slot = self.slot(call, work, rank, tile) + unit * num_bytes
-        flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
-        for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
-            if peer != rank:
-                route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
-                self.transport.publish(route, num_bytes, call.epoch)
+        """All lanes, behind their stores: each releases the unit's flag at a peer, if there are flags."""
+        if cutlass.const_expr(not self.transport.words):
+            cute.arch.sync_warp()
+            (peers, rank, world, *_), base = call.exchange, call.base
+            num_bytes = self.config.result_bytes // self.config.units
+            slot = self.slot(call, work, rank, tile) + unit * num_bytes
+            flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
+            for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
+                if peer != rank:
+                    route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
+                    self.transport.publish(route, num_bytes, call.epoch)

@@ -16,8 +16,8 @@ class Exchange(NamedTuple):
             number (transport ``nvshmem``).
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
-        shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.schedules.shards`; of GEMM
-            all-gather, columns.
+        shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.schedules.shards`; where shards
+            are cut along the columns (`ExchangeShape.is_by_columns`), columns.
         slots_offset: ``Int64``: bytes from the base to the slot buffer of even epochs.
         buffer_bytes: ``Int64``: bytes from there to the slot buffer of odd epochs; fixed by the workspace.
         timeout_ns: ``Int64``: bound of every wait on a peer, 0 for none.

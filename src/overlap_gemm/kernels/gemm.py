@@ -45,7 +45,7 @@ class PlainGemm:
 
     def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
         """One rank computes everything."""
-        return Share(rows, 0, rows, cols, cols)
+        return Share.whole(rows, cols, cols)
 
     def more_sources(self, mainloop: Any, exchange: Any) -> None:
         """A is all there is to load."""

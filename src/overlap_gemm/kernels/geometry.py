@@ -76,10 +76,13 @@ Pattern = Literal["reduce_scatter", "one_shot", "two_shot", "output_gather"]
 ``"one_shot"``
     each partial tile to every rank, all of whom sum (`all_reduce`).
 ``"two_shot"``
-    each partial tile to the owner of its rows, who sums and sends the sum to every rank (`all_reduce`).
+    each partial tile to the owner of its columns, who sums and sends the sum to every rank (`all_reduce`).
 ``"output_gather"``
     each finished tile to every rank (`output_gather`).
 """
+
+OWNED = 64
+"""Columns of a two-shot's shards come in multiples of this: the narrowest tile, which then has one owner."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class ExchangeShape:
         rows: M of the product over all ranks; at least 1.
         cols: N of the product over all ranks.
         world: ranks.
-        shard: rows of a full shard, or (``"output_gather"``) columns of one; ``shard * world`` covers them.
+        shard: rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
         pattern: who sends what to whom.
     """
 
@@ -102,14 +105,26 @@ class ExchangeShape:
 
     @classmethod
     def even(cls, rows: int, cols: int, world: int, pattern: Pattern = "reduce_scatter") -> ExchangeShape:
-        """Rows (or columns) cut as ``torch.chunk`` does."""
+        """Rows (or columns) cut as ``torch.chunk`` does; a two-shot's columns in multiples of `OWNED`."""
+        if pattern == "two_shot":
+            return cls(rows, cols, world, ceil_div(shard_rows(cols, world), OWNED) * OWNED, pattern)
         cut = cols if pattern == "output_gather" else rows
         return cls(rows, cols, world, shard_rows(cut, world), pattern)
 
     @property
+    def is_by_columns(self) -> bool:
+        """Whether shards are cut along the columns."""
+        return self.pattern in ("two_shot", "output_gather")
+
+    @property
+    def owners(self) -> int:
+        """Ranks that own a shard."""
+        return num_owners(self.cols if self.is_by_columns else self.rows, self.shard)
+
+    @property
     def block(self) -> tuple[int, int]:
         """(rows, columns) of what each source has slots for in a buffer."""
-        if self.pattern == "output_gather":
+        if self.is_by_columns:
             return self.rows, self.shard
         return (self.rows if self.pattern == "one_shot" else self.shard), self.cols
 
@@ -138,7 +153,7 @@ class ExchangeShape:
         grid = self.grid(config)
         blocks = 1
         if self.pattern != "one_shot":
-            blocks = num_owners(self.cols if self.pattern == "output_gather" else self.rows, self.shard)
+            blocks = self.owners
         return blocks * grid.rows * grid.cols
 
 
@@ -210,7 +225,7 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
             columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
             tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
         return [Puts(tiles * tile, tile, world, own, 0, own, CONTROL_BYTES + FLAG_BYTES * rank)]
-    owners, staging = num_owners(shape.rows, shape.shard), SLOT_BUFFERS * buffer
+    owners, staging = shape.owners, SLOT_BUFFERS * buffer
     staged = staged_flags_offset(slots)
     partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, own, staged, FLAG_BYTES)
     if shape.pattern != "two_shot":

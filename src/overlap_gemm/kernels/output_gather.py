@@ -86,14 +86,14 @@ class OutputGather:
     @property
     def receive(self) -> Receiver:
         """Stores every source's columns."""
-        copies = TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER, self.transport.flag)
+        copies = TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER, self.transport)
         return Receiver(self.config, (copies,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""
         shard = exchange.shard_rows
         left = cute.size(out, mode=[1]) - exchange.rank * shard
-        return Share(rows, 0, rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
 
     def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
         """A is all there is to load."""

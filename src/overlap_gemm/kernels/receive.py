@@ -8,7 +8,8 @@ tile, since what is left then is the tail of the call.
 
 Protocol of a unit, by one warp:
 
-    waits on    the flags of those who send what it needs (acquire, system scope, bounded)
+    waits on    the flags of those who send what it needs (acquire, system scope, bounded), or, where data is
+                its own flag (:mod:`overlap_gemm.device.words`), for the data; each lane for what it takes
     produces    complete values in the caller's output, clipped
     signals     nobody; but sums that go on to other ranks release a flag in each of them
     freed by    the call's end: `kernels.call`
@@ -21,15 +22,17 @@ Whoever takes a unit, what it produces is the same: results are bitwise repeatab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 
-from overlap_gemm.device.failure import Role
-from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.flags import WaitBound, wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer, store_run
+from overlap_gemm.device.words import load_words, take_words
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
@@ -120,18 +123,20 @@ class Window(NamedTuple):
         rows: its rows.
         columns: its columns, a multiple of a chunk's.
         pitch: elements from row to row.
+        column: which of the output's columns its first one is.
     """
 
     address: Any
     rows: Any
     columns: Any
     pitch: Any
+    column: Any
 
     @staticmethod
     def of(out: cute.Tensor, row: Any, column: Any, rows: Any, columns: Any) -> Window:
         """``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
         offset = (Int64(row) * out.stride[0] + column) * (out.element_type.width // 8)
-        return Window(out.iterator.toint() + offset, rows, columns, out.stride[0])
+        return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], column)
 
     @staticmethod
     def whole(out: cute.Tensor) -> Window:
@@ -140,10 +145,11 @@ class Window(NamedTuple):
 
     @staticmethod
     def shard(out: cute.Tensor, work: Work, rank: Any) -> Window:
-        """The rows of ``out`` that ``rank`` owns; it owns some."""
-        first = rank * work.shard_rows
-        rows = cutlass.min(work.shard_rows, cute.size(out, mode=[0]) - first)
-        return Window.of(out, first, 0, rows, cute.size(out, mode=[1]))
+        """What of ``out`` ``rank`` owns; it owns some."""
+        shards = work.shards
+        row, column = rank * shards.row_step, rank * shards.col_step
+        rows = cutlass.min(shards.rows, cute.size(out, mode=[0]) - row)
+        return Window.of(out, row, column, rows, cutlass.min(shards.cols, cute.size(out, mode=[1]) - column))
 
     def store(self, row: Any, column: Any, values: cute.Tensor) -> None:
         """Stores neighbouring values of a row, inside."""
@@ -155,6 +161,14 @@ def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) ->
     """Whether some row of the unit lies in the window: no other unit is sent (`send.Parcel`)."""
     row, _ = StageChunks(config).locate(unit * (config.lane_chunks * LANES))
     return tile.row + row < window.rows
+
+
+def result_bound(call: Call, waits: int) -> WaitBound:
+    """``waits`` bounds in a row, where a source itself may wait for others first.
+
+    So the rank that is named is the one that is missing, not one that waits for it.
+    """
+    return call.bound._replace(timeout_ns=call.bound.timeout_ns * waits)
 
 
 @cute.jit
@@ -169,19 +183,54 @@ def await_result(
 ) -> None:
     """All lanes: waits for flag number ``flag`` of ``source``, a ``word``; a failure record says ``tile``.
 
-    ``waits`` bounds in a row, since ``source`` itself may wait for others first: so the rank that is named is
-    the one that is missing, not one that waits for it.
+    ``waits``: see `result_bound`.
     """
     if cute.arch.lane_idx() == 0:
-        bound = call.bound._replace(timeout_ns=call.bound.timeout_ns * waits)
+        bound = result_bound(call, waits)
         site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
         wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site, word)
     cute.arch.sync_warp()
 
 
+class Awaited(NamedTuple):
+    """Data that is its own flag, and what a failure record says if it does not come.
+
+    Attributes:
+        epoch: the call's.
+        bound: bound of the wait.
+        site: who waits for what of rank 0.
+    """
+
+    epoch: Any
+    bound: Any
+    site: Any
+
+    @staticmethod
+    def of(call: Call, op: Op, role: Role, tile: Any, bound: WaitBound) -> Awaited:
+        """What a lane waits for of ``tile``."""
+        return Awaited(call.epoch, bound, call.site(op, role, tile, 0, tile * call.exchange.world))
+
+    def load(self, address: Any, values: cute.Tensor) -> None:
+        """Loads a chunk, whether or not it is there."""
+        load_words(address, cute.recast_tensor(values, Uint32))
+
+    def take(self, addresses: Sequence[Any], values: cute.Tensor, sources: Sequence[Any]) -> None:
+        """Waits until the chunks that `load` has loaded are there; then their places are empty."""
+        words = cute.recast_tensor(values, Uint32)
+        take_words(tuple(addresses), words, tuple(sources), self.epoch, self.bound, self.site)
+
+
 @cute.jit
-def copy_unit(config: cutlass.Constexpr, address: Int64, unit: Int32, tile: CtaTile, window: Window) -> None:
-    """All lanes: stores a unit of complete values, which has arrived, into the output.
+def copy_unit(
+    config: cutlass.Constexpr,
+    address: Int64,
+    unit: Int32,
+    tile: CtaTile,
+    window: Window,
+    source: Int32,
+    awaited: Any = None,
+) -> None:
+    """All lanes: stores a unit of complete values into the output.
 
     Args:
         config: the kernel's configuration.
@@ -189,14 +238,23 @@ def copy_unit(config: cutlass.Constexpr, address: Int64, unit: Int32, tile: CtaT
         unit: which of the tile's.
         tile: where it lies in ``window``.
         window: of the output.
+        source: whose values.
+        awaited: None: the unit has arrived. Else the `Awaited` with which it is waited for.
     """
     chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
+    chunk_bytes = chunks.elements * dtype.width // 8
     first = unit * (config.lane_chunks * LANES) + cute.arch.lane_idx()
     loaded = cute.make_rmem_tensor((chunks.elements, config.lane_chunks), dtype)
     for c in cutlass.range_constexpr(config.lane_chunks):
-        at = address + (first + c * LANES) * (chunks.elements * dtype.width // 8)
-        source = global_pointer(dtype, at, min(CHUNK_BYTES, chunks.elements * dtype.width // 8))
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(chunks.elements)), loaded[(None, c)])
+        if cutlass.const_expr(awaited is not None):
+            awaited.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
+        else:
+            at = address + (first + c * LANES) * chunk_bytes
+            place = global_pointer(dtype, at, min(CHUNK_BYTES, chunk_bytes))
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(chunks.elements)), loaded[(None, c)])
+    if cutlass.const_expr(awaited is not None):
+        places = [address + (first + c * LANES) * chunk_bytes for c in range(config.lane_chunks)]
+        awaited.take(places, loaded, [source] * config.lane_chunks)
     for c in cutlass.range_constexpr(config.lane_chunks):
         row, column = chunks.locate(first + c * LANES)
         row, column = tile.row + row, tile.column + column

@@ -65,12 +65,12 @@ class ReduceScatter:
     @property
     def receive(self) -> Receiver:
         """Sums the own tiles."""
-        sums = Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER, flag=self.transport.flag)
+        sums = Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER, self.transport)
         return Receiver(self.config, (sums,))
 
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, by the owners' shards."""
-        return Share(rows, exchange.rank, exchange.shard_rows, cols, cols)
+        return Share.by_rows(rows, exchange.rank, exchange.shard_rows, cols)
 
     def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
         """A is all there is to load."""

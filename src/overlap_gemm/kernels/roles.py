@@ -27,8 +27,9 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
         if cutlass.const_expr(gate is not None):
             state, opened = gate.load(mainloop, res, ops, more, state, place, call, opened)
         else:
-            row = place.shard * work.shard_rows + place.m * tile_m
-            state = mainloop.load_tile(res, ops, state, row, place.n * tile_n)
+            row = place.shard * work.shards.row_step + place.m * tile_m
+            col = place.shard * work.shards.col_step + place.n * tile_n
+            state = mainloop.load_tile(res, ops, state, row, col)
     mainloop.load_tail(res, state)
     if cutlass.const_expr(gate is not None):
         gate.end(call)

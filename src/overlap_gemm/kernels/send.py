@@ -22,8 +22,8 @@ from overlap_gemm.kernels.work import CtaTile, Work, cta_number
 def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
     """All lanes of the comm warp: one sends and publishes every tile; the grid's first warp greets the peers.
 
-    It waits for the ring, which the epilogue fills without waiting for any peer, and for peers only when
-    everything is sent.
+    Where data is its own flag, all lanes send and nobody publishes. Either way the warp waits for the ring,
+    which the epilogue fills without waiting for any peer, and for peers only when everything is sent.
 
     Args:
         ring: the ring.
@@ -37,9 +37,12 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         announce(call, sender.transport)
     if cute.arch.lane_idx() == 0:
         enter(call, op)
-        order_async_writes()
-        ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
+        if cutlass.const_expr(not sender.transport.words):
+            order_async_writes()
+            ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
     cute.arch.sync_warp()
+    if cutlass.const_expr(sender.transport.words):
+        ring.drain_by_warp(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
     if is_first:
         await_peers(call, op, Role.CALL_ENTERED, sender.transport.flag)
 
@@ -93,7 +96,7 @@ class OwnerSender:
         work = self.work
         at = CtaTile.at(self.config, work.place(self.order, tile))
         route = route_of(self.config, self.call, work.slots, at.index, at.owner)
-        rows = cutlass.min(work.shard_rows, work.rows - at.owner * work.shard_rows)
+        rows = cutlass.min(work.shards.rows, work.rows - at.owner * work.shards.row_step)
         return Parcel(route, rows - at.row)
 
     @cute.jit

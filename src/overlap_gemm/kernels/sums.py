@@ -1,6 +1,6 @@
 """The part of a receive role that sums: of an own tile, the partials of all ranks.
 
-waits on    every source's flag of the tile
+waits on    every source's flag of the tile, or, where data is its own flag, for each partial
 produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
 signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
 and peer
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, StageChunks
-from overlap_gemm.kernels.receive import LANES, Given, Window, unit_exists
+from overlap_gemm.kernels.receive import LANES, Awaited, Given, Window, unit_exists
+from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
 
 LOADS_IN_FLIGHT = 8
@@ -38,6 +39,7 @@ class Lane(NamedTuple):
         row: the tile's first row in the window.
         column: the tile's first column.
         window: of the output.
+        awaited: of what is waited for as it is taken: what to say if it does not come; else None.
         result: where sums go on to: see `copies.Results.lane`; None where they do not.
     """
 
@@ -48,7 +50,13 @@ class Lane(NamedTuple):
     row: Any
     column: Any
     window: Any
+    awaited: Any
     result: Any
+
+
+def _last_again(lane: Lane, source: Any) -> Any:
+    """Beyond the last rank the last one's is loaded again, and not added."""
+    return cutlass.min(source, lane.world - 1)
 
 
 @dataclass(frozen=True)
@@ -59,15 +67,15 @@ class Sums:
         config: the kernel's configuration.
         order: the op's order.
         op: for failure records.
+        transport: how partials arrive.
         results: how sums go on to the other ranks, or None. With it the output is that of all owners.
-        flag: the type of the sources' flags.
     """
 
     config: GemmConfig
     order: Any
     op: Op
+    transport: Transport
     results: Any = None
-    flag: Any = Uint32
 
     @cute.jit
     def tiles(self, given: Given) -> Int32:
@@ -82,11 +90,13 @@ class Sums:
     def await_tile(self, given: Given, index: Int32) -> None:
         """Each lane waits for a source's flag; then the warp may read every slot of the tile."""
         call = given.call
-        for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
-            flag = index * call.exchange.world + source
-            site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
-            wait_flag(call.flag(call.base, index, source), call.epoch, call.bound, site, self.flag)
-        cute.arch.sync_warp()
+        if cutlass.const_expr(not self.transport.words):
+            for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
+                flag = index * call.exchange.world + source
+                site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
+                address = call.flag(call.base, index, source)
+                wait_flag(address, call.epoch, call.bound, site, self.transport.flag)
+            cute.arch.sync_warp()
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
@@ -113,7 +123,10 @@ class Sums:
         result = None
         if cutlass.const_expr(self.results is not None):
             result = self.results.lane(call, work, index, first)
-        lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, result)
+        awaited = None
+        if cutlass.const_expr(self.transport.words):
+            awaited = Awaited.of(call, self.op, Role.RECEIVE_PARTIAL, index, call.bound)
+        lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, awaited, result)
         if world <= 2:
             self._sum_few(lane, bias, 2)
         elif world <= 4:
@@ -137,7 +150,7 @@ class Sums:
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
                 total.fill(0.0)
-                self._add(total, lane, 0, loaded[(None, None, c)])
+                self._add(total, lane, i + c, 0, loaded[(None, None, c)])
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
                 self._store(lane, i + c, total, bias)
@@ -151,7 +164,7 @@ class Sums:
             for first in cutlass.range(0, lane.world, LOADS_IN_FLIGHT, unroll=1):
                 loaded = self._registers(LOADS_IN_FLIGHT, 1)[(None, None, 0)]
                 self._load(lane, i, first, loaded)
-                self._add(total, lane, first, loaded)
+                self._add(total, lane, i, first, loaded)
             self._store(lane, i, total, bias)
 
     def _registers(self, sources: int, window: int) -> Any:
@@ -161,15 +174,23 @@ class Sums:
         """Starts the loads of a chunk from as many sources behind ``first`` as ``loaded`` has room for."""
         dtype, values = DTYPES[self.config.slot_dtype], self.chunks.elements
         for s in range(cute.size(loaded, mode=[1])):
-            # Beyond the last rank the last one's is loaded again, and not added.
-            at = lane.source_bytes * cutlass.min(first + s, lane.world - 1)
-            slot = global_pointer(dtype, lane.address + chunk * (LANES * CHUNK_BYTES) + at, CHUNK_BYTES)
-            cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(values)), loaded[(None, s)])
+            at = self._at(lane, chunk, _last_again(lane, first + s))
+            if lane.awaited is not None:
+                lane.awaited.load(at, loaded[(None, s)])
+            else:
+                slot = global_pointer(dtype, at, CHUNK_BYTES)
+                cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(values)), loaded[(None, s)])
+
+    def _at(self, lane: Lane, chunk: Any, source: Any) -> Any:
+        return lane.address + chunk * (LANES * CHUNK_BYTES) + lane.source_bytes * source
 
     @cute.jit
-    def _add(self, total: cute.Tensor, lane: Lane, first: Int32, loaded: cute.Tensor) -> None:
+    def _add(self, total: cute.Tensor, lane: Lane, chunk: Int32, first: Int32, loaded: cute.Tensor) -> None:
         """Adds a chunk's partials in rank order."""
-        for s in cutlass.range_constexpr(cute.size(loaded, mode=[1])):
+        sources = [_last_again(lane, first + s) for s in range(cute.size(loaded, mode=[1]))]
+        if cutlass.const_expr(lane.awaited is not None):
+            lane.awaited.take([self._at(lane, chunk, source) for source in sources], loaded, sources)
+        for s in cutlass.range_constexpr(len(sources)):
             if first + s < lane.world:
                 total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
 
@@ -178,15 +199,18 @@ class Sums:
         """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
         row, column = self.chunks.locate(lane.first + chunk * LANES)
         row, column = lane.row + row, lane.column + column
+        dtype = DTYPES[self.config.out_dtype]
+        rounded = cute.make_rmem_tensor(values.shape, dtype)
         if row < lane.window.rows and column < lane.window.columns:
             if cutlass.const_expr(self.config.bias):
-                Bias(self.config).on_chunk(values, column, bias)
-            dtype = DTYPES[self.config.out_dtype]
-            rounded = cute.make_rmem_tensor(values.shape, dtype)
+                Bias(self.config).on_chunk(values, lane.window.column + column, bias)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):
                 self.results.send(lane.result, chunk * LANES, rounded)
+        elif cutlass.const_expr(self.results is not None and self.transport.words):
+            rounded.fill(0.0)  # a unit is waited for as a whole
+            self.results.send(lane.result, chunk * LANES, rounded)
 
     @property
     def chunks(self) -> StageChunks:

@@ -41,6 +41,8 @@ class Transport(Protocol):
     Attributes:
         flag: the type of the flags it raises, ``Uint32`` or ``Uint64``; they are waited for as such.
         puts: whether some peer may be beyond the reach of stores: it is put to, from this rank's workspace.
+        words: whether data is its own flag (:mod:`overlap_gemm.device.words`). Then all lanes of a warp call
+            `put`, nobody `publish`, and receivers wait for the data.
     """
 
     @property
@@ -49,6 +51,10 @@ class Transport(Protocol):
 
     @property
     def puts(self) -> bool:
+        """See the attributes."""
+
+    @property
+    def words(self) -> bool:
         """See the attributes."""
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:

@@ -10,22 +10,53 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import Place, TileGrid, WorkList, ceil_div, num_owners
 
 
+class Shards(NamedTuple):
+    """How what a rank computes is cut into shards, one per owner: along the rows, or along the columns.
+
+    Attributes:
+        rows: rows of a full shard.
+        cols: columns of a full shard, possibly 0.
+        row_step: rows from one shard to the next, 0 where they are cut along the columns.
+        col_step: columns from one shard to the next, 0 where they are cut along the rows.
+    """
+
+    rows: Any
+    cols: Any
+    row_step: Any
+    col_step: Any
+
+
 class Share(NamedTuple):
     """What of the product a rank computes, and what each rank's tiles are counted in.
 
     Attributes:
         rows: rows of the product.
-        rank: this rank, among the owners of rows.
-        shard_rows: rows of a full shard.
-        cols: columns that this rank computes, possibly 0.
-        block_cols: columns of a full share.
+        rank: this rank, among the owners.
+        owners: ranks that own a shard.
+        shards: how it is cut.
+        block_cols: columns that each source has slots for: of a full shard.
     """
 
     rows: Any
     rank: Any
-    shard_rows: Any
-    cols: Any
+    owners: Any
+    shards: Shards
     block_cols: Any
+
+    @staticmethod
+    def by_rows(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
+        """All of it, in shards of ``shard`` rows."""
+        return Share(rows, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
+
+    @staticmethod
+    def by_columns(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
+        """All of it, in shards of ``shard`` columns."""
+        return Share(rows, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
+
+    @staticmethod
+    def whole(rows: Any, cols: Any, block_cols: Any) -> Share:
+        """``cols`` columns as one shard, of ``block_cols`` at most."""
+        return Share(rows, 0, 1, Shards(rows, cols, 0, 0), block_cols)
 
 
 class Work(NamedTuple):
@@ -36,7 +67,7 @@ class Work(NamedTuple):
         stride: clusters in the grid.
         num_tiles: this cluster's tiles.
         whole: the list, of all clusters.
-        shard_rows: rows of a full shard.
+        shards: how it is cut.
         slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
         rows: rows of the product.
     """
@@ -45,7 +76,7 @@ class Work(NamedTuple):
     stride: Any
     num_tiles: Any
     whole: WorkList
-    shard_rows: Any
+    shards: Shards
     slots: Any
     rows: Any
 
@@ -78,18 +109,21 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     first, stride = block // config.cluster[0], blocks // config.cluster[0]
-    whole = work_list(config, share.rows, share.cols, share.rank, share.shard_rows)
+    whole = WorkList(_grid(config, share.shards.rows, share.shards.cols), share.rank, share.owners)
     slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
     total = Int32(order.num_tiles(whole))
     # Not negative, also where there are more clusters than tiles: ``first < stride``.
     num_tiles = (total - first + stride - 1) // stride
-    return Work(first, stride, num_tiles, whole, share.shard_rows, slots, share.rows)
+    return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows)
 
 
 def work_list(config: GemmConfig, rows: Any, cols: Any, rank: Any, shard: Any) -> WorkList:
     """The work list of all clusters, of ``rows`` x ``cols`` in shards of ``shard`` rows."""
-    grid = TileGrid(ceil_div(shard, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
-    return WorkList(grid, rank, num_owners(rows, shard))
+    return WorkList(_grid(config, shard, cols), rank, num_owners(rows, shard))
+
+
+def _grid(config: GemmConfig, rows: Any, cols: Any) -> TileGrid:
+    return TileGrid(ceil_div(rows, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
 
 
 def shard_tiles(config: GemmConfig, work: WorkList) -> Any:

@@ -151,6 +151,38 @@ class EpilogueRing:
                 sender.publish(num_tiles - behind)
         return state
 
+    @cute.jit
+    def drain_by_warp(
+        self,
+        state: pipeline.PipelineState,
+        num_tiles: Int32,
+        subtiles: cutlass.Constexpr[int],
+        sender: Any,
+    ) -> pipeline.PipelineState:
+        """The loop of a whole comm warp that stores by itself: wait, send, free. Nothing is published.
+
+        A stage is free once all lanes have read it, whatever their stores do: so nothing is in flight here.
+
+        Args:
+            state: consumer state of the first subtile.
+            num_tiles: tiles to send, possibly 0.
+            subtiles: stages per tile.
+            sender: a :class:`TileSender` whose ``send`` is for all lanes, and has read the stage behind it.
+
+        Returns:
+            The consumer state behind the last subtile. The caller must rebind it.
+        """
+        for tile in cutlass.range(num_tiles, unroll=1):
+            place = sender.locate(tile)
+            for subtile in cutlass.range(subtiles, unroll=1):
+                self.pipe.consumer_wait(state)
+                sender.send(place, subtile, state.index)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    self.pipe.consumer_release(state)
+                state.advance()
+        return state
+
     def _release_behind(self, state: pipeline.PipelineState, behind: int) -> None:
         """Frees the stage used ``behind`` subtiles before ``state``'s; an arrival needs no phase."""
         stage = (state.index + (self.num_stages - behind)) % self.num_stages

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device.failure import RECORD_WORDS, Failure, Role, read_record
+from ..device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
 from .group import Group, GroupLike, group_name
 from .order import forbid_capture
 from .peers import Peers, forget, left_behind, sides
@@ -44,10 +44,11 @@ class CommTimeoutError(RuntimeError):
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
+        seen = "nothing of it" if failure.seen == NOTHING else failure.seen
         super().__init__(
             f"{failure.op.name.lower()}: rank {failure.rank} ({failure.role.name.lower()}) gave up on "
             f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
-            f"expected epoch {failure.expected}, seen {failure.seen}. "
+            f"expected epoch {failure.expected}, seen {seen}. "
             f"Rank {failure.source} is dead, stalled, or did not make the same calls."
         )
 
@@ -81,6 +82,7 @@ class SizeClass:
         staging_buffers: how many more, where some peer is beyond reach.
         kind: of ops that use it; others have workspaces of their own.
         first_epoch: offset of a ``uint32`` that is 1 at birth.
+        filled: what every byte of the buffers is at birth; None: anything.
     """
 
     zeroed: int
@@ -89,6 +91,7 @@ class SizeClass:
     staging_buffers: int
     kind: str = "slots"
     first_epoch: int = 0
+    filled: int | None = None
 
     def holds(self, other: SizeClass) -> bool:
         """Whether whatever fits into a workspace of the other class fits into one of this."""
@@ -97,6 +100,8 @@ class SizeClass:
     def prepare(self, block: Tensor) -> None:
         """Writes what a new block must hold before any kernel runs."""
         block[: self.zeroed].zero_()
+        if self.filled is not None:
+            block[self.zeroed :].fill_(self.filled)
         if self.first_epoch:
             block[self.first_epoch : self.first_epoch + 4].view(torch.int32).fill_(1)
 

@@ -1,6 +1,7 @@
-"""Ways for a tile to reach a peer. One file each: the device half, called by the comm lane."""
+"""Ways for a tile to reach a peer. One file each: the device half, called by the comm role."""
 
 from overlap_gemm.transports.nvshmem import Nvshmem, Staged
 from overlap_gemm.transports.peer_bulk import PeerBulk
+from overlap_gemm.transports.peer_words import PeerWords
 
-__all__ = ["Nvshmem", "PeerBulk", "Staged"]
+__all__ = ["Nvshmem", "PeerBulk", "PeerWords", "Staged"]

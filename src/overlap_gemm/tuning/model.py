@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import ceil
 
 from ..kernels.config import DTYPE_BYTES, GemmConfig
-from ..kernels.geometry import FLAG_BYTES, Pattern
+from ..kernels.geometry import FLAG_BYTES, ExchangeShape, Pattern
 from ..schedules import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
 
@@ -31,9 +31,12 @@ UNKNOWN = 4
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
 
-STREAM = 0.69
-"""Share of the memory's rate at which a `"swapped"` kernel reads its operands, where nothing else is slower.
-Fitted to seven shapes of 1 to 64 rows on four H200; cuBLAS reaches all of it."""
+STREAM = 0.97
+"""Share of the memory's rate at which a `"swapped"` kernel reads its operands, where nothing else is slower:
+30.7 us where cuBLAS takes 29.6 (16 x 8192 x 7168 on one H200; longer k tiles do the same)."""
+
+WORDS_ARRIVAL = 1.5e-6
+"""Seconds from a store to its first load where data is its own flag, instead of `Machine.arrival`."""
 
 COPY_ENGINE_BYTES = 4 << 20
 """Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
@@ -43,9 +46,9 @@ engine's copy takes some microseconds of the host and to begin. On four H200 the
 COPY_HOST = 35e-6
 """Seconds of the host to queue a shard and its flag for one peer's copy engine: eager calls on four H200."""
 
-HANDOVER = 1e-6
-"""Seconds in which each part but the first of a tile whose K is cut hands its sums over: in four parts an
-all-reduce of 16 x 8192 x 8192 took 28 us on four H200, in one or two 18."""
+HANDOVER = 2.5e-6
+"""Seconds in which each part but the first of a tile whose K is cut hands its sums over: in each wave, and
+once more behind the last. 16 x 8192 x 7168 takes 30.7, 31.4 and 40.3 us in one, two and four parts."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class FusedTime:
         link: Packed tiles and flags at the kernel's own link rate.
         memory: Operands and result.
         fill: Before the link can begin: the first tile.
-        tail: Behind the last wave: its bytes on the link.
+        tail: Behind the last wave: its bytes on the link, and its sums' where they go on.
         receive: The sum of the last tiles.
         launch: Beside all tiles.
     """
@@ -239,11 +242,16 @@ def fused_time(
     rows, columns = config.cta_tile
     shard = m
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
-    if pattern in ("reduce_scatter", "two_shot"):
+    owners = 0
+    if pattern == "reduce_scatter":
         shard = facts.shard or shard_rows(m, world)
         owners = num_owners(m, shard)
         clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
-        # A rank that owns no rows sends them all.
+    elif pattern == "two_shot":
+        block = ExchangeShape.even(m, n, world, pattern).shard
+        owners = num_owners(n, block)
+        clusters = owners * ceil_div(m, tile_m) * ceil_div(block, tile_n)
+    if owners:  # a rank that owns nothing sends everything
         copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
     link_share = machine.bulk_rate / sms
     # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
@@ -259,10 +267,10 @@ def fused_time(
     last = min(clusters, resident)
     # Behind the last wave: the slots of its tiles are read, and what they make is written.
     arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
-    link, memory = clusters * sent, _memory_seconds(m, n, k, facts.dtype, machine)
+    link, tail, memory = clusters * sent, last * sent, _memory_seconds(m, n, k, facts.dtype, machine)
     if pattern == "two_shot":  # the sums go out as the partials did, and are copied
-        arrivals, received = 2, 2 * received + last * sent
-        link *= 2
+        arrivals, received = 2, 2 * received
+        link, tail = 2 * link, 2 * tail
         memory += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     elif pattern != "reduce_scatter":  # every rank reads and writes what all send
         copied = 2 * world * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
@@ -270,14 +278,16 @@ def fused_time(
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
-    read = _memory_seconds(m, n, k, facts.dtype, machine) / (STREAM if config.mma == "swapped" else 1)
+    few = config.mma == "swapped"
+    read = _memory_seconds(m, n, k, facts.dtype, machine) / (STREAM if few else 1)
+    arrival = WORDS_ARRIVAL if few else machine.arrival
     return FusedTime(
         waves=max(ceil_div(clusters, resident) * wave, read),
         link=link,
         memory=memory,
         fill=mainloop,
-        tail=last * sent,
-        receive=0.0 if world == 1 else arrivals * machine.arrival + received,
+        tail=tail,
+        receive=(0.0 if world == 1 else arrivals * arrival + received) + HANDOVER * (config.k_split - 1),
         launch=machine.launch,
     )
 

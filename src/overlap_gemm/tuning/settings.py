@@ -24,7 +24,7 @@ _KEY = "overlap_gemm.settings"
 Algorithm = Literal["one_shot", "two_shot"]
 """How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
 
-Transport = Literal["copy_engine", "peer_bulk", "nvshmem"]
+Transport = Literal["copy_engine", "peer_bulk", "peer_words", "nvshmem"]
 """How tiles or shards travel; see `configured`."""
 
 
@@ -36,8 +36,9 @@ class Settings(NamedTuple):
         reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
             differ between ranks.
         algorithm: which all-reduce; None: the model's choice. The same on all ranks.
-        transport: how tiles or shards travel; None: by stores to whom they reach, and the shards of an
-            all-gather GEMM as their size says. ``"nvshmem"`` is the same on all ranks, the others may differ.
+        transport: how tiles or shards travel; None: by stores to whom they reach, few rows as words that are
+            their own flag, and the shards of an all-gather GEMM as their size says. The same on all ranks,
+            but for an all-gather GEMM's ``"copy_engine"`` and ``"peer_bulk"``.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
@@ -83,12 +84,14 @@ def configured(
         reserve_sms: SMs that their grids leave to others: to NCCL on another stream, to another pipeline
             stage's kernels. The choice of configuration does not look at it, so ranks may differ.
         algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
-            ``"two_shot"``, the sums of the owners of rows go on to all. The same on every rank.
+            ``"two_shot"``, the sums of the owners of columns go on to all. The same on every rank.
         transport: how `all_gather_gemm` sends shards: ``"copy_engine"``, or ``"peer_bulk"``, by warps of the
-            kernel. Ranks may differ. Or, of every op and on every rank, ``"nvshmem"``: what goes to peers is
-            put to them by NVSHMEM, also to those within reach of stores, which is slower and there to be
-            tested; the memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises
-            RuntimeError.
+            kernel; ranks may differ. How the other ops send tiles, the same on every rank: ``"peer_bulk"``,
+            with flags behind them, or ``"peer_words"``, as words that are their own flag, which kernels for
+            few rows do by themselves (and which 32-bit slots or outputs cannot: ValueError at the call). Or,
+            of every op and on every rank, ``"nvshmem"``: what goes to peers is put to them by NVSHMEM, also
+            to those within reach of stores, which is slower and there to be tested; the memory must be
+            NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 

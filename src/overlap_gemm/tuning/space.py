@@ -24,9 +24,10 @@ OPS: dict[Pattern, str] = {
 }
 """Which op exchanges tiles so."""
 
-FOR_FEW_ROWS: dict[MmaKind, tuple[str, ...]] = {"swapped": ("gemm_all_reduce", "gemm_all_gather")}
-"""Kernels for few rows, and the ops that get them by themselves; others, where they are asked for: there
-torch's calls were faster on four H200 than any of ours."""
+FEW_ROWS = 256
+"""Most rows for which a call gets a kernel for few rows (``mma="swapped"``) by itself. With 512 they were
+15 % faster to 8 % slower than the others (reduce-scatter of 4096 and 8192 columns on four H200). And only ops
+that exchange tiles: for all-gather GEMM torch's calls were faster there than any of ours."""
 
 ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
 """The patterns of an all-reduce."""
@@ -112,7 +113,8 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
     """
     if shape.pattern not in ALGORITHMS:
         return shape
-    return replace(shape, pattern=settled(facts_of(shape, dtype, depth), constants(arch), arch, num_sms))
+    pattern = settled(facts_of(shape, dtype, depth), constants(arch), arch, num_sms)
+    return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern)
 
 
 def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
@@ -158,7 +160,8 @@ def _choose(
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _fitting(arch, facts.dtype, machine, fields)
-    fitting = [c for c in fitting if facts.op in FOR_FEW_ROWS.get(c.mma, (facts.op,))] or fitting
+    if facts.m > FEW_ROWS or facts.op not in OPS.values():
+        fitting = [c for c in fitting if c.mma != "swapped"] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.

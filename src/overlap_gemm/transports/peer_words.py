@@ -1,0 +1,53 @@
+"""Transport ``peer_words``: ordinary stores into a peer's mapped memory, of words that are their own flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+
+from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.device.route import Route
+from overlap_gemm.device.words import CHUNK_WORDS, store_words
+from overlap_gemm.transports.peer_bulk import PeerBulk
+
+LANES = 32
+
+
+@dataclass(frozen=True)
+class PeerWords(PeerBulk):
+    """Data that arrives by itself (:mod:`overlap_gemm.device.words`): one way, no flag behind it.
+
+    For few rows, where an exchange takes as long as its trips. The stores are the comm warp's own, so it is
+    busy with them, where a bulk store takes one instruction.
+    """
+
+    words = True
+
+    @cute.jit
+    def put(self, route: Route, offset: Any, stage: cute.Tensor, num_bytes: Any) -> None:
+        """All lanes of a warp: store a stage's first bytes.
+
+        Args:
+            route: the tile's way to its owner.
+            offset: bytes from the tile's slot, a multiple of 16.
+            stage: contiguous shared-memory tensor.
+            num_bytes: a multiple of 16.
+        """
+        chunk = CHUNK_BYTES * 8 // stage.element_type.width
+        source = cute.zipped_divide(stage, (chunk,))
+        address = route.peers[route.owner] + route.slot + offset
+        for i in cutlass.range_constexpr(cute.ceil_div(cute.size(source, mode=[1]), LANES)):
+            at = Int32(i * LANES) + cute.arch.lane_idx()
+            if at * CHUNK_BYTES < num_bytes:
+                values = cute.make_rmem_tensor(chunk, stage.element_type)
+                cute.autovec_copy(source[(None, at)], values)
+                store_words(address + at * CHUNK_BYTES, cute.recast_tensor(values, Uint32))
+
+    @cute.jit
+    def store(self, peers: Any, peer: Any, offset: Any, values: cute.Tensor) -> None:
+        """One thread stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``."""
+        assert cute.size(values) * values.element_type.width // 8 == CHUNK_WORDS * 4
+        store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
