@@ -188,7 +188,7 @@ def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
             f"transport='peer_words' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
-    return asked == "peer_words" or (asked is None and config.mma == "swapped")
+    return asked == "peer_words" or (asked not in ("peer_bulk", "nvshmem") and config.mma == "swapped")
 
 
 def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
