@@ -88,7 +88,9 @@ class OldValues:
             return now
         cells = _bytes(allocation, address, access.size)
         epochs = kept.epochs[cells[:, ::WORD] // WORD]
-        late = np.isin(epochs, unknown)
+        late = epochs == unknown[0]
+        for epoch in unknown[1:]:
+            late |= epochs == epoch
         if not late.any():
             return now
         new, old = np.array(now).view(np.uint8).reshape(len(cells), access.size), set()
