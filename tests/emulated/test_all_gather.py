@@ -322,7 +322,7 @@ def test_a_dead_rank_is_named(arch, transport):
 
 
 def without_gate(patch):
-    patch.setattr(all_gather, "await_shard", lambda call, source: None)
+    patch.setattr(all_gather, "await_shard", lambda *_: None)
 
 
 def without_proxy_fence(patch):
@@ -330,7 +330,7 @@ def without_proxy_fence(patch):
 
 
 def without_readers(patch):
-    patch.setattr(all_gather, "await_peers", lambda call, op, role: None)
+    patch.setattr(all_gather, "await_peers", lambda *_: None)
 
 
 @pytest.mark.usefixtures("changed_kernels")
