@@ -27,9 +27,10 @@ from overlap_gemm.device.failure import NOTHING, FailureSite
 from overlap_gemm.device.flags import WaitBound, fail
 from overlap_gemm.device.memory import CHUNK_BYTES
 
-EMPTY = 0xFFFFFFFF
 EMPTY_BYTE = 0xFF
 """What a block of memory is filled with before its first use."""
+
+EMPTY = EMPTY_BYTE * 0x01010101
 
 OTHER_NANS = 0x7FFF7FFF
 

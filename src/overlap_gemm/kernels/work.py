@@ -117,11 +117,6 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows)
 
 
-def work_list(config: GemmConfig, rows: Any, cols: Any, rank: Any, shard: Any) -> WorkList:
-    """The work list of all clusters, of ``rows`` x ``cols`` in shards of ``shard`` rows."""
-    return WorkList(_grid(config, shard, cols), rank, num_owners(rows, shard))
-
-
 def _grid(config: GemmConfig, rows: Any, cols: Any) -> TileGrid:
     return TileGrid(ceil_div(rows, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
 

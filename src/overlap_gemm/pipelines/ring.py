@@ -162,15 +162,8 @@ class EpilogueRing:
         """The loop of a whole comm warp that stores by itself: wait, send, free. Nothing is published.
 
         A stage is free once all lanes have read it, whatever their stores do: so nothing is in flight here.
-
-        Args:
-            state: consumer state of the first subtile.
-            num_tiles: tiles to send, possibly 0.
-            subtiles: stages per tile.
-            sender: a :class:`TileSender` whose ``send`` is for all lanes, and has read the stage behind it.
-
-        Returns:
-            The consumer state behind the last subtile. The caller must rebind it.
+        Arguments and result are `drain`'s, but that the sender's ``send`` is for all lanes, which have read
+        the stage when it returns.
         """
         for tile in cutlass.range(num_tiles, unroll=1):
             place = sender.locate(tile)

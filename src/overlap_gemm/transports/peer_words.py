@@ -10,7 +10,7 @@ from cutlass import Int32, Uint32, cute
 
 from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.device.route import Route
-from overlap_gemm.device.words import CHUNK_WORDS, store_words
+from overlap_gemm.device.words import store_words
 from overlap_gemm.transports.peer_bulk import PeerBulk
 
 LANES = 32
@@ -49,5 +49,5 @@ class PeerWords(PeerBulk):
     @cute.jit
     def store(self, peers: Any, peer: Any, offset: Any, values: cute.Tensor) -> None:
         """One thread stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``."""
-        assert cute.size(values) * values.element_type.width // 8 == CHUNK_WORDS * 4
+        assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
