@@ -3,6 +3,7 @@
 import copy
 import random
 from contextlib import ExitStack, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +265,31 @@ def copies(rank, size, family):
 @pytest.mark.parametrize("family", ["gemma3", "llama"])
 def test_a_copy_is_a_model_of_its_own(ranks, family):
     ranks(2).run(copies, family)
+
+
+def attention_gradients(rank, size, family):
+    """They lie as the unsharded model's do, whoever gathered them: torch's cuDNN attention relies on it."""
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(*args, **options):
+        out = attention(*args, **options)
+        out.register_hook(lambda gradient: seen.append(gradient.stride()))
+        return out
+
+    for sequence_parallel in (True, False):
+        model = parallelize(
+            tiny(family, size), init_device_mesh("cpu", (size,)), sequence_parallel=sequence_parallel
+        )
+        with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", spied):
+            ids = torch.arange(20).view(2, 10)
+            model(ids, labels=ids).loss.backward()
+    assert len(seen) == 4 and len(set(seen)) == 1, seen
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_gradients_of_attention_lie_alike(ranks, family):
+    ranks(2).run(attention_gradients, family)
 
 
 # --- a checkpoint between meshes of other shapes ---

@@ -19,6 +19,7 @@ from .parts import (
     EmbeddingForward,
     EnterLayers,
     GatherOutput,
+    GradientAsContiguous,
     HeadsOfRank,
     NormForward,
     NoteLength,
@@ -164,6 +165,7 @@ class _Builder:
     def _attention(self, module: Any) -> None:
         if self.sequence_parallel:
             module.register_forward_pre_hook(NoteLength(self.length), with_kwargs=True)
+            module.o_proj.register_forward_pre_hook(GradientAsContiguous())
         if not hasattr(module, "qkv_proj"):
             self._share_gather(module, ["q_proj", "k_proj", "v_proj"], "hidden_states")
             return

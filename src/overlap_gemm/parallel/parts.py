@@ -54,6 +54,31 @@ class NoteLength:
         self.length.total = cosines.shape[1]
 
 
+class GradientAsContiguous:
+    """Pre-forward hook of the projection behind an attention: its input's gradient comes back contiguous.
+
+    Where it is gathered along the sequence it would be a transposed view. torch (2.11, CUDA) keeps a graph of
+    cuDNN's attention for the backward of all calls alike, and does not ask whether this gradient's strides
+    are: another model of these sizes, whose gradients lie otherwise, then gets wrong ones, silently
+    (docs/notes/2026-11-22-attention-strides.md). The copy is small beside the attention.
+    """
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Called by torch before the projection."""
+        x, *others = args
+        return _ContiguousGradient.apply(x), *others
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 class RefuseRecords:
     """Pre-forward hook of a decoder: what it would record between its layers is sharded over the ranks."""
 
