@@ -1,6 +1,9 @@
 """Ranks as threads that take turns."""
 
 import random
+import sys
+import threading
+import types
 
 import pytest
 import torch
@@ -101,3 +104,39 @@ def test_each_rank_keeps_its_own_random_numbers():
     run(2, body)
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 3
+
+
+def test_globals_that_a_module_declares_are_each_ranks_own(monkeypatch):
+    module = types.ModuleType("library")
+    module.joined, module.known, module.shared = False, {"before": 0}, []
+    module.__per_process__ = {"joined": bool, "known": dict}
+    monkeypatch.setitem(sys.modules, "library", module)
+    seen = []
+
+    def body(turns, rank):
+        seen.append((rank, module.joined, dict(module.known)))
+        module.joined = True
+        module.known[rank] = module.shared
+        module.shared.append(rank)
+        turns.block(lambda: len(module.shared) == 2)
+        seen.append((rank, module.joined, list(module.known), list(module.shared)))
+
+    run(2, body)
+    assert seen == [(0, False, {}), (1, False, {}), (0, True, [0], [0, 1]), (1, True, [1], [0, 1])]
+
+
+def test_a_rank_that_waits_for_another_behind_the_turns_back_is_named():
+    lock = threading.Lock()
+
+    def body(turns, rank):
+        if rank == 0:
+            lock.acquire()
+            turns.block(lambda: False)
+        with lock:
+            pass
+
+    turns = Turns(2, lambda: None, idle_seconds=1.0)
+    with pytest.raises(EmulatorError, match="rank 1 has the turn") as caught:
+        turns.run([lambda r=r: body(turns, r) for r in range(2)])
+    lock.release()
+    assert "with lock:" in str(caught.value) and "turns.block(lambda: False)" in str(caught.value)

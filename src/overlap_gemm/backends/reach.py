@@ -60,6 +60,7 @@ class Device:
 
 
 _known: dict[tuple[str, torch.device], tuple[Group, Reach]] = {}
+__per_process__ = {"_known": dict}
 
 
 def reach_of(group: Group, device: torch.device) -> Reach:

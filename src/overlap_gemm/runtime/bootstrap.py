@@ -60,6 +60,7 @@ class _Placement:
 
 _world: World | None = None
 _owns_process_group = False
+__per_process__ = {"_world": lambda: None, "_owns_process_group": bool}
 
 
 def init(*, device: str | None = None, timeout: float | None = None) -> World:

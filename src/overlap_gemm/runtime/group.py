@@ -108,6 +108,8 @@ _found: dict[int, Group] = {}
 
 _is_alone = False
 
+__per_process__ = {"_known": dict, "_found": dict, "_is_alone": bool}
+
 
 def add_virtual(group: Group) -> None:
     """Makes `group`, a rank of a `runtime.virtual.VirtualWorld`, known to `resolve`."""

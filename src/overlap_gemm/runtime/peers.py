@@ -80,6 +80,8 @@ left_behind: list[Workspace] = []
 """Of groups that ended without `close_workspaces`, or with captured calls. No call uses them, but their
 memory stays: a graph may still store into it."""
 
+__per_process__ = {"_lock": threading.Lock, "_peers": dict, "left_behind": list}
+
 
 def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
     """The rank's side of ``group`` on ``device``; at its first use the ranks agree, which is collective.
@@ -127,7 +129,7 @@ def executor_for(group: Group, device: torch.device) -> Executor:
         return cuda_executor(torch.cuda.current_device() if device.index is None else device.index)
     emulator = open_emulator()
     assert emulator is not None, "why_not excludes a CPU without an emulator"
-    return emulator_executor(emulator)
+    return emulator_executor(emulator, emulator.calling_rank())
 
 
 def _meet(group: Group, executor: Executor, constants: Callable[[str], str]) -> Peers:

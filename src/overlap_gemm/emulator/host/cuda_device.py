@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -154,9 +155,11 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
 
     cuda_graph, graph = classes(devices.captures, devices.current, devices.synchronize)
 
-    def device_properties(_device: Any = None) -> SimpleNamespace:
+    def device_properties(device: Any = None) -> SimpleNamespace:
         major, minor = devices.properties.capability
+        index = getattr(device, "index", device)
         return SimpleNamespace(
+            uuid=uuid.UUID(int=devices.current() if index is None else index),
             name=f"overlap_gemm emulator {devices.properties.arch}",
             major=major,
             minor=minor,
@@ -209,6 +212,7 @@ def _torch_cuda(devices: CudaDevices) -> Iterator[contextlib.AbstractContextMana
         "graph": graph,
     }.items():
         yield replaced(torch.cuda, name, value)
+    yield replaced(torch._C, "_cuda_getCurrentRawStream", lambda *_: streams.current.cuda_stream)
 
 
 def _nothing() -> Callable[..., None]:

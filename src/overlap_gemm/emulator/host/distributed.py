@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from ..machine.errors import EmulatorError
 from .emulator import Emulator
@@ -124,7 +125,12 @@ def _process_groups(
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
     yield threaded_world()
-    yield replaced(dist, "init_process_group", init_process_group)
+    for module in (dist, device_mesh):
+        yield replaced(module, "init_process_group", init_process_group)
+    group = threaded.ProcessLocalGroup  # which says of no device that it serves it
+    devices = [torch.device("cpu"), torch.device("cuda")]
+    yield replaced(group, "_device_types", property(lambda _: devices))
+    yield replaced(group, "_get_backend", lambda self, _device: self)
     yield replaced(threaded, "_store_based_barrier", lambda *_, **__: None)
     yield replaced(threaded.Collective, "join", join)
 

@@ -222,7 +222,12 @@ class Emulator:
             self._pending.append(_Pending(rank, (key,), ()))
             self.machine.submit(copy_launch(rank, stream, target, source, nbytes))
 
-    def _current_rank(self) -> int:
+    def calling_rank(self) -> int:
+        """Whose calls this thread makes: that of the `rank` block it is in.
+
+        Raises:
+            EmulatorError: It is in none, and there are several.
+        """
         rank = getattr(self._local, "rank", None)
         if rank is None:
             if self.ranks > 1:
@@ -237,7 +242,7 @@ class Emulator:
         packed.append(tensor)
 
     def _launch(self, call: KernelCall) -> None:
-        rank = self._current_rank()
+        rank = self.calling_rank()
         tensors = tuple(self._local.__dict__.get("packed", ()))
         capture = self.captures.get(rank)
         if capture is not None:

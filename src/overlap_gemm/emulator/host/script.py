@@ -13,6 +13,8 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import cuda_device, distributed
 from .emulator import Emulator
 from .replace import replaced
@@ -81,11 +83,18 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
         for rank in range(emulator.ranks)
     ]
 
+    node = torch.autograd.function.BackwardCFunction
+    real_apply = node.apply
+
+    def apply(self: Any, *gradients: Any) -> Any:
+        return modes[turns.rank].backward(real_apply, self, *gradients)
+
     devices = cuda_device.CudaDevices(emulator, current, synchronize)
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (
         *cuda_device.changes(devices),
         *distributed.changes(emulator, turns, synchronize, poison_symmetric),
+        replaced(node, "apply", apply),
         replaced(os, "environ", environ),
         replaced(sys, "excepthook", sys.excepthook),  # init_process_group puts its rank in front of errors
     ):

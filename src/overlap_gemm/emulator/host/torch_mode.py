@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from . import half_products, scaled_mm
@@ -52,8 +53,8 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor plays device memory."""
-    return hasattr(_storage(tensor), _MARK)
+    """Whether a tensor plays device memory; of a wrapper, such as a DTensor, whether what it wraps does."""
+    return any(hasattr(_storage(inner), _MARK) for inner in _tensors(tensor))
 
 
 def set_mark(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +93,19 @@ class CudaOnCpu(TorchFunctionMode):
         self._synchronize = synchronize
         self._adopt = adopt
         self._current_device = current_device
+
+    def backward(self, function: Callable[..., Any], node: Any, *gradients: Any) -> Any:
+        """Carries out a node of autograd's graph that is written in Python.
+
+        The gradients that torch's own nodes hand it are device memory if one of its results is; and those
+        nodes, which see no mode, find its own written.
+        """
+        with self:
+            for gradient in _tensors(gradients):
+                self.mark(gradient)
+            result = function(node, *gradients)
+        self._synchronize()
+        return result
 
     def mark(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a tensor's storage device memory that kernels may touch; returns the tensor."""
@@ -155,6 +169,8 @@ class CudaOnCpu(TorchFunctionMode):
         with half_products.HalfProducts() if products else contextlib.nullcontext():
             result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if on_device:
+            if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                self._synchronize()  # a kernel of a registered op may still have to write what is marked here
             for output in _tensors(result):
                 if _storage(output)._cdata not in owned:
                     if func in _UNINITIALISED and output.dtype is not torch.bool:
@@ -229,4 +245,9 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    """Those with memory of their own: instead of wrappers, what they wrap."""
+    for leaf in tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -2,20 +2,26 @@
 
 Only one rank's Python runs at a time, and a turn ends only where the rank would block: at a collective, or
 where the host waits for the device. So a run is deterministic, the DSL's compiler (which is one object) is
-never entered twice, and the machine runs exactly when no rank can go on without it.
+never entered twice, and the machine runs exactly when no rank can go on without it. What a process has to
+itself changes with the turn (`process_state`).
 """
 
 from __future__ import annotations
 
-import random
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
-import torch
 
 from ..machine.errors import EmulatorError
+from . import process_state
+
+IDLE_SECONDS = 300.0
+"""A child process, a compiler say, may take so long."""
+BUSY = 0.002
+"""Share of a processor below which a process does nothing; looking whether it does takes a tenth of that."""
+STACK_LINES = 8
 
 
 class Aborted(BaseException):
@@ -28,9 +34,14 @@ class Turns:
     Args:
         ranks: How many threads.
         run_device: Runs everything that was launched; called with every rank blocked.
+        idle_seconds: How long the process may do nothing: then the rank whose turn it is waits for something
+            that another rank would have to do.
     """
 
-    def __init__(self, ranks: int, run_device: Callable[[], object]) -> None:
+    def __init__(
+        self, ranks: int, run_device: Callable[[], object], idle_seconds: float = IDLE_SECONDS
+    ) -> None:
+        self._idle_seconds = idle_seconds
         self._ranks = ranks
         self._run_device = run_device
         self._changed = threading.Condition()
@@ -51,6 +62,7 @@ class Turns:
 
         Raises:
             BaseException: The first that a body raised, or that the device did.
+            EmulatorError: Nothing was done for too long; it says where each rank stands.
         """
         threads = [
             threading.Thread(target=self._body, args=(rank, body), name=f"rank {rank}", daemon=True)
@@ -58,9 +70,12 @@ class Turns:
         ]
         for thread in threads:
             thread.start()
+        watch = _Watch(self._idle_seconds)
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)  # so that Ctrl-C is served
+                if watch.idle():
+                    raise EmulatorError(self._where(threads))
         if self._error is not None:
             raise self._error
 
@@ -74,21 +89,21 @@ class Turns:
             self._wait(done, wants_device=True)
 
     def _wait(self, ready: Callable[[], bool], wants_device: bool) -> None:
-        rank, state = self.rank, _rng_state()
+        rank, state = self.rank, process_state.take()
         with self._changed:
             self._ready[rank], self._wants_device[rank] = ready, wants_device
             self._pass_on()
             self._await_turn(rank)
             self._ready[rank], self._wants_device[rank] = None, False
-        _set_rng_state(state)
+        process_state.put(state)
 
     def _body(self, rank: int, body: Callable[[], None]) -> None:
         self._local.rank = rank
-        state = _rng_state()
+        state = process_state.new()
         try:
             with self._changed:
                 self._await_turn(rank)
-            _set_rng_state(state)
+            process_state.put(state)
             body()
         except Aborted:
             pass
@@ -109,6 +124,20 @@ class Turns:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _where(self, threads: Sequence[threading.Thread]) -> str:
+        """Whose turn it is, and where the Python of each rank stands."""
+        frames = sys._current_frames()
+        stands = [
+            f"\n{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident])[-STACK_LINES:])
+            for thread in threads
+            if thread.ident in frames
+        ]
+        return (
+            f"nothing was done for {self._idle_seconds:g} s: rank {self._turn} has the turn, and waits for "
+            f"something other than a collective or the device, which other ranks cannot bring about "
+            f"meanwhile{''.join(stands)}"
+        )
 
     def _pass_on(self) -> None:
         """Gives the turn to the next rank that can go on; runs the device if none can."""
@@ -135,11 +164,16 @@ class Turns:
         return None
 
 
-def _rng_state() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+class _Watch:
+    """Tells when this process has done nothing for so many seconds."""
 
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._begin, self._spent = time.monotonic(), time.process_time()
 
-def _set_rng_state(state: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
+    def idle(self) -> bool:
+        """To be asked now and then."""
+        now, spent = time.monotonic(), time.process_time()
+        if spent - self._spent > BUSY * self._seconds:
+            self._begin, self._spent = now, spent
+        return now - self._begin > self._seconds
