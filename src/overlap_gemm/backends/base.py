@@ -83,12 +83,14 @@ class Problem:
         """The problem of calling `op` with `x` in `group`.
 
         `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels (`requested` is
-        the caller's `backend=`), the group's first call finds out what its GPUs reach, which is collective.
+        the caller's `backend=`), or shards may go by copy engines, the group's first call finds out what its
+        GPUs reach, which is collective.
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         is_open = requested == "auto" or requested.endswith(OR_AUTO)
-        asks = is_open and x.is_cuda and x.dtype.itemsize == 2 and not group.is_virtual
+        copies = op == "all_gather_gemm" and requested.startswith("decomposed")
+        asks = x.is_cuda and not group.is_virtual and (copies or (is_open and x.dtype.itemsize == 2))
         return cls(
             op,
             rows,

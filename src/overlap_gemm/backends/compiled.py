@@ -94,6 +94,18 @@ def compiled_relay(executor: Executor) -> Any:
     return _from_cache(executor, ("relay",), build, puts=True)
 
 
+def compiled_gate(executor: Executor) -> Any:
+    """The kernel with which a stream waits for a shard (`kernels.gate`)."""
+
+    def build() -> Any:
+        from ..kernels.build import compile_gate
+        from ..transports import PeerBulk
+
+        return compile_gate(executor.arch, PeerBulk(), OPTIONS)
+
+    return _from_cache(executor, ("gate",), build, puts=False)
+
+
 def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:
     """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
 

@@ -10,12 +10,16 @@ one `batch_isend_irecv`: NCCL then runs its send and its receive together (apart
 first on one stream would wait for ever), gloo runs them on its own threads. Waiting is torch.distributed's: a
 stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An empty block is sent by nobody
 and awaited by nobody, which both sides know from the shards alone.
+
+Between GPUs that reach each other's memory the shards of all_gather_gemm go by copy engines instead
+(:mod:`overlap_gemm.backends.copies`).
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +27,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
+from . import copies
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import gemm, gemms, sum_in_rank_order
 
@@ -97,22 +102,35 @@ class Decomposed:
 
     name = "decomposed"
     deterministic = True
-    bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
-        return VIRTUAL if problem.virtual else None
+        return VIRTUAL if problem.virtual and copies.why_not(problem) else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """Small chunks cost more than they hide, and so does any chunk where transfers are fast."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
-        if problem.device_type == "cuda":
+        if problem.device_type == "cuda" and copies.why_not(problem):
             return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
         rows = problem.rows // problem.world_size
-        if rows < LEAST_CHUNK_ROWS:
+        if problem.device_type != "cuda" and rows < LEAST_CHUNK_ROWS:
             return f"its chunks of {rows} rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows"
         return None
+
+    def bind(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        shards: Shards,
+        group: Group,
+    ) -> Callable[..., Any]:
+        """See `Backend.bind`: shards go by copy engines where they can."""
+        if copies.why_not(problem) is None:
+            return copies.bind(x, weight, bias, shards, group, problem.keep)
+        return bind_method(self, problem, x, weight, bias, shards, group)
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group

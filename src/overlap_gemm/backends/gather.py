@@ -79,8 +79,7 @@ class GatherPlan:
         workspace: the gather buffer.
         given: the kernels' `Gathering`, without what belongs to a call.
         nbytes: of the own shard.
-        copies: (where the own shard goes, where its flag goes) of each peer, in their order; none where the
-            kernel's warps send, or a relay puts.
+        copies: see `places_at_peers`; none where the kernel's warps send, or a relay puts.
         relay: the compiled kernel that puts the own shard, if there is one.
         puts: what that is: two lists.
         place: where the own shard is put from.
@@ -138,10 +137,7 @@ class GatherPlan:
                         # In front of the product, which fills the SMs: within a GPU copies are kernels.
                         executor.copy(second, self.place, own.data_ptr(), self.nbytes)
                     self._multiply(given, own, weights, outs, biases, stream)
-                    coming = self.workspace.memory.local.data_ptr() + COMING_OFFSET
-                    for shard, flag in self.copies:
-                        executor.copy(second, shard, own.data_ptr(), self.nbytes)
-                        executor.copy(second, flag, coming, 4)
+                    send(executor, second, self.workspace, self.copies, own, self.nbytes)
                     if self.relay:
                         self.relay(int(Op.ALL_GATHER_GEMM), self.puts, exchange, second)
 
@@ -311,15 +307,41 @@ def _make_plan(
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
     plan = GatherPlan(executor, tuple(products), workspace, given, nbytes, ())
-    offset, flag = size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
     if puts:
         lists = both(shard_puts(group.rank, group.size, full, nbytes))
-        place = memory.local.data_ptr() + offset
+        place = memory.local.data_ptr() + size.zeroed + group.rank * full
         return replace(plan, relay=compiled_relay(executor), puts=lists, place=place)
     if push or not nbytes:
         return plan
-    bases, order = memory.bases.tolist(), [(group.rank - i) % group.size for i in range(1, group.size)]
-    return replace(plan, copies=tuple((bases[peer] + offset, bases[peer] + flag) for peer in order))
+    return replace(plan, copies=places_at_peers(workspace, full))
+
+
+def places_at_peers(workspace: Workspace, full: int) -> tuple[tuple[int, int], ...]:
+    """Where the own shard goes, and where its flag, at each peer, in the order in which they want it.
+
+    Args:
+        workspace: the gather buffer.
+        full: bytes of a full shard.
+    """
+    group, bases = workspace.group, workspace.memory.bases.tolist()
+    offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
+    order = [(group.rank - i) % group.size for i in range(1, group.size)]
+    return tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
+
+
+def send(
+    executor: Executor,
+    second: int,
+    workspace: Workspace,
+    places: Sequence[tuple[int, int]],
+    own: Tensor,
+    nbytes: int,
+) -> None:
+    """Queues the own shard's copies to `places_at_peers`, each followed by its flag, on a second stream."""
+    coming = workspace.memory.local.data_ptr() + COMING_OFFSET
+    for shard, flag in places:
+        executor.copy(second, shard, own.data_ptr(), nbytes)
+        executor.copy(second, flag, coming, 4)
 
 
 def size_class(nbytes: int, puts: bool = False) -> SizeClass:

@@ -47,6 +47,7 @@ from overlap_gemm.kernels.all_reduce import OneShot, TwoShot
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
+from overlap_gemm.kernels.gate import Gate
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Pattern, Puts
@@ -154,6 +155,12 @@ def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
     relay, none = Relay(transport), Puts(*map(Int64, Puts()))
     fakes = (Int32(1), (none, none), _fake_exchange(), make_fake_stream())
     return cute.compile(relay, *fakes, options=f"--gpu-arch {arch} {options}".strip())
+
+
+def compile_gate(arch: str, transport: Any, options: str = "") -> Any:
+    """Compiles the gate kernel; its arguments: whose shard (or `geometry.END`), ``exchange``, a stream."""
+    fakes = (Int32(0), _fake_exchange(), make_fake_stream())
+    return cute.compile(Gate(transport), *fakes, options=f"--gpu-arch {arch} {options}".strip())
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:

@@ -144,7 +144,7 @@ def enter(call: Call, op: cutlass.Constexpr) -> None:
 
 @cute.jit
 def announce(call: Call, transport: cutlass.Constexpr) -> None:
-    """All lanes of one warp of the grid: tells every peer that this rank has entered the call."""
+    """All lanes of one warp of the grid: tells every peer what `await_peers` waits for."""
     exchange = call.exchange
     offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):

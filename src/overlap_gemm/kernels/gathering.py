@@ -14,12 +14,10 @@ from cutlass import Int32, Int64, Uint32, cute
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
-from overlap_gemm.kernels.call import Call, count_grid
+from overlap_gemm.kernels.call import Call, announce, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import (
-    ENTERED_OFFSET,
-    FLAG_BYTES,
     READERS_OFFSET,
     SENDERS_OFFSET,
     shard_piece,
@@ -116,12 +114,8 @@ def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Cons
     All lanes. Every shard has a tile, whose CTA waited for it: so behind the last word nothing is under way
     to this rank any more.
     """
-    exchange = call.call.exchange
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
-        offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
-        for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
-            if peer != exchange.rank:
-                transport.signal(exchange.peers, exchange.rank, peer, offset, call.call.epoch)
+        announce(call.call, transport)
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,9 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
     return [partials, Puts(nbytes, result // config.units, world, sums, 0, sums, summed, 0, tiles)]
 
 
+END = -1
+"""For a gate (:mod:`overlap_gemm.kernels.gate`), in place of whose shard it waits for: it ends the call."""
+
 SHARD_PIECES = 8
 """Pieces in which a shard of a gathered operand is put at most, each with a flag."""
 

@@ -1,0 +1,99 @@
+"""Shards by copy engines and a gate in front of each: `backends.copies`, with copies instead of products."""
+
+import random
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import copies
+from overlap_gemm.device.failure import Role
+from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.kernels import gate
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.sharding import Shards
+from overlap_gemm.testing.emulated import poisoned_allocations
+from overlap_gemm.tuning.settings import configured
+
+KERNELS = {"sm_90a": ("pingpong", (64, 128)), "sm_100a": ("1cta", (128, 64))}
+
+
+def gather(world, emulator, rows, depth, seed):
+    """Queues one call on every rank; what was to come, and where each rank's copy of it goes."""
+    x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    shards, outs = Shards.even(rows, len(world.ranks)), []
+    for group in world.ranks:
+        own = emulator.empty((max(shards.size(group.rank), 1), depth), torch.bfloat16, group.rank)
+        own, out = own[: shards.size(group.rank)], emulator.empty((rows, depth), torch.bfloat16, group.rank)
+        own.copy_(x[slice(*shards.range(group.rank))])
+        out.fill_(torch.nan)
+        plan = copies.plan_for(group, own, shards)
+        with plan.executor.active() as stream, plan.call(own, out) as arrivals:
+            for source, block in arrivals:
+                place = out[slice(*shards.range(source))]
+                plan.executor.copy(stream, place.data_ptr(), block.data_ptr(), block.numel() * 2)
+        outs.append(out)
+    return x, outs
+
+
+def fused(world, emulator, rows, depth, seed):
+    """The same by the fused op, on the same workspace: weights that pick out columns."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, depth, generator=generator).bfloat16(), torch.eye(depth).bfloat16()
+    shards, outs = Shards.even(rows, len(world.ranks)), []
+    for group in world.ranks:
+        own = x[slice(*shards.range(group.rank))].clone()
+        options = {"rows": rows, "group": group.name, "backend": "fused"}
+        outs.append(overlap_gemm.all_gather_gemm(own, weight, **options))
+    return x, outs
+
+
+def run(arch, ranks, calls, *, mode="immediate", seed=0, starved=None, dead=None):
+    mma, tile = KERNELS[arch]
+    lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+    with (
+        configured(mma=mma, tile=tile),
+        Emulator(arch, ranks, mode, seed, schedule=lagging, num_sms=4) as emulator,
+        VirtualWorld(ranks, emulator=emulator) as world,
+        poisoned_allocations(),
+    ):
+        results = [call(world, emulator, rows, 64, seed + i) for i, (call, rows) in enumerate(calls)]
+        if dead is not None:
+            emulator.faults.kill(dead)
+        world.synchronize()
+        for x, outs in results:
+            for out in outs:
+                assert torch.equal(out, x)
+
+
+def random_calls(seed):
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 4])
+    rows = [1, 2, ranks - 1, ranks, 40, 130]
+    calls = [(draw.choice([gather, gather, fused]), draw.choice(rows)) for _ in range(7)]
+    return ranks, calls, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
+
+
+@pytest.mark.parametrize("arch", KERNELS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
+def test_random_sequences_with_the_fused_op(arch, seed):
+    ranks, calls, starved, mode = random_calls(seed)
+    run(arch, ranks, calls, mode=mode, seed=seed, starved=starved)
+
+
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize("what", ["wait_flag", "await_peers"])
+def test_a_gate_without_its_waits_is_noticed(what, monkeypatch):
+    """Shards are read before they are there; a peer's next ones arrive while they are read."""
+    monkeypatch.setattr(gate, what, lambda *_: None)
+    with pytest.raises((EmulatorError, AssertionError)):
+        for starved in range(3):
+            run("sm_90a", 3, [(gather, 130)] * 4, mode="lazy", starved=starved)
+
+
+def test_a_dead_rank_is_named():
+    with pytest.raises(CommTimeoutError) as caught:
+        run("sm_90a", 3, [(gather, 130)], dead=1)
+    failure = caught.value.failure
+    assert failure.source == 1 and failure.role in (Role.LOAD_GATE, Role.CALL_READ)
