@@ -1,4 +1,4 @@
-"""Shards by copy engines, a gate and cuBLAS (`backends.copies`): virtual ranks on one GPU, a GPU per rank."""
+"""Shards by copy engines, a gate and cuBLAS (`backends.copies`), a GPU per rank."""
 
 import random
 
@@ -7,7 +7,6 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.collectives import gemm
-from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.launches import SLEEP_CYCLES
@@ -60,20 +59,6 @@ def random_problems(seed, size, count, device):
         # The same workspace: fused calls among them.
         backend = "fused" if dtype.itemsize == 2 and draw.random() < 0.4 else "decomposed"
         yield Problem(i, rows, draw.choice([8, 61, 512]), widths, dtype, device), backend, draw.random() < 0.4
-
-
-@pytest.mark.filterwarnings("ignore:Deterministic behavior")
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("size", [2, 4])
-def test_virtual_ranks(device, size, seed):
-    with VirtualWorld(size, device=device) as world, poisoned_allocations():
-        queued = []
-        for problem, backend, keep in random_problems(seed, size, 12, device):
-            for rank, name in enumerate(world.names):
-                queued.append((problem, *problem.call(rank, size, backend, keep, group=name)))
-        world.synchronize()
-        for problem, gathered, outs in queued:
-            problem.judge(gathered, outs)
 
 
 def mixed(rank, size, seed, late):

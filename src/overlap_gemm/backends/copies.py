@@ -39,8 +39,6 @@ def why_not(problem: Problem) -> str | None:
         return "copy engines send the shards of all_gather_gemm, between GPUs"
     if problem.world_size == 1:
         return "one rank has nothing to transfer"
-    if problem.virtual:
-        return None
     if problem.reach is None:
         return "nobody asked what the ranks' GPUs reach"
     return problem.reach.why_not

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
+from ..tuning.model import BY_SHARDS_MEASURED
 from . import copies
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import gemm, gemms, sum_in_rank_order
@@ -105,16 +106,20 @@ class Decomposed:
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
-        return VIRTUAL if problem.virtual and copies.why_not(problem) else None
+        return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """Small chunks cost more than they hide, and so does any chunk where transfers are fast."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
-        if problem.device_type == "cuda" and copies.why_not(problem):
-            return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
+        if problem.device_type == "cuda":
+            if copies.why_not(problem):
+                return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
+            if problem.world_size > BY_SHARDS_MEASURED:
+                return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
+            return None
         rows = problem.rows // problem.world_size
-        if problem.device_type != "cuda" and rows < LEAST_CHUNK_ROWS:
+        if rows < LEAST_CHUNK_ROWS:
             return f"its chunks of {rows} rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows"
         return None
 

@@ -10,7 +10,9 @@ or none:
 A call queues its rank's kernel and returns at once, as on a CUDA stream; outputs are there after
 `synchronize`. On a GPU each rank has a stream, and the SMs are divided among the ranks, because kernels that
 wait for each other must be resident together. More than 7 ranks want ``CUDA_DEVICE_MAX_CONNECTIONS`` above
-its default of 8, set before CUDA starts: streams that share a hardware queue wait for each other. What one
+its default of 8, set before CUDA starts: streams that share a hardware queue wait for each other. What else
+a call launches (it copies operands that TMA cannot read) must have run before: CUDA loads a kernel at its
+first launch, and may wait for the device to do so, where another rank's kernel waits for this one. What one
 GPU cannot show: ordering and visibility across NVLink (everything meets in one L2 cache).
 """
 

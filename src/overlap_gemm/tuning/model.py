@@ -17,7 +17,7 @@ the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -45,6 +45,18 @@ engine's copy takes some microseconds of the host and to begin. On four H200 the
 
 COPY_HOST = 35e-6
 """Seconds of the host to queue a shard and its flag for one peer's copy engine: eager calls on four H200."""
+
+GATE = 4e-6
+"""Seconds of a gate kernel between the products of two shards, and behind the last (two H200)."""
+
+BY_SHARDS_MEASURED = 2
+"""Ranks up to which `by_shards_seconds` has been compared with measurements, and so is believed."""
+
+COPY_START = 8e-6
+"""Seconds before a copy engine's shard and its flag come, beside its bytes."""
+
+SHARD_HOST = 60e-6
+"""Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product (two H200)."""
 
 HANDOVER = 2.5e-6
 """Seconds in which each part but the first of a tile whose K is cut hands its sums over: in each wave, and
@@ -149,6 +161,17 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine) -> float:
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+
+
+def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
+    """An all-gather GEMM by copy engines, a gate and a cuBLAS product for each shard (`backends.copies`)."""
+    shard = facts.shard or shard_rows(facts.m, facts.world)
+    _, _, k = facts.extents
+    product = product_seconds(replace(facts, m=shard), machine, sms)
+    copy, done = shard * k * DTYPE_BYTES[facts.dtype] / machine.copy_rate, product
+    for number in range(1, facts.world):
+        done = max(done, number * copy + COPY_START) + GATE + product
+    return done + GATE
 
 
 def copies_seconds(facts: Facts) -> float:

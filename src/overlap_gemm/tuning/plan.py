@@ -9,8 +9,11 @@ from functools import lru_cache
 from ..kernels.config import GemmConfig
 from .machine import Machine, machine_for
 from .model import (
+    BY_SHARDS_MEASURED,
+    SHARD_HOST,
     Facts,
     FusedTime,
+    by_shards_seconds,
     copies_seconds,
     link_seconds,
     product_seconds,
@@ -82,7 +85,12 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         "sequential": product + ordered,
         "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
+    host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts)}
+    if facts.op == "all_gather_gemm":
+        del ways["decomposed"]
+        if facts.world <= BY_SHARDS_MEASURED:
+            ways["decomposed"] = by_shards_seconds(facts, machine, sms)
+            host["decomposed"] = facts.world * SHARD_HOST
     if not captured:
-        host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts)}
         ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)
