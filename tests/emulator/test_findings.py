@@ -1,9 +1,12 @@
 """What a finding and an error show: the instructions around the place, both parties, and their roles."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
+from overlap_gemm.emulator.machine import errors
 from overlap_gemm.emulator.machine.errors import EmulatorError, MemoryFault
 from overlap_gemm.emulator.machine.launch import Machine
 from overlap_gemm.emulator.machine.roles import parse_roles
@@ -122,6 +125,25 @@ def test_a_finding_at_the_end_says_how_to_wait():
     assert not planted(store + "cp.async.bulk.wait_group.read 0;", mode="lazy").report.findings
     assert not planted(store, mode="lazy", ignore=["exit-pending"]).report.findings
     assert planted(store, mode="lazy", ignore=["exit-tx"]).report.findings
+
+
+def test_kinds_that_there_are_not_cannot_be_ignored():
+    with pytest.raises(
+        ValueError, match="no findings are of kind 'exit-pendign'; kinds: .*exit-pending"
+    ) as said:
+        Machine("sm_100a", ignore=["race", "exit-pendign"])
+    assert "\n" not in str(said.value)
+
+
+def test_every_kind_that_is_found_can_be_ignored():
+    """What the sources pass to `Report.add` is `KINDS`, no more and no less."""
+    calls = [
+        node
+        for file in Path(errors.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("report.add")
+    ]
+    assert {call.args[0].value for call in calls} == set(errors.KINDS)
 
 
 def test_a_trace_names_the_warps_of_messages():

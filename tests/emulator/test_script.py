@@ -140,3 +140,13 @@ def test_a_missing_script_is_named(tmp_path):
         [sys.executable, "-m", "overlap_gemm.emulator", "nowhere.py"], capture_output=True, text=True
     )
     assert result.returncode != 0 and "no script nowhere.py" in result.stderr
+
+
+@pytest.mark.parametrize("command", [(), ("check",)])
+def test_a_kind_that_is_not_found_cannot_be_ignored(tmp_path, command):
+    script = tmp_path / "empty.py"
+    script.write_text("")
+    done = emulator_command(*command, "--ignore", "exit-pendign", script)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("emulator: no findings are of kind 'exit-pendign'; kinds: ") and "exit-tx" in line

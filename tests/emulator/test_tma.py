@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlap_gemm.emulator.machine.errors import UnsupportedInstruction
 from overlap_gemm.emulator.units import tma
 from overlap_gemm.emulator.units.tma_encode import encode_tiled
+
+from .handwritten import aligned, run
 
 API = {"u8": 0, "u16": 1, "u32": 2, "f16": 6, "f32": 7, "f64": 8, "bf16": 9}
 SIZES = {"u8": 1, "u16": 2, "u32": 4, "f16": 2, "f32": 4, "f64": 8, "bf16": 2}
@@ -164,3 +167,25 @@ def test_plan_and_decode_refuse_nonsense():
         tma.TensorMap.decode(word.tobytes())
     with pytest.raises(ValueError, match="128 bytes"):
         tma.TensorMap.decode(bytes(64))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes",
+    ],
+)
+def test_a_copy_that_is_not_tiled_is_named(what):
+    at = ", ".join(["%r1"] * (5 if "gather4" in what else 4))
+    more = "" if "gather4" in what else ", {%h0, %h0}"
+    with pytest.raises(UnsupportedInstruction) as said:
+        run(f"{what} [%r10], [%d0, {{{at}}}], [%r11]{more};", [aligned(32)])
+    assert f"{what} (only tiled tensor maps are modelled)" in str(said.value).splitlines()[0]
+
+
+def test_a_tensor_map_of_another_mode_is_named():
+    raw = np.frombuffer(encode_tiled(**LEGAL).encode(), np.uint64).copy()
+    raw[1] += np.uint64(1)  # the mode, of which 2 is tiled
+    with pytest.raises(ValueError, match=r"^not a tiled tensor map \(an im2col one is not .*word 1 is"):
+        tma.TensorMap.decode(raw.tobytes())

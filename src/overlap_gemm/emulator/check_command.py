@@ -21,7 +21,7 @@ from .host.emulator import Emulator, FindingsError
 from .host.script import run_script
 from .machine.errors import EmulatorError
 from .machine.roles import parse_roles
-from .settings import Setting, settings
+from .settings import settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -89,11 +89,12 @@ def main(
         for setting in settings(seeds, ranks, warps):
             begin = time.perf_counter()
 
-            def run(setting: Setting = setting) -> None:
-                options = {**setting.options(strict), "num_sms": num_sms, "limit": limit, "roles": names}
-                options["ignore"] = ignore or ()
-                with as_user_error():
-                    emulator = Emulator(arch, ranks, **options)
+            options = {**setting.options(strict), "num_sms": num_sms, "limit": limit, "roles": names}
+            options["ignore"] = ignore or ()
+            with as_user_error():
+                emulator = Emulator(arch, ranks, **options)
+
+            def run(emulator: Emulator = emulator) -> None:
                 with emulator, contextlib.redirect_stdout(io.StringIO()):
                     run_script(emulator, script, arguments or [])
 

@@ -45,6 +45,9 @@ def _safe(address: np.ndarray, mask: int) -> np.ndarray:
 STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
 
 
+_ORDERING = frozenset(("acquire", "release"))
+
+
 def strength_of(ins: Instruction) -> int:
     """Scope of a strong access as an index in `order.SCOPES`, -1 for a weak one. Atomics are strong."""
     if ins.parts[0] in ("atom", "red"):
@@ -66,6 +69,8 @@ class Access:
         self.line, self.strength = ins.line, strength_of(ins)
         self.strong = self.strength >= 0
         self.publishes = is_store and self.strong  # a strong store, or a read-modify-write
+        # A poll of data, or what it finds: a strong access that orders nothing else.
+        self.polls = self.strong and ins.parts[0] in ("ld", "st") and not _ORDERING & set(ins.parts)
         self.whole = "b128" in ins.parts  # no vector: its 16 bytes are one access
         self.cached: Allocation | None = None
 

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 
 from overlap_gemm.emulator.ptx import source
 
+KINDS = (
+    "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init", "mbarrier-race",
+    "proxy-fence", "race", "shared-race", "shfl-exited", "sync-mask", "tmem-freed", "tmem-leak",
+    "tmem-unwaited", "wgmma-fence",
+)  # fmt: skip
+"""Of findings."""
+
 
 class EmulatorError(RuntimeError):
     """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
@@ -53,7 +60,7 @@ class Finding:
     """Something that a check found without ending the run.
 
     Attributes:
-        kind: Short name of the check, such as `proxy-fence` or `exit-pending`.
+        kind: Short name of the check, one of `KINDS`.
         message: Who, where and what, both parties named.
         line: PTX line, 0 where none applies.
         excerpt: The instruction there and three on either side, the line of the Python source above them
@@ -114,6 +121,7 @@ class Report:
             other: PTX line of the other party's instruction, 0 for none.
             other_ptx: The other party's kernel, where that may not be the one that is running.
         """
+        assert kind in KINDS, kind
         if kind in self.ignore:
             return
         ident = (kind, line if key is None else key)

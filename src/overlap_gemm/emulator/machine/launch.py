@@ -13,7 +13,7 @@ import numpy as np
 
 from overlap_gemm.emulator.machine.asyncq import AsyncEngine
 from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS, Checks
-from overlap_gemm.emulator.machine.errors import Report
+from overlap_gemm.emulator.machine.errors import KINDS, Report
 from overlap_gemm.emulator.machine.grid import Grid, bank
 from overlap_gemm.emulator.machine.memory import CONST, GlobalMemory
 from overlap_gemm.emulator.machine.residency import Residency
@@ -134,6 +134,9 @@ class Machine:
         unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS)
         if unknown or ranks < 1:
             raise ValueError(f"{ranks=} must be positive and checks among {CHECKS}, not {sorted(unknown)}")
+        if none := [kind for kind in ignore if kind not in KINDS]:
+            unknown_kinds = ", ".join(map(repr, none))
+            raise ValueError(f"no findings are of kind {unknown_kinds}; kinds: {', '.join(KINDS)}")
         sms = SM_COUNT[arch] if num_sms is None else num_sms
         each = [sms] * ranks if isinstance(sms, int) else list(sms)
         if len(each) != ranks or min(each) < 1:

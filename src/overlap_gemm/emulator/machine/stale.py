@@ -4,12 +4,14 @@ The memory model lets a load return an older value than the last one unless the 
 before it, or somebody has seen it before. A reader that does not acquire gets old data behind a new flag; a
 poll may find the place as it was once more. What is polled must therefore tell old from new: a sentinel that
 was not put back after the last use does not. The elements of a vector access (`.v2`, `.v4`) are accesses of
-their own, so a poll may find some of them new and others old; one of `.b128` is whole.
+their own, so a poll may find some of them new and others old; one of `.b128` is whole. Single words that are
+polled for themselves become new like the elements of a vector of 16 bytes.
 
 What stores replaced is kept for symmetric memory and other ranks' memory, for stores of 4 bytes and more.
 In `lazy` mode the first look at a place finds it old, and each further one finds one element more new; in
-`random` mode it begins anywhere between. In `immediate` mode that holds only for vectors that are loaded and
-stored by strong accesses, which is how data that is its own flag travels.
+`random` mode it begins anywhere between, and a `.b128` load may find parts of a vector store, whose elements
+are stores of their own. In `immediate` mode that holds only for vectors, and for words without acquire and
+release, that are loaded and stored by strong accesses, which is how data that is its own flag travels.
 """
 
 from __future__ import annotations
@@ -28,14 +30,17 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group
 
 WORD = 4
+VECTOR = 16
+"""Bytes of the longest vector that is polled."""
 
 
 class Replaced:
-    """What the stores to an allocation replaced: its words before, and the epochs of the last stores."""
+    """What the stores to an allocation replaced: its words before, the last stores' epochs and elements."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.raw = np.zeros(allocation.nbytes, np.uint8)
         self.epochs = np.zeros(allocation.nbytes // WORD + 1, np.int64)
+        self.widths = np.zeros(allocation.nbytes // WORD + 1, np.uint8)
 
 
 class OldValues:
@@ -57,7 +62,7 @@ class OldValues:
         """Whether what an access replaces or finds may matter."""
         return (
             access.size >= WORD
-            and (self._all or (access.strong and access.count > 1))
+            and (self._all or access.polls or (access.strong and access.count > 1))
             and (allocation.kind == "symmetric" or allocation.rank != group.warp.grid.launch.rank)
         )
 
@@ -68,7 +73,9 @@ class OldValues:
             kept = self._replaced[allocation.base] = Replaced(allocation)
         cells = _bytes(allocation, address, access.size)
         kept.raw[cells] = allocation.raw[cells]
-        kept.epochs[cells[..., ::WORD] // WORD] = epoch
+        words = cells[..., ::WORD] // WORD
+        kept.epochs[words] = epoch
+        kept.widths[words] = access.size if access.whole else access.width
 
     def found(
         self, access: Access, group: Group, allocation: Allocation, address: Any, unknown: list[int], now: Any
@@ -87,7 +94,8 @@ class OldValues:
         if kept is None or access.publishes or not self.wants(access, allocation, group):
             return now
         cells = _bytes(allocation, address, access.size)
-        epochs = kept.epochs[cells[:, ::WORD] // WORD]
+        words = cells[:, ::WORD] // WORD
+        epochs = kept.epochs[words]
         late = epochs == unknown[0]
         for epoch in unknown[1:]:
             late |= epochs == epoch
@@ -98,7 +106,11 @@ class OldValues:
             int(row[0]): n for n, row in enumerate(cells)
         }.values():  # lanes at one place look together
             if late[at].any():
-                hidden = self._hidden(access, (allocation.base, int(cells[at, 0])), epochs[at].tobytes())
+                place = allocation.base, int(cells[at, 0])
+                width = access.size if access.whole else access.width
+                if self._random is not None:
+                    width = min(width, int(kept.widths[words[at]][late[at]].min()))
+                hidden = self._hidden(access, place, epochs[at].tobytes(), access.size // width)
                 hide = np.repeat(hidden, access.size // len(hidden)) & np.repeat(late[at], WORD)
                 same = cells[:, 0] == cells[at, 0]
                 new[same] = np.where(hide, kept.raw[cells[at]], new[same])
@@ -108,16 +120,19 @@ class OldValues:
             group.warp.agent.stale = frozenset(old)
         return new.view(now.dtype).reshape(now.shape)
 
-    def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes) -> NDArray[np.bool_]:
-        """Which elements a look still finds old; neighbouring places become new in different orders."""
-        parts = 1 if access.whole else access.count
+    def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes, parts: int) -> NDArray[np.bool_]:
+        """Which of its parts a look still finds old; neighbouring places become new in different orders."""
+        polled = access.polls and access.count == 1 and access.size < VECTOR  # a part of what is polled
+        size = VECTOR if polled else access.size
+        of = size // (access.size // parts)
         stored, looks = self._looks.get(place, (b"", 0))
         if stored != epochs:
-            looks = self._random.randint(0, parts) if self._random is not None else 0
+            looks = self._random.randint(0, of) if self._random is not None else 0
         self._looks[place] = epochs, looks + 1
-        orders = _orders(parts)
-        order = orders[(place[1] // access.size + self._seed) % len(orders)]
-        return np.array(order) >= looks
+        orders = _orders(of)
+        order = orders[(place[1] // size + self._seed) % len(orders)]
+        first = place[1] % size * of // size if polled else 0
+        return np.array(order[first : first + parts]) >= looks
 
 
 @lru_cache

@@ -44,7 +44,7 @@ def tensor_map(group: Group, address: int) -> TensorMap:
 
 def _coordinates(operand: Mem) -> Operand:
     if len(operand.extra) != 1 or not isinstance(operand.extra[0], Vec):
-        raise Unsupported("im2col or missing coordinates")
+        raise Unsupported("a tensor copy takes coordinates and nothing else")
     return operand.extra[0]
 
 
@@ -52,7 +52,7 @@ def _coordinates(operand: Mem) -> Operand:
 def _tensor(program: Any, f: Function, ins: Instruction) -> Op:
     parts = ins.parts
     if any(p.startswith(("im2col", "tile::gather", "tile::scatter")) for p in parts):
-        raise Unsupported(ins.opcode)
+        raise Unsupported(f"{ins.opcode} (only tiled tensor maps are modelled)")
     to_global = "bulk_group" in parts
     spaces = [p for p in parts if p.startswith(("shared", "global"))]
     if to_global or spaces[0] == "global":

@@ -277,7 +277,9 @@ class TensorMap:
 def _decode(raw: bytes) -> TensorMap:
     w = [int(x) for x in np.frombuffer(raw, np.uint64)]
     if w[1] & 0xF != 2:
-        raise ValueError(f"not a tiled tensor map: word 1 is {w[1]:#018x} (im2col is not modelled)")
+        raise ValueError(
+            f"not a tiled tensor map (an im2col one is not modelled), or none: word 1 is {w[1]:#018x}"
+        )
     rank, code = (w[1] >> 4 & 7) + 1, w[1] >> 7 & 0xF
     mode, unit = w[1] >> 13 & 3, w[1] >> 19 & 3
     if unit > 1 or (unit == 1 and mode != 3):
