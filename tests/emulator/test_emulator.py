@@ -167,11 +167,11 @@ def test_one_emulator_at_a_time(emulate):
 def test_findings_are_raised_or_collected(emulate, monkeypatch):
     for collect in (False, True):
         emu = Emulator(collect=collect)
-        monkeypatch.setattr(emu.machine, "run", lambda emu=emu: emu.report.add("kind", "what happened", 12))
+        monkeypatch.setattr(emu.machine, "run", lambda emu=emu: emu.report.add("race", "what happened", 12))
         if collect:
             assert emu.run().findings[0].line == 12
         else:
-            with pytest.raises(FindingsError, match=r"(?s)1 finding.*\[kind\] what happened") as caught:
+            with pytest.raises(FindingsError, match=r"(?s)1 finding.*\[race\] what happened") as caught:
                 emu.run()
             assert caught.value.report is emu.report
 

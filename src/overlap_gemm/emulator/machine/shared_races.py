@@ -164,6 +164,12 @@ class SharedCells(Cells):
         return (chunks[:, None] * factor + _COUNT[:factor]).reshape(-1)
 
 
+def _distinct(entries: np.ndarray) -> list[int]:
+    """As `np.unique`, faster where neighbours are alike."""
+    after = entries[1:]
+    return sorted({int(entries[0]), *after[after != entries[:-1]].tolist()})
+
+
 class SharedRaces:
     """Told of every access to shared and tensor memory.
 
@@ -379,7 +385,7 @@ class SharedRaces:
             if uniform:
                 distinct = [found[slot]]
             else:
-                distinct = np.unique(np.frombuffer(data, np.int64)[slot :: 1 + _READS]).tolist()
+                distinct = _distinct(np.frombuffer(data, np.int64)[slot :: 1 + _READS])
             for entry in distinct:
                 if not entry or entry == mine or self.knows(agent, entry):
                     continue
