@@ -48,6 +48,14 @@ def test_nothing_has_grown(name, op):
     assert not grown, f"(recorded, now): {grown}"
 
 
+@pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not on PATH")
+@pytest.mark.parametrize("name", ["sm_90a_swapped_32x64_c1x1_bf16_k2", "sm_90a_swapped_128x64_c1x1_bf16"])
+def test_kernels_for_few_rows_are_checked_as_they_run(name):
+    """Their data is its own flag; with the registers of the other kernels their receive role spills."""
+    checked = check(CONFIGS[name], "GEMM-AR two-shot")
+    assert not checked.findings
+
+
 def test_the_inner_loop_is_the_shortest_that_multiplies():
     loop = "$A:\n add.s32 %r1, %r1, 1;\n {mma}\n @%p1 bra $A;\n"
     outer = "$B:\n mov.u32 %r2, %r1;\n" + loop.format(mma="tcgen05.mma x;") + " @%p2 bra $B;\n"

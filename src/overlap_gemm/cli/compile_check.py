@@ -64,14 +64,16 @@ class Checked:
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration, assembles it where ptxas is at hand, and applies the lint rules."""
     from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel
-    from ..transports.peer_bulk import PeerBulk
+    from ..transports import PeerBulk, PeerWords
 
     # The DSL names its dump file without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
         if op in GATHERS:
             kernel = make_gather_kernel(config, PeerBulk(), push=GATHERS[op], keep=GATHERS[op])
         elif op in EXCHANGES:
-            kernel = make_kernel(config, PeerBulk(), pattern=EXCHANGES[op])
+            # As `backends.plans.sends_words` has it where nobody asks for other ways.
+            transport = PeerWords() if config.mma == "swapped" else PeerBulk()
+            kernel = make_kernel(config, transport, pattern=EXCHANGES[op])
         else:
             kernel = make_kernel(config)
         ptx = compile_kernel(kernel, f"--keep-ptx --dump-dir={folder}").__ptx__

@@ -163,7 +163,12 @@ class MainloopSm90:
         return Resources(ab, turn, sA, sB, parts)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """Moves registers from the producer warp group to the two that hold accumulators."""
+        """Moves registers from the producer warp group to the two that hold accumulators.
+
+        Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
+        """
+        if self.config.mma == "swapped":
+            return
         if is_epilogue:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         else:
