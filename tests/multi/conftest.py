@@ -19,9 +19,12 @@ PRELOAD = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(P)`: a set of P processes that the tests of a session share.
+    """`ranks(P)`: a set of P processes that the tests of a file share.
+
+    Starting one takes 0.2 s of processor time. Those of a whole session kept the groups of every test, whose
+    thousand threads took a third of a core for as long as the processes lasted.
 
     The package has no native code for CPUs, so that a process which crashes does so in torch. Judging by who
     lost which connection, a CI run ended so (docs/notes/2026-11-22-suite.md).
