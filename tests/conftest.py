@@ -1,6 +1,12 @@
 """What holds for all tests: their order, and what processes side by side share."""
 
+import contextlib
+import fcntl
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +14,37 @@ import torch
 
 FIRST_SIDE_BY_SIDE = ("multi", "emulated", "emulator")
 """Folders that take longest: the others fill what time is left."""
+KERNELS = "overlap_gemm_test_kernels_"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """This process's lock on a folder, which ends with the process, however that ends.
+
+    Raises:
+        OSError: another process holds it, or it is gone, or another user's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def folder_of_this_run() -> Iterator[str]:
+    """An empty folder that goes with the run; those that killed runs have left go first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{KERNELS}*"):
+        with contextlib.suppress(OSError), held(left):
+            shutil.rmtree(left)
+    new = Path(tempfile.mkdtemp())
+    with held(new):  # and only now named as one that may be left
+        folder = new.rename(new.with_name(KERNELS + new.name))
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,11 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Processes side by side, and those that tests start, then compile an op's kernel once between them.
     """
     if not hasattr(config, "workerinput") and not torch.cuda.is_available():
-        folder = tempfile.TemporaryDirectory(prefix="overlap_gemm_kernels_")
-        config.add_cleanup(folder.cleanup)
-        patch = pytest.MonkeyPatch()
-        patch.setenv("OVERLAP_GEMM_CACHE_DIR", folder.name)
-        config.add_cleanup(patch.undo)
+        run = contextlib.ExitStack()
+        config.add_cleanup(run.close)
+        folder = run.enter_context(folder_of_this_run())
+        run.enter_context(pytest.MonkeyPatch.context()).setenv("OVERLAP_GEMM_CACHE_DIR", folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,10 +78,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`: files go to the processes one by one in our order, tests/multi to one of them.
+    """With `--dist loadfile`: files go to the processes one by one in our order, but for two folders.
 
-    The sets of ranks of tests/multi keep two cores busy by themselves, and take a while to start. In our
-    order, since every process must come to tests/compiled last.
+    In our order, since every process must come to tests/compiled last. That one goes test by test: by files,
+    one process may have most of a minute left when the others have nothing. tests/multi goes to one process,
+    since its sets of ranks keep two cores busy by themselves.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -53,7 +90,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InOrder(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/multi" if nodeid.startswith("tests/multi/") else super()._split_scope(nodeid)
+            match nodeid.split("/")[1]:
+                case "multi":
+                    return "tests/multi"
+                case "compiled":
+                    return nodeid
+            return super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
     return InOrder(config, log)

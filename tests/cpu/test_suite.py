@@ -1,0 +1,48 @@
+"""How the suite itself runs: the folder of compiled kernels, and how tests are dealt (tests/conftest.py)."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels for a GPU are the user's")
+
+
+def lock(folder):
+    """A descriptor that holds a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+@without_gpu
+def test_a_run_removes_what_killed_runs_have_left_and_leaves_nothing(tmp_path):
+    left, live = (tmp_path / f"overlap_gemm_test_kernels_{name}" for name in ("left", "live"))
+    for folder in (left, live):
+        folder.mkdir()
+        (folder / "kernel.o").touch()
+    descriptor = lock(live)
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/cpu/test_package.py"],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            check=True,
+            timeout=240,
+        )
+    finally:
+        os.close(descriptor)
+    assert [path for path in tmp_path.iterdir() if "kernels" in path.name] == [live]
+    assert (live / "kernel.o").exists()
+
+
+@without_gpu
+def test_this_run_holds_its_folder():
+    with pytest.raises(BlockingIOError):
+        lock(os.environ["OVERLAP_GEMM_CACHE_DIR"])
