@@ -7,11 +7,13 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from overlap_gemm.testing.ranks import RankCrashWarning, RankError, Ranks
 
 
 def hangs(rank, size):
+    dist.barrier()  # all have come here before one fails
     if rank == 1:
         raise ValueError("this one came first")
     if rank == 2:
