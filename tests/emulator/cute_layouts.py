@@ -11,6 +11,8 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05, warp, warpgroup
 
 DTYPES = {1: cutlass.Float8E4M3FN, 2: cutlass.BFloat16, 4: cutlass.TFloat32}
+ROWS = range(0, 128, 3)
+"""Of a tile of 128: every place in an atom of 8, and every atom, at a third of the time."""
 RESULT: dict[str, object] = {}
 
 
@@ -20,7 +22,7 @@ def tv_table(layout):
 
 
 def smem_tables(name, kinds, make_atom):
-    """Tiles of repeated canonical atoms: byte swizzle, and element offset of every (row, k)."""
+    """Tiles of repeated canonical atoms: byte swizzle, and element offset of every (row of ROWS, k)."""
     for kind in kinds:
         for size, dtype in DTYPES.items():
             if kind.name == "MN_SW128_32B" and size != 4:
@@ -30,7 +32,7 @@ def smem_tables(name, kinds, make_atom):
             atom = make_atom(kind, dtype)
             k = max(k_extent, cute.size(atom, mode=[1]))
             tile = cute.tile_to_shape(atom, (128, k), order)
-            table = [[tile.outer((r, c)) for c in range(k_extent)] for r in range(128)]
+            table = [[tile.outer((r, c)) for c in range(k_extent)] for r in ROWS]
             mode = tile.inner
             RESULT[f"{name} {kind.name} {size}"] = [mode.num_bits, mode.num_base, mode.num_shift, table]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from fractions import Fraction
 
 import numpy as np
@@ -57,18 +58,16 @@ def test_packed_bf16_is_two_single_conversions(hi, lo):
         np.testing.assert_array_equal(got.view(np.uint32), bits.astype(np.uint32) << 16)
 
 
-def towards_zero(x, candidates):
-    """The largest-magnitude candidate not beyond x, by exact comparison."""
-    fits = [c for c in candidates if abs(Fraction(float(c))) <= abs(Fraction(float(x)))]
-    return math.copysign(max(abs(float(c)) for c in fits), x)
+HALVES = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+"""Every half that is not negative, in ascending order."""
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 @settings(max_examples=60)
 def test_truncating_conversions_are_exact(x):
-    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     got = numeric.f16_to_f32(numeric.f32_to_f16(np.float32([x]), "rz"))[0]
-    assert (float(got), math.copysign(1, got)) == (towards_zero(x, halves), math.copysign(1, x))
+    largest = HALVES[np.searchsorted(HALVES, abs(x), "right") - 1]  # compared exactly, in float64
+    assert (float(got), math.copysign(1, got)) == (math.copysign(largest, x), math.copysign(1, x))
     bits = int(np.float32(x).view(np.uint32))
     assert int(numeric.f32_to_bf16(np.float32([x]), "rz")[0]) == bits >> 16
     assert int(numeric.f32_to_tf32(np.float32([x]), "rz").view(np.uint32)[0]) == bits & ~0x1FFF
@@ -135,6 +134,9 @@ def test_formats_without_nan_by_exact_distance(name, exponent_bits, mantissa_bit
     assert fmt.encode(np.float32([np.nan]))[0] == len(positive) - 1
 
 
+SCALES = [Fraction(2) ** e for e in range(-127, 128)]
+
+
 @given(PATTERNS)
 def test_scale_exponents_by_exact_comparison(bits):
     x = np.concatenate(
@@ -147,10 +149,9 @@ def test_scale_exponents_by_exact_comparison(bits):
         if np.isnan(number):
             assert code == 0xFF and np.isnan(numeric.ue8m0_to_f32(code))
             continue
-        scales = [Fraction(2) ** e for e in range(-127, 128)]
-        magnitude = min(abs(Fraction(float(number))), scales[-1]) if np.isfinite(number) else scales[-1]
-        fits = [s for s in scales if (s <= magnitude if rounding == "rz" else s >= magnitude)]
-        want = (max(fits) if rounding == "rz" else min(fits)) if fits else scales[0]
+        magnitude = min(abs(Fraction(float(number))), SCALES[-1]) if np.isfinite(number) else SCALES[-1]
+        fitting = bisect_right(SCALES, magnitude) - 1 if rounding == "rz" else bisect_left(SCALES, magnitude)
+        want = SCALES[max(fitting, 0)]
         assert Fraction(float(numeric.ue8m0_to_f32(code))) == want, (rounding, number)
 
 
