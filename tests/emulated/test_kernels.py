@@ -42,11 +42,13 @@ VARIED = [
     for variant in VARIANTS
     if base.mma != "swapped" or "f32" not in variant.values()  # refused
 ]
-QUICK = SMALLEST + EVERY_SHAPE[1::12] + VARIED[::5]
+OTHERS = EVERY_SHAPE[1::12] + VARIED[::7]  # with 7, every other variant of ten and other ones of each base
 
 
-def quick(configs):
-    return [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in configs]
+def quick(chosen):
+    """All configurations, of which the default run takes the chosen ones."""
+    every = EVERY_SHAPE + VARIED
+    return [c if c in chosen else pytest.param(c, marks=pytest.mark.slow) for c in every]
 
 
 @functools.cache
@@ -54,7 +56,7 @@ def compiled(config, transport):
     return compile_kernel(make_kernel(config, transport))
 
 
-@pytest.mark.parametrize("config", quick(EVERY_SHAPE + VARIED), ids=lambda c: c.name)
+@pytest.mark.parametrize("config", quick(SMALLEST + OTHERS), ids=lambda c: c.name)
 def test_plain_gemm(config):
     case = KernelCase(
         config, rows=2 * config.cluster_tile[0] + 8, cols=config.cluster_tile[1] + 24, depth=136
@@ -64,8 +66,9 @@ def test_plain_gemm(config):
     case.check()
 
 
-@pytest.mark.parametrize("config", quick(EVERY_SHAPE + VARIED), ids=lambda c: c.name)
+@pytest.mark.parametrize("config", quick([c for c in OTHERS if c not in SMALLEST]), ids=lambda c: c.name)
 def test_reduce_scatter(config):
+    """The smallest run in test_reduce_scatter.py and test_swapped.py."""
     case = KernelCase(config, 2 * config.cluster_tile[0] + 8, config.cluster_tile[1] + 24, depth=72, world=2)
     with Emulator(config.arch, 2, mode="lazy") as emulator:
         spaces = Workspaces(emulator, [case])

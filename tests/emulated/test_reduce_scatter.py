@@ -68,9 +68,19 @@ def test_every_kernel_on_every_world(arch, fields, ranks):
     run(arch, fields, ranks, SHAPES["ragged"])
 
 
-@pytest.mark.parametrize(("arch", "fields"), ONE_OF_EACH, ids=NAMES)
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        pytest.param(*config, marks=[] if number in (2, 6) else [pytest.mark.slow])
+        for number, config in enumerate(CONFIGS)
+    ],
+    ids=NAMES,
+)
 def test_every_kernel_in_f16(arch, fields):
-    """With a bias, as all of these; the last of N = 136 columns fill no tile, nor half of a subtile."""
+    """With a bias, as all of these; the last of N = 136 columns fill no tile, nor half of a subtile.
+
+    The other kinds of MMA in f16 are `test_types`'.
+    """
     run(arch, fields, 2, SHAPES["ragged"], dtype=torch.float16)
 
 

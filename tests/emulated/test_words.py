@@ -110,17 +110,23 @@ def test_a_lagging_rank_and_calls_of_other_sizes(starved):
     run_sequence("sm_90a", 3, SHRINKING, starved=starved, num_sms=2)
 
 
-def test_without_emptying_or_the_rule_of_reuse_the_sequence_is_wrong(monkeypatch, changed_kernels):
-    """What a call leaves is taken for a later one's; a rank that owns nothing overtakes one that reads."""
-    with monkeypatch.context() as patch:
-        patch.setattr(words, "_clear", lambda address: None)
-        with pytest.raises((EmulatorError, AssertionError, CommTimeoutError)):
-            test_a_lagging_rank_and_calls_of_other_sizes(2)
-    changed_kernels()
-    with monkeypatch.context() as patch:
-        patch.setattr(send, "await_peers", lambda *_: None)
-        with pytest.raises((EmulatorError, AssertionError, CommTimeoutError)):
-            run_sequence("sm_90a", 3, [Call(m, 64, kernel=NARROW) for m in (48, 1, 48, 1, 48)], starved=1)
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize(
+    "calls",
+    [[Call(2, 64, kernel=NARROW)] * 4, pytest.param(SHRINKING, marks=pytest.mark.slow)],
+    ids=["same", "shrinking"],
+)
+def test_without_emptying_what_a_call_leaves_is_taken_for_a_later_one_s(monkeypatch, calls):
+    monkeypatch.setattr(words, "_clear", lambda address: None)
+    with pytest.raises((EmulatorError, AssertionError, CommTimeoutError)):
+        run_sequence("sm_90a", 3, calls, starved=2)
+
+
+@pytest.mark.usefixtures("changed_kernels")
+def test_without_the_rule_of_reuse_a_rank_that_owns_nothing_overtakes_one_that_reads(monkeypatch):
+    monkeypatch.setattr(send, "await_peers", lambda *_: None)
+    with pytest.raises((EmulatorError, AssertionError, CommTimeoutError)):
+        run_sequence("sm_90a", 3, [Call(m, 64, kernel=NARROW) for m in (48, 1, 48, 1, 48)], starved=1)
 
 
 # --- words ---

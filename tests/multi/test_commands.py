@@ -11,7 +11,7 @@ from overlap_gemm.backends.base import OPS
 from overlap_gemm.tuning import timing
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_bench(launch, launcher, tmp_path):
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
     shape = ["--m", "31", "--m", "32", "--n", "16", "--k", "16", "--rounds", "2"]
@@ -52,7 +52,7 @@ def test_a_sample_is_the_slowest_ranks_and_all_ranks_know_it(ranks):
 TINY = shlex.split("--steps 2 --batch 2 --sequence 15 --layers 1 --head-dim 4 --rows 9 --rounds 1")
 
 
-@pytest.mark.parametrize("backend", ["auto", "decomposed"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("decomposed", marks=pytest.mark.slow)])
 def test_demo(launch, tmp_path, backend):
     fused = backend == "auto"
     options = [*TINY, "--backend", backend, "--fused" if fused else "--no-fused", "--out", tmp_path]
