@@ -3,19 +3,22 @@
 import importlib
 import io
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from typer.testing import CliRunner
 
 import overlap_gemm
 from overlap_gemm.backends.base import OPS
-from overlap_gemm.cli import app
+from overlap_gemm.cli import app, baselines
 from overlap_gemm.cli.bench import _those_that_work, read_shapes
 from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
 from overlap_gemm.cli.workload import Workload
@@ -188,3 +191,34 @@ def test_what_fails_is_left_out_with_a_line():
     usable, skipped = _those_that_work(DOWN, {"torch": int, "torch-symm": fails}, resolve(""))
     assert list(usable) == ["torch"]
     assert skipped == [Skipped("torch-symm", "2048,8192,8192", "RuntimeError: no such op")]
+
+
+def test_quack_is_measured_where_it_is_installed(monkeypatch):
+    """Not installed with the tests: a stand-in that takes what its `AllGatherRunner` and `gemm` take."""
+    workload = Workload("square", "all_gather_gemm", 8, 6, 4, torch.float32)
+    x, weight, group = torch.randn(4, 4), torch.randn(3, 4), SimpleNamespace(size=2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    assert not baselines._quack(workload, x, weight, group)
+    whole = torch.randn(8, 4)
+
+    class Runner:
+        def __init__(self, rows, depth, dtype, device):
+            assert (rows, depth, dtype) == (4, 4, x.dtype)
+
+        @contextmanager
+        def gather(self, shard):
+            assert shard is x
+            yield whole, "arrivals"
+
+    def gemm(a, b, out, c, tiles, *kernel, ag_args):
+        assert (c, tiles, kernel, ag_args) == (None, None, (128, 256, 2, 1), "arrivals")
+        out.copy_(a @ b.t())
+
+    monkeypatch.setattr(baselines, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.distributed", SimpleNamespace(AllGatherRunner=Runner))
+    monkeypatch.setitem(sys.modules, "quack.gemm", SimpleNamespace(gemm=gemm))
+    call = baselines._quack(workload, x, weight, group)["quack"]
+    for _ in range(2):  # the runner is made once
+        torch.testing.assert_close(call(), whole @ weight.t())

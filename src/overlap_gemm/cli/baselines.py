@@ -1,13 +1,15 @@
 """What the library is measured against: nothing of ours, each on its own.
 
 `product` is torch's matmul of a rank's operands; `collective` torch.distributed's own, alone; `torch` both,
-one after the other; `torch-symm` torch's fused ops on symmetric memory. `link_rates` copies bytes and does
-nothing else. Multicast objects are never made: on a shared machine they can take the GPUs out of service.
+one after the other; `torch-symm` torch's fused ops on symmetric memory; `quack` the all-gather GEMM of
+quack-kernels. `link_rates` copies bytes and does nothing else. Multicast objects are never made: on a shared
+machine they can take the GPUs out of service.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -108,11 +110,10 @@ def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> d
 
         return {"torch-symm": fused}
     if workload.op == "all_gather_gemm":
-        return {
-            "torch-symm": lambda: ops.fused_all_gather_matmul(
-                x, [weight.t()], 0, group_name=name, return_A=False
-            )
-        }
+        fused_gather = lambda: ops.fused_all_gather_matmul(  # noqa: E731
+            x, [weight.t()], 0, group_name=name, return_A=False
+        )
+        return {"torch-symm": fused_gather, **_quack(workload, x, weight, group)}
     if workload.op == "gemm_all_gather":
         return {}
     import torch.distributed._symmetric_memory as symm_mem
@@ -130,6 +131,32 @@ def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> d
         "one-shot": lambda: ops.one_shot_all_reduce(product(), "sum", name),
         "two-shot": lambda: ops.two_shot_all_reduce_(product(), "sum", name),
     }
+
+
+QUACK_KERNEL = (128, 256, 2, 1)
+"""Tile and cluster of quack's GEMM: its fastest on H200, and what its own benchmark takes."""
+
+
+def _quack(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
+    """The all-gather GEMM of quack-kernels, where it is installed; it knows the group of all ranks only."""
+    if find_spec("quack") is None or group.size != dist.get_world_size():
+        return {}
+    runner: Any = None
+
+    def gathered() -> Tensor:
+        nonlocal runner
+        from quack.distributed import AllGatherRunner
+        from quack.gemm import gemm
+
+        if runner is None:  # at the first call, so that its failure is this variant's
+            _require_even(workload.m, group)
+            runner = AllGatherRunner(len(x), workload.k, x.dtype, device=x.device)
+        out = x.new_empty(workload.m, len(weight))
+        with runner.gather(x) as (whole, arrivals):
+            gemm(whole, weight, out, None, None, *QUACK_KERNEL, ag_args=arrivals)
+        return out
+
+    return {"quack": gathered}
 
 
 def _enabled(group: Group) -> str:
