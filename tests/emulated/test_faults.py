@@ -12,6 +12,8 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
 
+from .op_runs import summed
+
 CASE = Case("gemm_reduce_scatter", 768, 64, 64, torch.bfloat16)
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
@@ -50,7 +52,8 @@ class World:
             patch.setattr(emulator.machine, "submit", note_flags)
             patch.setattr(emulator, "run", harm_and_run)
             launched = run_launches(self.case, world, self.launches)
-            return [judge(self.case, given, outs, torch.bfloat16) for given, outs in launched]
+            total = summed(self.case, self.fields.get("transport"))
+            return [judge(self.case, given, outs, torch.bfloat16, total) for given, outs in launched]
 
 
 def flag_fault(action, source, target, **options):

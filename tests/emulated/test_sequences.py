@@ -18,6 +18,8 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 
+from .op_runs import summed
+
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
     "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
@@ -72,9 +74,10 @@ def run_sequence(
                 world.executor(rank).streams.handle = draw.randrange(streams)
             case = Case(call.op, call.m, call.n, 64, torch.bfloat16, seed=seed + number)
             with configured(algorithm=call.algorithm, **dict(call.kernel)):
-                queued.append((case, *queue_launch(case, world)))
+                total = summed(case, dict(call.kernel).get("transport"))
+                queued.append((case, *queue_launch(case, world), case.dtype, total))
         world.synchronize()
-    verdicts = [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
+    verdicts = [judge(*call) for call in queued]
     wrong = [(call, calls[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]
     assert not wrong, wrong
 

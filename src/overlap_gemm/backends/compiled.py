@@ -40,12 +40,13 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, patt
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
-        from ..transports import Nvshmem, PeerBulk, PeerWords, Staged
+        from ..transports import Nvls, Nvshmem, PeerBulk, PeerWords, Staged
 
         ways = {
             "local": lambda: None,
             "peer_bulk": PeerBulk,
             "peer_words": PeerWords,
+            "nvls": Nvls,
             "staged": Staged,
             "nvshmem": Nvshmem,
         }

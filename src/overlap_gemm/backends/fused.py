@@ -19,6 +19,7 @@ from ..runtime.group import Group
 from ..schedules import shard_rows
 from ..sharding import Shards
 from ..tuning.machine import machine_for
+from ..tuning.settings import settings
 from . import gather
 from .base import Op, Problem
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
@@ -69,6 +70,8 @@ class Fused:
                 f"N={problem.features} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
             )
+        if problem.deterministic and problem.op == "gemm_all_reduce" and settings().transport == "nvls":
+            return "deterministic sums are asked for, and transport='nvls' sums in an order of the switch's"
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         if problem.device_type == "cuda":

@@ -51,6 +51,7 @@ from .plans import (
     peers_for,
     power_of_two,
     resident_clusters,
+    sums_in_switch,
 )
 
 SMALLEST_BUFFER = 1 << 20
@@ -282,6 +283,7 @@ def _make_plan(
     executor, group = peers.executor, peers.group
     row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
+    sums_in_switch(group, "all_gather_gemm")
     workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts))
     puts = transport != "peer_bulk"
     push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < COPY_ENGINE_BYTES)

@@ -29,7 +29,7 @@ from ..kernels.geometry import (
 from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.peers import Peers, peers_of
-from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
+from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_multicast, why_no_put_memory
 from ..tuning.settings import Transport, settings
 from ..tuning.space import OPS, constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
@@ -188,7 +188,33 @@ def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
             f"transport='peer_words' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
-    return asked == "peer_words" or (asked not in ("peer_bulk", "nvshmem") and config.mma == "swapped")
+    return asked == "peer_words" or (asked in (None, "copy_engine") and config.mma == "swapped")
+
+
+def sums_in_switch(group: Group, op: str, config: GemmConfig | None = None, pattern: str = "") -> bool:
+    """Whether the switch sums a call's partials and copies the sums (`transports.nvls`): where asked to.
+
+    Raises:
+        ValueError: it is no two-shot all-reduce of values of 16 bits.
+        RuntimeError: the group's workspaces have no multicast address.
+    """
+    if settings().transport != "nvls":
+        return False
+    if op != "gemm_all_reduce":
+        raise ValueError(
+            f"transport='nvls' is for gemm_all_reduce, the op for which it can save bytes; not for {op}"
+        )
+    if pattern != "two_shot":
+        raise ValueError(f"transport='nvls' is two-shot: owners' sums go to all; not algorithm={pattern!r}")
+    assert config is not None
+    if "f32" in (config.slot_dtype, config.out_dtype):
+        raise ValueError(
+            f"transport='nvls' sums values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
+            f"out_dtype={config.out_dtype!r}"
+        )
+    if reason := why_no_multicast(group):
+        raise RuntimeError(f"transport='nvls': {reason}")
+    return True
 
 
 def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
@@ -198,8 +224,11 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    words = sends_words(config, settings().transport)
-    workspace, transport = obtain_way(peers, partial(size_class, config, shape), words)
+    if switch := sums_in_switch(group, OPS[shape.pattern], config, shape.pattern):
+        workspace, transport = obtain(peers, size_class(config, shape)), "nvls"
+    else:
+        words = sends_words(config, settings().transport)
+        workspace, transport = obtain_way(peers, partial(size_class, config, shape), words)
     staged = transport == "staged"
     resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
     plan = Plan(
@@ -209,7 +238,9 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         compiled_kernel(executor, config, transport, shape.pattern),
         min(resident, work),
         workspace,
-        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor, asked_for_puts()),
+        exchange_arguments(
+            workspace, shape.shard, peers.agreed.timeout_ns, executor, asked_for_puts(), switch
+        ),
     )
     if not staged:
         return plan
@@ -302,17 +333,25 @@ def power_of_two(number: int) -> int:
 
 
 def exchange_arguments(
-    workspace: Workspace, shard: int, timeout_ns: int, executor: Executor, puts: bool = False
+    workspace: Workspace,
+    shard: int,
+    timeout_ns: int,
+    executor: Executor,
+    puts: bool = False,
+    switch: bool = False,
 ) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits.
 
-    With ``puts`` every peer counts as beyond reach.
+    With ``puts`` every peer counts as beyond reach; with ``switch`` the multicast address is behind them.
     """
     from ..kernels.exchange import Exchange
 
-    size = workspace.size
+    size, memory = workspace.size, workspace.memory
+    peers = memory.by_put if puts else memory.bases
+    if switch:
+        peers = torch.cat([memory.bases, memory.bases.new_tensor([memory.multicast])])
     return Exchange(
-        workspace.memory.by_put if puts else workspace.memory.bases,
+        peers,
         workspace.group.rank,
         workspace.group.size,
         shard,

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +24,7 @@ from .console import rank_zero_console
 Op = Literal["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce", "gemm_all_gather"]
 Arch = Literal["sm_90a", "sm_100a"]
 Mode = Literal["immediate", "random", "lazy"]
-Transport = Literal["peer_bulk", "copy_engine", "nvshmem"]
+Transport = Literal["peer_bulk", "copy_engine", "nvshmem", "nvls"]
 
 HALVES = {name: dtype for dtype, name in DTYPES.items()}
 """Operand types by the names of `GemmConfig`."""
@@ -42,7 +43,9 @@ def emulate(
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
         Transport | None,
-        typer.Option(help="nvshmem: no peer within reach of stores; default: as a call takes it."),
+        typer.Option(
+            help="nvshmem: no peer within reach; nvls: the switch sums; default: as a call takes it."
+        ),
     ] = None,
     algorithm: Annotated[
         Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
@@ -110,6 +113,7 @@ def run_emulated(
     from ..testing.emulated import judge, run_launches
 
     recorder = None if trace is None else Trace()
+    summed = case.dtype if fields.get("transport") == "nvls" else torch.float32
     start = time.perf_counter()
     with (
         configured(**fields),
@@ -128,7 +132,8 @@ def run_emulated(
         config, pattern = config_of(case, arch, ranks, emulator.device.num_sms)
         try:
             verdicts = [
-                judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
+                judge(case, given, outs, case.dtype, summed)
+                for given, outs in run_launches(case, world, launches)
             ]
         except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")

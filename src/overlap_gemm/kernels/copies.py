@@ -15,6 +15,7 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.multicast import alias_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
@@ -189,7 +190,8 @@ class ResultLane(NamedTuple):
 class Results:
     """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
 
-    To ranks beyond reach they are put from the own result slot, unit by unit.
+    To ranks beyond reach they are put from the own result slot, unit by unit; where the switch copies, one
+    store is for all ranks.
 
     A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
     would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
@@ -236,17 +238,26 @@ class Results:
 
         And at last in the own result slot, if somebody may have to be put to.
         """
-        exchange = lane.call.exchange
-        peer = Int32(exchange.rank)
-        for _ in cutlass.range(exchange.world - (not self.transport.puts), unroll=1):
-            peer += 1
-            if peer == exchange.world:
-                peer = Int32(0)
-            self.transport.store(exchange.peers, peer, lane.offset + chunk * self.chunk_bytes, values)
+        exchange, offset = lane.call.exchange, lane.offset + chunk * self.chunk_bytes
+        if cutlass.const_expr(self.transport.multicast):
+            self.transport.store(exchange.peers, exchange.world, offset, values)
+        else:
+            peer = Int32(exchange.rank)
+            for _ in cutlass.range(exchange.world - (not self.transport.puts), unroll=1):
+                peer += 1
+                if peer == exchange.world:
+                    peer = Int32(0)
+                self.transport.store(exchange.peers, peer, offset, values)
 
     @cute.jit
     def publish(self, call: Call, work: Work, tile: Int32, unit: Int32) -> None:
-        """All lanes, behind their stores: each releases the unit's flag at a peer, if there are flags."""
+        """All lanes, behind their stores: each releases the unit's flag at a peer, if there are flags.
+
+        A peer reads the sum by its own address, and everybody's next tiles are stored by such: each lane's
+        fence lies between these and its loads and stores through the multicast address.
+        """
+        if cutlass.const_expr(self.transport.multicast):
+            alias_fence()
         if cutlass.const_expr(not self.transport.words):
             cute.arch.sync_warp()
             (peers, rank, world, *_), base = call.exchange, call.base

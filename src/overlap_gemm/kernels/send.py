@@ -96,6 +96,8 @@ class OwnerSender:
         work = self.work
         at = CtaTile.at(self.config, work.place(self.order, tile))
         route = route_of(self.config, self.call, work.slots, at.index, at.owner)
+        if self.transport.multicast:
+            route = route._replace(slot=place_of(self.config, self.call, work.slots, at.index, at.owner))
         rows = cutlass.min(work.shards.rows, work.rows - at.owner * work.shards.row_step)
         return Parcel(route, rows - at.row)
 
@@ -176,18 +178,23 @@ def _next(rank: Int32, world: Int32) -> Int32:
     return following
 
 
+def place_of(config: GemmConfig, call: Call, tiles: Any, index: Any, rank: Any) -> Any:
+    """Byte offset, in every workspace, of the slot ``index`` of ``rank``, a source or an owner."""
+    return call.buffer + (Int64(rank) * tiles + index) * config.tile_bytes
+
+
 def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, owner: Any) -> Route:
     """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each source has slots for."""
     exchange = call.exchange
     rank = exchange.rank
-    slot = (Int64(rank) * tiles + index) * config.tile_bytes
+    slot = place_of(config, call, tiles, index, rank)
     staging = (Int64(owner) * tiles + index) * config.tile_bytes
     staged_flags = call.base + staged_flags_offset(exchange.slots_offset)
     return Route(
         exchange.peers,
         rank,
         owner,
-        call.buffer + slot,
+        slot,
         call.base + call.buffer + SLOT_BUFFERS * exchange.buffer_bytes + staging,
         call.flag(Int64(0), index, rank),
         staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),

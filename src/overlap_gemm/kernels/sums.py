@@ -1,7 +1,8 @@
 """The part of a receive role that sums: of an own tile, the partials of all ranks.
 
 waits on    every source's flag of the tile, or, where data is its own flag, for each partial
-produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
+produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once; where
+            the switch sums (:mod:`overlap_gemm.transports.nvls`), its sum, the epilogue applied, rounded
 signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
 and peer
 """
@@ -17,9 +18,11 @@ from cutlass import Int32, Int64, cute
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
+from overlap_gemm.device.multicast import alias_fence, load_sum
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, StageChunks
 from overlap_gemm.kernels.receive import LANES, Awaited, Given, Window, unit_exists
+from overlap_gemm.kernels.send import place_of
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
 
@@ -34,7 +37,7 @@ class Lane(NamedTuple):
     Attributes:
         address: of its first chunk in the first source's slot; the next is 32 chunks behind.
         source_bytes: bytes from one source's slots to the next one's.
-        world: ranks.
+        world: sources: the ranks, or one, the switch, for all of them.
         first: the first chunk's number in the tile.
         row: the tile's first row in the window.
         column: the tile's first column.
@@ -88,7 +91,11 @@ class Sums:
 
     @cute.jit
     def await_tile(self, given: Given, index: Int32) -> None:
-        """Each lane waits for a source's flag; then the warp may read every slot of the tile."""
+        """Each lane waits for a source's flag; then the warp may read every slot of the tile.
+
+        Also through the multicast address: what the ranks have stored, and read, through their own ones lies
+        before each lane's fence.
+        """
         call = given.call
         if cutlass.const_expr(not self.transport.words):
             for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
@@ -97,6 +104,8 @@ class Sums:
                 address = call.flag(call.base, index, source)
                 wait_flag(address, call.epoch, call.bound, site, self.transport.flag)
             cute.arch.sync_warp()
+        if cutlass.const_expr(self.transport.multicast):
+            alias_fence()
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
@@ -116,10 +125,12 @@ class Sums:
     @cute.jit
     def _sum(self, given: Given, index: Int32, unit: Int32, tile: CtaTile, window: Window) -> None:
         call, work, _, bias = given
-        world = call.exchange.world
+        (peers, rank, world, *_), base, place = call.exchange, call.base, 0
+        if cutlass.const_expr(self.transport.multicast):
+            base, place, world = peers[world], rank, Int32(1)
         source_bytes = Int64(work.slots) * self.config.tile_bytes
         first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
-        address = call.base + call.buffer + Int64(index) * self.config.tile_bytes + first * CHUNK_BYTES
+        address = base + place_of(self.config, call, work.slots, index, place) + first * CHUNK_BYTES
         result = None
         if cutlass.const_expr(self.results is not None):
             result = self.results.lane(call, work, index, first)
@@ -127,7 +138,9 @@ class Sums:
         if cutlass.const_expr(self.transport.words):
             awaited = Awaited.of(call, self.op, Role.RECEIVE_PARTIAL, index, call.bound)
         lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, awaited, result)
-        if world <= 2:
+        if cutlass.const_expr(self.transport.multicast):
+            self._sum_few(lane, bias, 1)
+        elif world <= 2:
             self._sum_few(lane, bias, 2)
         elif world <= 4:
             self._sum_few(lane, bias, 4)
@@ -175,7 +188,9 @@ class Sums:
         dtype, values = DTYPES[self.config.slot_dtype], self.chunks.elements
         for s in range(cute.size(loaded, mode=[1])):
             at = self._at(lane, chunk, _last_again(lane, first + s))
-            if lane.awaited is not None:
+            if self.transport.multicast:
+                load_sum(at, loaded[(None, s)])
+            elif lane.awaited is not None:
                 lane.awaited.load(at, loaded[(None, s)])
             else:
                 slot = global_pointer(dtype, at, CHUNK_BYTES)

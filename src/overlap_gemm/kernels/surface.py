@@ -43,6 +43,8 @@ class Transport(Protocol):
         puts: whether some peer may be beyond the reach of stores: it is put to, from this rank's workspace.
         words: whether data is its own flag (:mod:`overlap_gemm.device.words`). Then all lanes of a warp call
             `put`, nobody `publish`, and receivers wait for the data.
+        multicast: whether the switch sums and copies (:mod:`overlap_gemm.transports.nvls`). Then a tile that
+            is put stays at home, and `store` is for all ranks at once, whose ``peer`` is ``world``.
     """
 
     @property
@@ -55,6 +57,10 @@ class Transport(Protocol):
 
     @property
     def words(self) -> bool:
+        """See the attributes."""
+
+    @property
+    def multicast(self) -> bool:
         """See the attributes."""
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:

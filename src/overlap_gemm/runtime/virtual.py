@@ -142,6 +142,11 @@ class VirtualWorld:
         """Whether the ranks' memory is NVSHMEM's, too: emulated."""
         return self._emulator is not None
 
+    @property
+    def has_multicast(self) -> bool:
+        """Whether the ranks' memory has a multicast address: emulated, where loads and stores reach."""
+        return self._emulator is not None and not self.beyond_reach
+
     def synchronize(self) -> None:
         """Runs or awaits everything the ranks have queued.
 

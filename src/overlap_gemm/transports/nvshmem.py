@@ -40,6 +40,7 @@ class Staged:
     flag = Uint64
     puts = True
     words = False
+    multicast = False
 
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
@@ -82,6 +83,7 @@ class Nvshmem:
     flag = Uint64
     puts = True
     words = False
+    multicast = False
 
     def __post_init__(self) -> None:
         """Loads the device bindings before a kernel is traced, so that the DSL links their library."""

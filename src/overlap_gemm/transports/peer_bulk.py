@@ -19,6 +19,7 @@ class PeerBulk:
     flag = Uint32
     puts = False
     words = False
+    multicast = False
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits.

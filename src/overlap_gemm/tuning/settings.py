@@ -24,7 +24,7 @@ _KEY = "overlap_gemm.settings"
 Algorithm = Literal["one_shot", "two_shot"]
 """How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
 
-Transport = Literal["copy_engine", "peer_bulk", "peer_words", "nvshmem"]
+Transport = Literal["copy_engine", "peer_bulk", "peer_words", "nvshmem", "nvls"]
 """How tiles or shards travel; see `configured`."""
 
 
@@ -91,7 +91,10 @@ def configured(
             few rows do by themselves (and which 32-bit slots or outputs cannot: ValueError at the call). Or,
             of every op and on every rank, ``"nvshmem"``: what goes to peers is put to them by NVSHMEM, also
             to those within reach of stores, which is slower and there to be tested; the memory must be
-            NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
+            NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError. Or, of
+            `gemm_all_reduce` alone (ValueError for others) and on every rank, ``"nvls"``: the NVLink switch
+            sums partials, in its own order, and copies the sums; in the emulator alone (RuntimeError on
+            GPUs, where no multicast object is created).
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 

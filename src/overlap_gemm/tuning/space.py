@@ -124,6 +124,8 @@ def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
     asked = settings().algorithm
     if asked is not None and OPS[asked] == facts.op:
         return asked
+    if settings().transport == "nvls" and facts.op == "gemm_all_reduce":
+        return "two_shot"
     ways = [pattern for pattern, op in OPS.items() if op == facts.op]
 
     def seconds(pattern: Pattern) -> float:

@@ -66,7 +66,7 @@ class Access:
         self.shift = width.bit_length() - 1
         self.bits = 8 * width
         self.row_shift = self.size.bit_length() - 1
-        self.line, self.strength = ins.line, strength_of(ins)
+        self.line, self.strength, self.multicast = ins.line, strength_of(ins), ins.parts[0] == "multimem"
         self.strong = self.strength >= 0
         self.publishes = is_store and self.strong  # a strong store, or a read-modify-write
         # A poll of data, or what it finds: a strong access that orders nothing else.
@@ -214,8 +214,8 @@ class Access:
     def _reads(self, group: Group, allocation: Allocation, address: Any) -> list[int]:
         machine, unknown = group.warp.grid.machine, []
         if machine.races is not None:
-            races, agent, strength = machine.races, group.warp.agent, self.strength
-            unknown = races.read(agent, self.line, strength, allocation, address, self.size, self.publishes)
+            how = self.strength, allocation, address, self.size, self.publishes, self.multicast
+            unknown = machine.races.read(group.warp.agent, self.line, *how)
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
             machine.held.touch(group.warp.grid.launch.rank, allocation, *span(address, self.size))
         return unknown
@@ -400,7 +400,7 @@ class Access:
         if machine.races is not None:
             machine.races.write(
                 group.warp.agent, self.line, self.strength, allocation, touched, self.size,
-                lambda: np.array_equal(view[where], data),
+                lambda: np.array_equal(view[where], data), self.multicast,
             )  # fmt: skip
 
         agent = group.warp.agent

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from overlap_gemm.emulator.ptx import source
 
 KINDS = (
-    "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init", "mbarrier-race",
-    "proxy-fence", "race", "shared-race", "shfl-exited", "sync-mask", "tmem-freed", "tmem-leak",
-    "tmem-unwaited", "wgmma-fence",
+    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init",
+    "mbarrier-race", "proxy-fence", "race", "shared-race", "shfl-exited", "sync-mask", "tmem-freed",
+    "tmem-leak", "tmem-unwaited", "wgmma-fence",
 )  # fmt: skip
 """Of findings."""
 

@@ -6,7 +6,9 @@ takes that over, but only where the scopes of both sides include the other party
 acquire of earlier, relaxed accesses; what it releases is what lies before it, and nothing that a warp does
 between it and the strong store that publishes it. Barriers release and acquire.
 
-Beside each clock runs a second one, of generic-proxy writes that a proxy fence has passed to the async proxy.
+Beside each clock runs a second one, of generic-proxy writes that a proxy fence has passed to the async proxy,
+and a third, of accesses that an alias fence has passed to the other names of their places: a multicast
+address, and each rank's own. It is empty until the first such fence.
 The bulk stores of a warp are a further agent (its id plus `BULK`), whose clock counts them: only a full
 wait_group makes the warp know of them. So are its strong stores (plus `STRONG`): who observes one knows of
 it and of what it publishes, but not of ordinary accesses behind the fence that it publishes.
@@ -51,7 +53,7 @@ def merge(into: Vector, other: Vector) -> None:
 class Snapshot:
     """What an agent, or all participants of a barrier, knew when they released."""
 
-    __slots__ = ("agent", "fenced_grids", "grids", "nearby", "proxied", "vector")
+    __slots__ = ("agent", "aliased", "aliased_grids", "fenced_grids", "grids", "nearby", "proxied", "vector")
 
     def __init__(
         self,
@@ -61,9 +63,12 @@ class Snapshot:
         grids: frozenset[int],
         nearby: Vector,
         fenced_grids: frozenset[int],
+        aliased: Vector,
+        aliased_grids: frozenset[int],
     ) -> None:
         self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
         self.nearby, self.fenced_grids = nearby, fenced_grids
+        self.aliased, self.aliased_grids = aliased, aliased_grids
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
@@ -76,6 +81,8 @@ class Snapshot:
             first.grids,
             dict(first.nearby),
             first.fenced_grids,
+            dict(first.aliased),
+            first.aliased_grids,
         )
         for part in rest:
             merge(out.vector, part.vector)
@@ -85,6 +92,9 @@ class Snapshot:
                 out.grids |= part.grids
             if part.fenced_grids is not out.fenced_grids:
                 out.fenced_grids |= part.fenced_grids
+            if part.aliased:
+                merge(out.aliased, part.aliased)
+                out.aliased_grids |= part.aliased_grids
         return out
 
 
@@ -111,6 +121,8 @@ class Agent:
             that a proxy fence has passed on.
         grids: Launches that are known as a whole.
         fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
+        aliased: Clocks of the accesses that an alias fence has passed on, as in `vector`.
+        aliased_grids: As `fenced_grids`, of those.
         touched: Whether it accessed memory since it last released.
         fenced: Snapshot and scope of its last fence.
         loads: What its relaxed loads observed since the last fence; the scope is that of both sides.
@@ -128,6 +140,8 @@ class Agent:
     __slots__ = (
         "_latest",
         "_seen",
+        "aliased",
+        "aliased_grids",
         "fenced",
         "fenced_grids",
         "grids",
@@ -152,6 +166,8 @@ class Agent:
         self.fenced_grids: frozenset[int] = frozenset()
         self.vector: Vector = {**history.vector, number: 1}
         self.proxied: Vector = {~agent: clock for agent, clock in history.vector.items()}
+        self.aliased: Vector = {}
+        self.aliased_grids: frozenset[int] = frozenset()
         self.touched = False
         self.fenced: tuple[Snapshot, int] | None = None
         self.loads: list[Released] = []
@@ -184,6 +200,8 @@ class Agent:
                 self.grids,
                 dict(self.nearby),
                 self.fenced_grids,
+                dict(self.aliased),
+                self.aliased_grids,
             )
             self.vector[self.id] += 1
             self.touched = False
@@ -204,6 +222,9 @@ class Agent:
             self.grids |= snapshot.grids
         if snapshot.fenced_grids is not self.fenced_grids:
             self.fenced_grids |= snapshot.fenced_grids
+        if snapshot.aliased:
+            merge(self.aliased, snapshot.aliased)
+            self.aliased_grids |= snapshot.aliased_grids
 
     def learn_nearby(self, party: int, clock: int) -> None:
         """Knows of one more asynchronous unit's accesses."""
@@ -237,6 +258,14 @@ class Agent:
         self._latest = None
         self.touched = True
 
+    def fence_alias(self) -> None:
+        """Passes every access it knows of, its own among them, to the other names of their places."""
+        merge(self.aliased, self.vector)
+        self.aliased_grids |= self.grids
+        self.vector[self.id] += 1  # what it does from now on is not passed
+        self._latest = None
+        self.touched = True
+
     def learn(self, agent: int, clock: int) -> None:
         """Knows of one more agent's accesses."""
         if self.vector.get(agent, 0) < clock:
@@ -263,6 +292,17 @@ class Agent:
             return True
         number = owner.warp.grid.number
         return number in self.warp.grid.history.grids or number in self.fenced_grids
+
+    def has_aliased(self, epoch: int, owner: Agent) -> bool:
+        """Whether an access was passed to the other names of its place, as far as this agent knows.
+
+        What a kernel did that had ended before this one began was, and so was what that one knew of.
+        """
+        key, clock = epoch >> 32, epoch & 0xFFFFFFFF
+        before, number = self.warp.grid.history, owner.warp.grid.number
+        if self.aliased.get(key, 0) >= clock or before.vector.get(key, 0) >= clock:
+            return True
+        return number in before.grids or number in self.aliased_grids
 
     def fence(self, scope: int) -> None:
         """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""

@@ -7,6 +7,11 @@ unless both are strong (relaxed, acquire, release, atomic) at scopes that includ
 symmetric memory and memory of other ranks, elsewhere from the first write of a run on; of several reads of a
 granule only the last is remembered. What ended with the run before
 is ordered before everything.
+
+Every access also has a name, of the two under which multicast memory may be known: the multicast address, or
+the rank's own. What is ordered after a conflicting access by the other name needs an alias fence between the
+two, of whichever warps: else it is reported, too (PTX ISA, "Causality Order": proxy-preserved base causality
+order).
 """
 
 from __future__ import annotations
@@ -65,8 +70,8 @@ def _numbers(cells: Any) -> NDArray[np.int64]:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _mark(line: int, strength: int) -> int:
-    return line << 4 | (strength + 1)
+def _mark(line: int, strength: int, multicast: bool = False) -> int:
+    return line << 4 | multicast << 3 | (strength + 1)
 
 
 class RaceDetector:
@@ -79,10 +84,12 @@ class RaceDetector:
     def __init__(self, report: Report, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
         self.report, self.memory, self.agents = report, memory, agents
         self._shadows: dict[int, Shadow] = {}
+        self._by_multicast = False  # whether there has been an access by a multicast address
 
     def clear(self) -> None:
         """Starts afresh: everything so far is ordered before what follows."""
         self._shadows.clear()
+        self._by_multicast = False
 
     def read(
         self,
@@ -93,8 +100,19 @@ class RaceDetector:
         address: Any,
         size: int,
         rmw: bool = False,
+        multicast: bool = False,
     ) -> list[int]:
         """A generic read of `size` bytes per lane; `rmw`: that of a read-modify-write.
+
+        Args:
+            agent: Whose.
+            line: Of the PTX.
+            strength: Scope of a strong access, or `WEAK`.
+            allocation: Which is read.
+            address: Of each lane, or of all.
+            size: Bytes a lane.
+            rmw: See above.
+            multicast: Whether by a multicast address.
 
         Returns:
             Epochs of the writes it finds that nothing orders before it.
@@ -105,8 +123,11 @@ class RaceDetector:
         cells = self._cells(shadow, allocation, address, size)
         writes = shadow.writes
         unknown = self._check(agent, line, strength, allocation, shadow, writes, cells, "read", "written")
+        self._by_multicast |= multicast
+        if self._by_multicast:
+            self._check_alias(agent, line, allocation, writes, cells, multicast, "read", "written")
         shadow.reads[0][cells] = agent.strong_epoch if rmw else agent.epoch
-        shadow.reads[1][cells] = _mark(line, strength)
+        shadow.reads[1][cells] = _mark(line, strength, multicast)
         agent.touched = True
         return unknown
 
@@ -119,17 +140,28 @@ class RaceDetector:
         address: Any,
         size: int,
         repeats: Callable[[], bool] | None = None,
+        multicast: bool = False,
     ) -> None:
         """A generic write of `size` bytes per lane; `repeats` tells whether it changes nothing."""
         epoch = agent.epoch if strength == WEAK else agent.strong_epoch
-        self._write(agent, epoch, line, strength, allocation, address, size, repeats)
+        self._write(agent, epoch, line, strength, allocation, address, size, repeats, multicast)
         agent.touched = True
 
-    def bulk_write(self, agent: Agent, line: int, strength: int, addresses: np.ndarray, chunk: int) -> None:
+    def bulk_write(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        addresses: np.ndarray,
+        chunk: int,
+        multicast: bool = False,
+    ) -> None:
         """The destination write of the bulk store that an agent issued last, in chunks."""
         epoch = agent.id + BULK << 32 | agent.issued
         for allocation, where in self.memory.spans(addresses, chunk):
-            self._write(agent, epoch, line, strength, allocation, addresses[where], chunk)
+            self._write(
+                agent, epoch, line, strength, allocation, addresses[where], chunk, multicast=multicast
+            )
 
     def async_read(
         self,
@@ -150,6 +182,10 @@ class RaceDetector:
             cells = self._cells(shadow, allocation, addresses[where], chunk)
             self._check(agent, line, WEAK, allocation, shadow, shadow.writes, cells, "async read", "written")
             self._check_proxy(agent, line, allocation, shadow, cells)
+            if self._by_multicast:
+                self._check_alias(
+                    agent, line, allocation, shadow.writes, cells, False, "async read", "written"
+                )
             shadow.reads[0][cells] = agent.epoch
             shadow.reads[1][cells] = _mark(line, WEAK)
             agent.touched = True
@@ -175,15 +211,19 @@ class RaceDetector:
         address: Any,
         size: int,
         repeats: Callable[[], bool] | None = None,
+        multicast: bool = False,
     ) -> None:
         shadow = self._shadows.get(allocation.base)
         if shadow is None:
             shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
         cells = self._cells(shadow, allocation, address, size)
+        self._by_multicast |= multicast
         for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
             self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb, repeats)
+            if self._by_multicast:
+                self._check_alias(agent, line, allocation, history, cells, multicast, "write", verb)
         shadow.writes[0][cells] = epoch
-        shadow.writes[1][cells] = _mark(line, strength)
+        shadow.writes[1][cells] = _mark(line, strength, multicast)
 
     @staticmethod
     def _cells(shadow: Shadow, allocation: Allocation, address: Any, size: int) -> Any:
@@ -234,7 +274,7 @@ class RaceDetector:
             unknown.append(epoch)
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(history[1][cells][at])
-            theirs = (mark & 15) - 1
+            theirs = (mark & 7) - 1
             if strength != WEAK and theirs != WEAK:
                 if includes(min(strength, theirs), owner.warp, agent.warp):
                     continue
@@ -256,6 +296,40 @@ class RaceDetector:
                 other_ptx=theirs_ptx,
             )
         return unknown
+
+    def _check_alias(
+        self,
+        agent: Agent,
+        line: int,
+        allocation: Allocation,
+        history: np.ndarray,
+        cells: Any,
+        multicast: bool,
+        verb: str,
+        other_verb: str,
+    ) -> None:
+        """What is ordered after an access by the other name: has an alias fence passed that on?"""
+        marks = history[1][cells]
+        others = (marks >> 3 & 1) != multicast
+        epochs = history[0][cells][others]
+        for epoch in distinct(epochs) if len(epochs) else ():
+            owner = self.agents.get((epoch >> 32) & OWN)
+            if owner is None or not agent.knows(epoch, owner) or agent.has_aliased(epoch, owner):
+                continue
+            mark = int(marks[others][np.flatnonzero(epochs == epoch)[0]])
+            theirs_ptx = owner.warp.grid.program.module.text
+            names = ("its own address", "a multicast address")
+            self.report.add(
+                "alias-fence",
+                f"{verb} of {allocation} by {agent.warp}, line {self.report.place(line)}, through "
+                f"{names[multicast]}, after it was {other_verb} by {owner.warp}, line "
+                f"{place(theirs_ptx, mark >> 4)}, through {names[not multicast]}: no fence.proxy.alias lies "
+                "between the two",
+                line,
+                key=(line, mark >> 4, verb),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
+            )
 
     def _check_proxy(
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Any

@@ -169,7 +169,8 @@ def copy_out(
     if machine.races is not None:
         for target in machine.memory.multicast_targets(low):
             strength = WEAK if merge is None else SCOPES.index("sys")
-            machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk)
+            everywhere = machine.memory.is_multicast(low)
+            machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk, everywhere)
 
     def read() -> None:
         held.append(smem_chunks(cta, chunk)[where].copy())

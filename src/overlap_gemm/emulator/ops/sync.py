@@ -303,6 +303,9 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
         return Op(proxy)
 
+    if ins.opcode == "fence.proxy.alias":
+        return Op(lambda group, mask: group.warp.agent.fence_alias())
+
     orders_init = "mbarrier_init" in ins.parts or {"cluster", "gpu", "sys"} & set(ins.parts)
 
     def run(group: Group, mask: int, *operands: Any) -> None:

@@ -1,0 +1,65 @@
+"""Multicast memory: one address for the same bytes on every rank, at which the NVLink switch sums and copies.
+
+A load from it returns the sum of what the ranks have there, a store writes it on all of them (PTX ISA, data
+movement instructions, ``multimem``). The ranks' values have 16 bits; the switch adds them in single precision
+(``.acc::f32``), in an order of its own, and rounds the sum to their type.
+
+**Aliases.** A multicast address and a rank's own address of the same bytes are two names of one location.
+That an access through one name happens before an access through the other orders the two only if a proxy
+fence lies on the way (PTX ISA, memory consistency model, "Causality Order": accesses to the same address need
+none, others are in proxy-preserved base causality order only if a proxy fence links them; ``membar/fence``:
+``fence.proxy.alias``, of virtual aliases). It holds for a read before a write as for a write before a read.
+So a thread calls `alias_fence` behind what it has seen by the ranks' own addresses and before its first
+access here, and once more behind its last one here and before it tells anybody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int64, Uint32, cute
+
+from overlap_gemm.device.memory import CHUNK_BYTES
+
+CHUNK_WORDS = CHUNK_BYTES // 4
+
+
+def alias_fence() -> None:
+    """``fence.proxy.alias``: see the module. Orders nothing by itself: release and acquire do."""
+    cute.arch.fence_proxy("alias")
+
+
+@cute.jit
+def load_sum(address: Int64, values: cute.Tensor) -> None:
+    """Loads the ranks' sum of a chunk: ``multimem.ld_reduce.relaxed.sys``.
+
+    Args:
+        address: multicast, a multiple of 16.
+        values: registers, 8 values of bfloat16 or float16.
+    """
+    words = cute.recast_tensor(values, Uint32)
+    loaded = cute.arch.inline_ptx(
+        f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{_pair(values)} "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * CHUNK_WORDS,
+        read_only_args=[address],
+    )
+    for i in cutlass.range_constexpr(CHUNK_WORDS):
+        words[i] = loaded[i]
+
+
+@cute.jit
+def store_everywhere(address: Int64, values: cute.Tensor) -> None:
+    """Stores a chunk on every rank: ``multimem.st.relaxed.sys``; arguments as for `load_sum`."""
+    words = cute.recast_tensor(values, Uint32)
+    cute.arch.inline_ptx(
+        f"multimem.st.relaxed.sys.global.v4.{_pair(values)} "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *(words[i] for i in range(CHUNK_WORDS))],
+    )
+
+
+def _pair(values: Any) -> str:
+    """The PTX type of two of them in a word."""
+    return {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[values.element_type]
