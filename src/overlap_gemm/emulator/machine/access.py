@@ -43,8 +43,6 @@ def _safe(address: np.ndarray, mask: int) -> np.ndarray:
 
 
 STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
-
-
 _ORDERING = frozenset(("acquire", "release"))
 
 
@@ -313,8 +311,7 @@ class Access:
     def _rows(self, mask: int, values: tuple[Any, ...]) -> Any:
         """`[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
         dtype = DTYPE[self.bits]
-        lanes = lane_array(mask)
-        n = mask.bit_count()
+        lanes, n = lane_array(mask), mask.bit_count()
         if self.count == 1:
             v = values[0]
             if v.__class__ is int:
@@ -331,8 +328,7 @@ class Access:
 
     def _scalar_bytes(self, mask: int, values: tuple[Any, ...]) -> bytes:
         """The bytes that a uniform address receives: of the highest active lane, as one lane must win."""
-        last = 1 << (mask.bit_length() - 1)
-        keep = (1 << self.bits) - 1
+        last, keep = 1 << (mask.bit_length() - 1), (1 << self.bits) - 1
         return b"".join((one(v, last) & keep).to_bytes(self.width, "little") for v in values)
 
     def _store_shared(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
@@ -402,7 +398,6 @@ class Access:
                 group.warp.agent, self.line, self.strength, allocation, touched, self.size,
                 lambda: np.array_equal(view[where], data), self.multicast,
             )  # fmt: skip
-
         agent = group.warp.agent
         epoch = agent.strong_epoch if self.strong else agent.epoch
         keeps = machine.old.wants(self, allocation, group)
