@@ -104,7 +104,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
     if comm and any("elect.sync" in line for line in lines[comm[0] : comm[-1]]):
         findings.append("elect.sync inside the comm lane's branch: it would wait for lanes that never come")
     if exchanges:
-        words = [line for line in lines if re.search(r"\b(ld|st)\.relaxed\.sys\.global\.v4", line)]
+        words = [line for line in lines if re.search(r"(?<![.\w])(ld|st)\.relaxed\.sys\.global\.v4", line)]
         polls = sum("ld.relaxed.sys" in line for line in lines if line not in words)
         acquires = sum("ld.acquire.sys" in line for line in lines)
         traps = sum(line.startswith("trap") for line in lines)
