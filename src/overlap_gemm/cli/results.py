@@ -19,7 +19,7 @@ Mode = Literal["eager", "graph"]
 EAGER: Mode = "eager"
 GRAPH: Mode = "graph"
 
-OTHERS = ("torch", "torch-symm", "one-shot", "two-shot")
+OTHERS = ("torch", "torch-symm", "one-shot", "two-shot", "quack")
 """What a user could call instead of ours."""
 
 
