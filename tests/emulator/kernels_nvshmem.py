@@ -90,6 +90,8 @@ def exchange_kernel(
         nv.quiet()
     cute.arch.sync_threads()
     if tid == 0:
+        if cutlass.const_expr("peer" in ways):
+            nv.fence()  # the signal releases other warps' stores, too: behind the barrier, before the signal
         for i in cutlass.range_constexpr(len(ways)):
             if cutlass.const_expr("signal" not in ways[i]):
                 nv.signal_op(slot(signals, i), 1, SET, peer)
