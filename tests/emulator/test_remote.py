@@ -52,6 +52,18 @@ def test_multimem_red_adds_to_every_copy():
     assert [int(c[0]) for c in copies] == [64, 74]
 
 
+def test_bytes_in_other_ranks_memory_are_counted():
+    """Of the lanes that store; a word that a warp stores as one counts once, and bytes at home do not."""
+    own, other = aligned(128), aligned(128)
+    m = machine([own])
+    m.memory.register(other.ctypes.data, other.nbytes, 1, "of rank 1")
+    body = ADDRESS.format(size=16) + "st.global.v4.u32 [%d6], {1, 2, 3, 4}; setp.lt.u32 %p0, %r0, 10;"
+    body += "@%p0 st.global.v4.u32 [%d7], {1, 2, 3, 4}; mov.u32 %r1, 5; st.relaxed.sys.global.u32 [%d1], %r1;"
+    m.submit(launch(module(body, 2), [own, other]))
+    m.run()
+    assert m.report.sent == {(0, 1): 10 * 16 + 4}
+
+
 REMOTE_STORE = """
 mov.u32 %r0, %tid.x; mov.u32 %r4, %cluster_ctarank;
 mov.b32 %r10, bar; setp.eq.b32 %p0, %r0, 0;

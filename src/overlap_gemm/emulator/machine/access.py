@@ -295,7 +295,6 @@ class Access:
         return values[0] if self.count == 1 else tuple(values)
 
     # -- stores ----------------------------------------------------------------------------------
-
     def store(self, group: Group, mask: int, space: str, address: Any, values: tuple[Any, ...]) -> None:
         """Stores `count` values per lane."""
         group.effects += 1
@@ -398,7 +397,8 @@ class Access:
                 group.warp.agent, self.line, self.strength, allocation, touched, self.size,
                 lambda: np.array_equal(view[where], data), self.multicast,
             )  # fmt: skip
-        agent = group.warp.agent
+        rank, agent = group.warp.grid.launch.rank, group.warp.agent
+        machine.report.stored(rank, allocation.rank, data.nbytes)
         epoch = agent.strong_epoch if self.strong else agent.epoch
         keeps = machine.old.wants(self, allocation, group)
 
@@ -412,9 +412,9 @@ class Access:
         kind = "flag" if self.strong else "store"
         if machine.faults.active and machine.faults.catches(group, self.line, kind, allocation, put):
             return
-        if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
+        if machine.held.active and allocation.rank != rank:
             low, high = span(touched, self.size)
-            machine.held.touch(group.warp.grid.launch.rank, allocation, low, high)
+            machine.held.touch(rank, allocation, low, high)
             if not self.strong:
                 machine.held.hold(HeldStore(agent, epoch, allocation, low, high, put))
                 agent.touched = True

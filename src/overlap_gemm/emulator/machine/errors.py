@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from overlap_gemm.emulator.ptx import source
@@ -86,6 +87,8 @@ class Report:
         instructions: Warp instructions executed.
         seconds: Wall-clock time spent in `run`.
         output: Lines the kernels printed.
+        sent: (rank, another rank) -> bytes that the one's kernels stored into the other's memory; what is
+            stored through a multicast address counts for each rank.
         ignore: Kinds of findings that are not kept.
         ptx: Text of the kernel that is running now.
     """
@@ -94,9 +97,15 @@ class Report:
     instructions: int = 0
     seconds: float = 0.0
     output: list[str] = field(default_factory=list)
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
     ignore: frozenset[str] = frozenset()
     ptx: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
+
+    def stored(self, rank: int, owner: int, nbytes: int) -> None:
+        """Counts a store of a rank, if it is into another one's memory."""
+        if owner != rank:
+            self.sent[rank, owner] += nbytes
 
     def place(self, line: int) -> str:
         """Names a line of the kernel that is running now, with its place in the source if known."""

@@ -166,8 +166,7 @@ class SharedCells(Cells):
 
 def _distinct(entries: np.ndarray) -> list[int]:
     """As `np.unique`, faster where neighbours are alike."""
-    after = entries[1:]
-    return sorted({int(entries[0]), *after[after != entries[:-1]].tolist()})
+    return sorted({int(entries[0]), *entries[1:][entries[1:] != entries[:-1]].tolist()})
 
 
 class SharedRaces:

@@ -109,6 +109,7 @@ def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, dat
     for target in machine.memory.multicast_targets(low):
         put = partial(_put_global, machine, addresses + (target - low), chunk, data)
         allocation = machine.memory.find(target, chunk)
+        machine.report.stored(group.warp.grid.launch.rank, allocation.rank, data.nbytes)
         if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
             put()
 
@@ -185,6 +186,7 @@ def copy_out(
                 moved = addresses + (target - low)
                 add = partial(_merge_global, machine, moved, chunk, merge, data)
                 allocation = machine.memory.find(target, chunk)
+                machine.report.stored(grid.launch.rank, allocation.rank, data.nbytes)
                 caught = machine.faults.active and machine.faults.catches(
                     group, ins.line, "copy", allocation, add
                 )
