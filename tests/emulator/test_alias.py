@@ -27,14 +27,14 @@ FENCED = {
 }
 
 
-def run(bodies, block=64):
-    """Findings of launches on one stream: place 0 of two copies is %d0 and, for both of them, %d1."""
-    copies, multicast = [aligned(32), aligned(32)], aligned(32)
-    m = machine(copies)
+def run(bodies, block=64, ranks=(0, 0)):
+    """Findings of launches: place 0 of two copies is %d0, of both %d1; a flag is %d2."""
+    copies, multicast, flag = [aligned(32), aligned(32)], aligned(32), aligned(32)
+    m = machine([*copies, flag], ranks=2)
     m.memory.register_multicast(multicast.ctypes.data, multicast.nbytes, [c.ctypes.data for c in copies])
-    for body in bodies:
-        ptx = module(START + body, 2, ".shared .align 128 .b8 buf[128];")
-        m.submit(launch(ptx, [copies[0], multicast], block=(block, 1, 1)))
+    for body, rank in zip(bodies, ranks, strict=False):
+        ptx = module(START + body, 3, ".shared .align 128 .b8 buf[128];")
+        m.submit(launch(ptx, [copies[0], multicast, flag], block=(block, 1, 1), rank=rank))
     m.run()
     return m.report.findings, [int(c[0]) for c in copies]
 
@@ -85,6 +85,17 @@ def test_a_bulk_store_to_a_multicast_address(fence):
 def test_the_end_of_a_kernel_is_enough(pair):
     first, second = PAIRS[pair]
     assert run([f"{written(first)} @%p1 {first}", f"@%p1 {second}"])[0] == []
+
+
+WAIT = "W: ld.acquire.sys.global.b32 %r5, [%d2]; setp.ne.s32 %p3, %r5, 7; @%p3 bra W;"
+RAISE = "st.release.sys.global.b32 [%d2], %r1;"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_another_rank_too_if_a_flag_tells_of_it(ends):
+    first = [f"@%p1 {EVERYWHERE}", RAISE] if ends else [f"{EVERYWHERE} {RAISE}"]
+    findings, _ = run([*first, f"{WAIT} {LOAD}"], 32, [0] * len(first) + [1])
+    assert {finding.kind for finding in findings} == (set() if ends else {"alias-fence"})
 
 
 def test_one_name_needs_no_fence():

@@ -53,7 +53,7 @@ def merge(into: Vector, other: Vector) -> None:
 class Snapshot:
     """What an agent, or all participants of a barrier, knew when they released."""
 
-    __slots__ = ("agent", "aliased", "aliased_grids", "fenced_grids", "grids", "nearby", "proxied", "vector")
+    __slots__ = ("agent", "aliased", "fenced_grids", "grids", "nearby", "proxied", "vector")
 
     def __init__(
         self,
@@ -64,11 +64,10 @@ class Snapshot:
         nearby: Vector,
         fenced_grids: frozenset[int],
         aliased: Vector,
-        aliased_grids: frozenset[int],
     ) -> None:
         self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
         self.nearby, self.fenced_grids = nearby, fenced_grids
-        self.aliased, self.aliased_grids = aliased, aliased_grids
+        self.aliased = aliased
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
@@ -82,7 +81,6 @@ class Snapshot:
             dict(first.nearby),
             first.fenced_grids,
             dict(first.aliased),
-            first.aliased_grids,
         )
         for part in rest:
             merge(out.vector, part.vector)
@@ -92,9 +90,7 @@ class Snapshot:
                 out.grids |= part.grids
             if part.fenced_grids is not out.fenced_grids:
                 out.fenced_grids |= part.fenced_grids
-            if part.aliased:
-                merge(out.aliased, part.aliased)
-                out.aliased_grids |= part.aliased_grids
+            merge(out.aliased, part.aliased)
         return out
 
 
@@ -122,7 +118,6 @@ class Agent:
         grids: Launches that are known as a whole.
         fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
         aliased: Clocks of the accesses that an alias fence has passed on, as in `vector`.
-        aliased_grids: As `fenced_grids`, of those.
         touched: Whether it accessed memory since it last released.
         fenced: Snapshot and scope of its last fence.
         loads: What its relaxed loads observed since the last fence; the scope is that of both sides.
@@ -141,7 +136,6 @@ class Agent:
         "_latest",
         "_seen",
         "aliased",
-        "aliased_grids",
         "fenced",
         "fenced_grids",
         "grids",
@@ -167,7 +161,6 @@ class Agent:
         self.vector: Vector = {**history.vector, number: 1}
         self.proxied: Vector = {~agent: clock for agent, clock in history.vector.items()}
         self.aliased: Vector = {}
-        self.aliased_grids: frozenset[int] = frozenset()
         self.touched = False
         self.fenced: tuple[Snapshot, int] | None = None
         self.loads: list[Released] = []
@@ -201,7 +194,6 @@ class Agent:
                 dict(self.nearby),
                 self.fenced_grids,
                 dict(self.aliased),
-                self.aliased_grids,
             )
             self.vector[self.id] += 1
             self.touched = False
@@ -222,9 +214,7 @@ class Agent:
             self.grids |= snapshot.grids
         if snapshot.fenced_grids is not self.fenced_grids:
             self.fenced_grids |= snapshot.fenced_grids
-        if snapshot.aliased:
-            merge(self.aliased, snapshot.aliased)
-            self.aliased_grids |= snapshot.aliased_grids
+        merge(self.aliased, snapshot.aliased)
 
     def learn_nearby(self, party: int, clock: int) -> None:
         """Knows of one more asynchronous unit's accesses."""
@@ -261,7 +251,6 @@ class Agent:
     def fence_alias(self) -> None:
         """Passes every access it knows of, its own among them, to the other names of their places."""
         merge(self.aliased, self.vector)
-        self.aliased_grids |= self.grids
         self.vector[self.id] += 1  # what it does from now on is not passed
         self._latest = None
         self.touched = True
@@ -296,13 +285,13 @@ class Agent:
     def has_aliased(self, epoch: int, owner: Agent) -> bool:
         """Whether an access was passed to the other names of its place, as far as this agent knows.
 
-        What a kernel did that had ended before this one began was, and so was what that one knew of.
+        What a kernel did was, where its end is known; so was what kernels knew of that had ended before this
+        one began.
         """
         key, clock = epoch >> 32, epoch & 0xFFFFFFFF
-        before, number = self.warp.grid.history, owner.warp.grid.number
-        if self.aliased.get(key, 0) >= clock or before.vector.get(key, 0) >= clock:
+        if self.aliased.get(key, 0) >= clock or self.warp.grid.history.vector.get(key, 0) >= clock:
             return True
-        return number in before.grids or number in self.aliased_grids
+        return owner.warp.grid.number in self.grids
 
     def fence(self, scope: int) -> None:
         """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""
