@@ -1,9 +1,11 @@
 """Workspaces of processes: whose memory, who is reached, and what is allocated accordingly."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 
 from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
 from overlap_gemm.runtime import peers, symmetric, workspace
@@ -222,3 +224,23 @@ def test_a_provider_that_is_none_is_refused(obtained, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "shm")
     with pytest.raises(ValueError, match="torch or nvshmem, got 'shm'"):
         obtained(True)
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_torch_makes_no_multicast_object_of_our_blocks(monkeypatch, chosen):
+    """Unless the user has decided; torch reads the variable when the blocks meet."""
+    seen = []
+
+    def rendezvous(block, group):
+        seen.append(os.environ.get(symmetric.NO_MULTICAST))
+        return SimpleNamespace(buffer_ptrs=[block.data_ptr()], multicast_ptr=0)
+
+    monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(symmetric.NO_MULTICAST, chosen)
+    monkeypatch.setattr(symmetric, "agree", lambda group, make, what: make())
+    monkeypatch.setattr(symmetric.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(symm_mem, "empty", lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype))
+    monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
+    symmetric.TorchSymmetric(SimpleNamespace(process_group="ranks", rank=0), 64, torch.device("cpu"))
+    assert seen == [chosen or "1"] and os.environ.get(symmetric.NO_MULTICAST) == chosen

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
+from ..runtime.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
 from .workload import Call, Workload
 
 # The name since torch 2.13, where the older one warns.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 LINK_BYTES = 768 << 20
 """Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -85,6 +86,26 @@ def agree(group: Group, attempt: Callable[[], T], what: str) -> T:
     return result
 
 
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """Keeps torch from making a multicast object of the blocks that meet here.
+
+    Nothing on a GPU uses one, they are a resource of the whole host, and making one can take its GPUs out of
+    service. Whoever has set torch's variable has decided.
+    """
+    if NO_MULTICAST in os.environ:
+        yield
+        return
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[NO_MULTICAST]
+
+
 class TorchSymmetric:
     """A block of torch's symmetric memory, CUDA backend.
 
@@ -110,7 +131,8 @@ class TorchSymmetric:
             f"allocating {nbytes} bytes",
         )
         # The rendezvous communicates; it is entered only by ranks that all have their block.
-        handle = symm_mem.rendezvous(self.local, group.process_group)
+        with without_multicast():
+            handle = symm_mem.rendezvous(self.local, group.process_group)
         self._handle = handle
         offset = self.local.data_ptr() - int(handle.buffer_ptrs[group.rank])
         self.bases = torch.tensor(

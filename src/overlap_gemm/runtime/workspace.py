@@ -202,7 +202,7 @@ def why_no_multicast(group: Group) -> str | None:
         return None
     return (
         "the workspaces have no multicast address. Creating a multicast object can take a shared host's GPUs "
-        "out of service, so none is used on GPUs: there is one in the emulator, where stores reach all peers"
+        "out of service, so none is made on GPUs: there is one in the emulator, where stores reach all peers"
     )
 
 
