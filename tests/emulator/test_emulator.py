@@ -209,3 +209,9 @@ def test_unknown_targets_and_modes_are_refused():
         Emulator("sm_80")
     with pytest.raises(ValueError, match="mode"):
         Emulator(mode="sometimes")
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_a_tensor_without_elements_is_registered(shape):
+    with Emulator("sm_90a", ranks=2) as emulator:
+        assert emulator.empty(shape, torch.float32, 1).shape == shape

@@ -324,11 +324,13 @@ class Emulator:
         """Lets kernels touch a tensor that they reach by address; returns it. Lasts as long as the emulator.
 
         Args:
-            tensor: Any CPU tensor.
+            tensor: Any CPU tensor; one without elements has no memory to touch.
             rank: Whose memory it is.
             name: For reports.
         """
         address, nbytes = extent(tensor)
+        if not nbytes:
+            return tensor
         with self._lock:
             self._registry.hold(address, nbytes, rank=rank, name=name)
             self._registry.keep_alive(tensor)
