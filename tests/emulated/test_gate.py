@@ -83,7 +83,7 @@ def test_random_sequences_with_the_fused_op(arch, seed):
 
 
 @pytest.mark.usefixtures("changed_kernels")
-@pytest.mark.parametrize("what", ["wait_flag", "await_peers"])
+@pytest.mark.parametrize("what", ["await_piece", "await_peers"])
 def test_a_gate_without_its_waits_is_noticed(what, monkeypatch):
     """Shards are read before they are there; a peer's next ones arrive while they are read."""
     monkeypatch.setattr(gate, what, lambda *_: None)

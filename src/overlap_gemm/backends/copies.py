@@ -37,8 +37,6 @@ def why_not(problem: Problem) -> str | None:
     """Why shards of a problem cannot go by copy engines, None if they can."""
     if problem.op != "all_gather_gemm" or problem.device_type != "cuda":
         return "copy engines send the shards of all_gather_gemm, between GPUs"
-    if problem.world_size == 1:
-        return "one rank has nothing to transfer"
     if problem.reach is None:
         return "nobody asked what the ranks' GPUs reach"
     return problem.reach.why_not
@@ -155,9 +153,6 @@ def plan_for(group: Group, x: Tensor, shards: Shards) -> CopyPlan:
     """
     peers, depth = peers_for(group, x.device), x.shape[1]
     key = ("all_gather_gemm by copies", x.dtype, depth, shards)
-    plan: CopyPlan | None = peers.plans.get(key)
-    if plan is not None and plan.is_open:
-        return plan
     return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, depth, shards))
 
 

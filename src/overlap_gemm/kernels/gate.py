@@ -24,9 +24,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, cute
 
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.kernels.call import Call, announce, await_peers, enter, finish
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.gathering import await_piece
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Gate:
         cute.arch.sync_warp()
         if source >= 0:
             if cute.arch.lane_idx() == 0:
-                site = call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
-                flag = call.flag(call.base, Int32(0), source)
-                wait_flag(flag, call.epoch, call.bound, site, self.transport.flag)
+                await_piece(call, source, 0, self.transport)
         else:
             announce(call, self.transport)
             await_peers(call, Op.ALL_GATHER_GEMM, Role.CALL_READ, self.transport.flag)

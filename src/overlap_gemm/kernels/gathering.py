@@ -89,17 +89,17 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
         full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
         pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
         for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
-            _await_piece(call, source, piece, transport)
+            await_piece(call.call, source, piece, transport)
     elif cute.arch.lane_idx() == 0:
-        _await_piece(call, source, 0, transport)
+        await_piece(call.call, source, 0, transport)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def _await_piece(call: GatherCall, source: Int32, piece: Any, transport: cutlass.Constexpr) -> None:
-    site = call.call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
-    flag = call.call.flag(call.call.base, piece, source)
-    wait_flag(flag, call.call.epoch, call.call.bound, site, transport.flag)
+def await_piece(call: Call, source: Int32, piece: Any, transport: cutlass.Constexpr) -> None:
+    """One lane: waits for the flag of a piece of a shard of ``source``; of a whole one, 0."""
+    site = call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
+    wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site, transport.flag)
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
