@@ -83,14 +83,13 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         "fused": fused.total,
         "torch": product + torch,
         "sequential": product + ordered,
-        "decomposed": (facts.world - 1) * machine.step + max(product, ordered),
     }
     host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts)}
-    if facts.op == "all_gather_gemm":
-        del ways["decomposed"]
-        if facts.world <= BY_SHARDS_MEASURED:
-            ways["decomposed"] = by_shards_seconds(facts, machine, sms)
-            host["decomposed"] = facts.world * SHARD_HOST
+    if facts.op != "all_gather_gemm":
+        ways["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
+    elif facts.world <= BY_SHARDS_MEASURED:
+        ways["decomposed"] = by_shards_seconds(facts, machine, sms)
+        host["decomposed"] = facts.world * SHARD_HOST
     if not captured:
         ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), config, fused, machine)
