@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from overlap_gemm.emulator.machine.launch import Launch, Machine
+from overlap_gemm.emulator.run.launch import Launch, Machine
 
 REGISTERS = (
     ".reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<64>; .reg .b64 %d<32>; "

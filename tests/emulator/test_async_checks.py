@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.machine.asyncq import AsyncEngine, Event
 from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS
-from overlap_gemm.emulator.machine.errors import EmulatorError
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 
 from .handwritten import aligned, run

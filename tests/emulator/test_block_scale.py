@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.units import smem_desc, tcgen05, tma, tmem
 from overlap_gemm.emulator.units.tma_encode import encode_tiled
 

@@ -8,9 +8,9 @@ import textwrap
 import pytest
 
 from overlap_gemm.emulator.machine.asyncq import MODES
-from overlap_gemm.emulator.ptx.source import place
 from overlap_gemm.emulator.pytest_plugin import settings_of
 from overlap_gemm.emulator.settings import Setting, settings
+from overlap_gemm.emulator.source import place
 
 from .command import emulator_command as run
 

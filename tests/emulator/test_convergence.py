@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.errors import Deadlock
+from overlap_gemm.emulator.errors import Deadlock
 from overlap_gemm.emulator.settings import Setting
 
 from .handwritten import aligned, run

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.errors import (
+from overlap_gemm.emulator.errors import (
     Deadlock,
     EmulatorError,
     KernelTrap,
     MemoryFault,
     UnsupportedInstruction,
 )
-from overlap_gemm.emulator.machine.launch import Machine
-from overlap_gemm.emulator.machine.sched import Schedule
+from overlap_gemm.emulator.run.launch import Machine
+from overlap_gemm.emulator.run.scheduler import Schedule
 
 from .handwritten import LANE_OUT, launch, machine, module, run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.emulator.machine.errors import MemoryFault
-from overlap_gemm.emulator.machine.sched import Schedule, Scheduler
+from overlap_gemm.emulator.errors import MemoryFault
+from overlap_gemm.emulator.run.scheduler import Schedule, Scheduler
 
 from .handwritten import aligned, launch, machine, module, run
 

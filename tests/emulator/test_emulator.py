@@ -9,7 +9,7 @@ from cutlass.cute.runtime import from_dlpack
 from cutlass.utils import HardwareInfo
 
 from overlap_gemm.emulator import Emulator, EmulatorError, FindingsError, poison_
-from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.errors import MemoryFault
 
 from .kernels_simple import chain, scale, send_left, store_at
 

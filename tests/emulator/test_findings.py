@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.emulator.machine import errors
-from overlap_gemm.emulator.machine.errors import EmulatorError, MemoryFault
-from overlap_gemm.emulator.machine.launch import Machine
+from overlap_gemm.emulator import errors
+from overlap_gemm.emulator.errors import EmulatorError, MemoryFault
 from overlap_gemm.emulator.machine.roles import parse_roles
-from overlap_gemm.emulator.ptx.source import excerpt
+from overlap_gemm.emulator.run.launch import Machine
+from overlap_gemm.emulator.source import excerpt
 from overlap_gemm.emulator.trace import Trace
 
 from .handwritten import aligned, launch, module, run

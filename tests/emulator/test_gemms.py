@@ -4,9 +4,9 @@ import cutlass
 import pytest
 import torch
 
-from overlap_gemm.emulator import numeric
 from overlap_gemm.emulator.host.emulator import Emulator
-from overlap_gemm.emulator.machine.sched import Schedule
+from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.run.scheduler import Schedule
 from overlap_gemm.emulator.units import smem_desc
 
 from .kernels import build
@@ -114,8 +114,8 @@ def _no_swizzle(monkeypatch):
 
 
 def _one_percent(monkeypatch):
-    widen = numeric.widen
-    monkeypatch.setattr(numeric, "widen", lambda bits, kind: widen(bits, kind) * 0.99)
+    widen = formats.widen
+    monkeypatch.setattr(formats, "widen", lambda bits, kind: widen(bits, kind) * 0.99)
 
 
 @pytest.mark.parametrize("broken", [_no_swizzle, _one_percent])

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from overlap_gemm.emulator.host import device_memory, scaled_mm
-from overlap_gemm.emulator.host.torch_mode import CudaOnCpu, plays_host_memory
+from overlap_gemm.emulator.host.torch import device_memory, scaled_mm
+from overlap_gemm.emulator.host.torch.torch_mode import CudaOnCpu, plays_host_memory
 
 
 def blocked(factors):

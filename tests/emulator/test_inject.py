@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.errors import Deadlock, KernelTrap
+from overlap_gemm.emulator.errors import Deadlock, KernelTrap
 from overlap_gemm.emulator.machine.inject import StoreFault
-from overlap_gemm.emulator.machine.launch import Machine
+from overlap_gemm.emulator.run.launch import Machine
 from overlap_gemm.emulator.units.tma_encode import encode_tiled
 
 from .handwritten import aligned, launch, module

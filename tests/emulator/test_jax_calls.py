@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from overlap_gemm.emulator.host import jax_calls
+from overlap_gemm.emulator.host.dsl import jax_calls
 
 
 class Frames:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.units import mma, smem_desc, swizzle, tcgen05, tmem, wgmma
 
 UMMA_LAYOUT = {"none": 0, "128B": 2, "64B": 4, "32B": 6}
@@ -146,14 +146,14 @@ def test_tcgen05_mma(types, ctas, m, n, a_mn, b_mn):
     rng = np.random.default_rng(m + n)
     shape = tcgen05.decode_instruction(instruction(m, n, a_code, b_code, a_mn=a_mn, b_mn=b_mn), kind, ctas)
     assert (shape.m, shape.n, shape.a_mn_major, shape.b_mn_major) == (m, n, a_mn, b_mn)
-    size = numeric.ELEMENT_BYTES[shape.a_type]
+    size = formats.ELEMENT_BYTES[shape.a_type]
     smem = [np.full(1 << 16, 0xFF, np.uint8) for _ in range(ctas)]
     d0 = rng.standard_normal((m, n)).astype(np.float32)
     patterns = {}
     for name, rows in (("a", m), ("b", n)):
         bits = rng.integers(0, 1 << (8 * size), (rows, shape.k), np.uint64).astype(f"u{size}")
         element = shape.a_type if name == "a" else shape.b_type
-        patterns[name] = np.where(np.abs(numeric.widen(bits, element)) < 100, bits, 0).astype(f"u{size}")
+        patterns[name] = np.where(np.abs(formats.widen(bits, element)) < 100, bits, 0).astype(f"u{size}")
     for cta in range(ctas):
         a = place_operand(smem[cta], 0, patterns["a"][cta * m // ctas : (cta + 1) * m // ctas], a_mn, size)
         b = place_operand(
@@ -163,8 +163,8 @@ def test_tcgen05_mma(types, ctas, m, n, a_mn, b_mn):
     for row, column in itertools.product(range(m), range(n)):
         cta, lane, at = d_cell(row, column, m, n, ctas)
         cells[cta][lane, 64 + at] = d0[row, column : column + 1].view(np.uint32)[0]
-    left = numeric.widen(patterns["a"], shape.a_type).astype(np.float64)
-    right = numeric.widen(patterns["b"], shape.b_type).astype(np.float64)
+    left = formats.widen(patterns["a"], shape.a_type).astype(np.float64)
+    right = formats.widen(patterns["b"], shape.b_type).astype(np.float64)
     for accumulate, want in ((True, d0 + left @ right.T), (False, left @ right.T)):
         work = [c.copy() for c in cells]
         tcgen05.Mma(shape, 64, a, b, accumulate).run(smem, work)
@@ -187,9 +187,9 @@ def test_products_in_a_row_are_one_of_a_larger_k(a_mn, b_mn):
     cells = np.zeros((128, 512), np.uint32)
     cells.view(np.float32)[:, 8:40] = want
     for place in (16384, 0, 32768):  # the second one lies below the first
-        a, b = (numeric.f32_to_bf16(rng.standard_normal((r, 16)).astype(np.float32)) for r in (128, 32))
+        a, b = (formats.f32_to_bf16(rng.standard_normal((r, 16)).astype(np.float32)) for r in (128, 32))
         tiles = (place_operand(smem, place, a, a_mn, 2), place_operand(smem, 65536 + place, b, b_mn, 2))
-        want = want + numeric.bf16_to_f32(a) @ numeric.bf16_to_f32(b).T
+        want = want + formats.bf16_to_f32(a) @ formats.bf16_to_f32(b).T
         steps.append(tcgen05.Mma(shape, 8, *tiles, accumulate=True))
     assert all(tcgen05.continues(steps[0], step) for step in steps[1:])
     tcgen05.join(tuple(steps)).run([smem], [cells])
@@ -322,9 +322,9 @@ def test_tmem_copy_from_shared_memory(shape, rows, bytes_):
 
 
 def random_patterns(rng, shape, element):
-    size = numeric.ELEMENT_BYTES[element]
+    size = formats.ELEMENT_BYTES[element]
     bits = rng.integers(0, 1 << (8 * size), shape, np.uint64).astype(f"u{size}")
-    return np.where(np.abs(numeric.widen(bits, element)) < 100, bits, 0).astype(f"u{size}")
+    return np.where(np.abs(formats.widen(bits, element)) < 100, bits, 0).astype(f"u{size}")
 
 
 def fragment(matrix, registers, place):
@@ -351,7 +351,7 @@ def c_place(i, t, e):
 @pytest.mark.parametrize("k_bytes", [16, 32])
 def test_mma_sync(a_type, b_type, d_type, k_bytes):
     rng = np.random.default_rng(0)
-    parts = 4 // numeric.ELEMENT_BYTES[a_type]
+    parts = 4 // formats.ELEMENT_BYTES[a_type]
     k = k_bytes // 4 * parts
     a, b = random_patterns(rng, (16, k), a_type), random_patterns(rng, (8, k), b_type)
     c = (rng.standard_normal((16, 8)) * 100).astype(np.float16 if d_type == "f16" else np.float32)
@@ -361,7 +361,7 @@ def test_mma_sync(a_type, b_type, d_type, k_bytes):
         fc = fragment(c.view(np.uint32), 4, c_place)
     else:
         fc = fragment(c.view(np.uint16), 2, lambda i, t, e: (t // 4 + 8 * i, 2 * (t % 4) + e))
-    left, right = numeric.widen(a, a_type).astype(np.float64), numeric.widen(b, b_type).astype(np.float64)
+    left, right = formats.widen(a, a_type).astype(np.float64), formats.widen(b, b_type).astype(np.float64)
     got = mma.c_matrix(mma.mma_sync(fa, fb, fc, a_type, b_type, d_type), d_type)
     bound = (np.abs(left) @ np.abs(right).T + np.abs(c)) * (2.0**-10 if d_type == "f16" else 1e-5) + 1e-4
     assert (np.abs(got - (left @ right.T + c)) <= bound).all()
@@ -387,12 +387,12 @@ def test_ldmatrix_and_stmatrix(num, trans):
 @pytest.mark.parametrize("d_type, from_registers", [("f32", False), ("f32", True), ("f16", False)])
 def test_wgmma(element, d_type, from_registers):
     rng = np.random.default_rng(0)
-    size = numeric.ELEMENT_BYTES[element]
+    size = formats.ELEMENT_BYTES[element]
     operation = wgmma.Wgmma(24, element, element, d_type, negate_b=True)
     a, b = random_patterns(rng, (64, operation.k), element), random_patterns(rng, (24, operation.k), element)
     smem = np.full(1 << 16, 0xFF, np.uint8)
     da, db = place_operand(smem, 0, a, False, size), place_operand(smem, 32768, b, False, size)
-    left, right = numeric.widen(a, element), -numeric.widen(b, element)
+    left, right = formats.widen(a, element), -formats.widen(b, element)
     d0 = rng.standard_normal((64, 24)).astype(np.float32)
     for warp in range(4):
         rows = slice(16 * warp, 16 * warp + 16)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 
 PATTERNS = hnp.arrays(np.uint32, hnp.array_shapes(min_dims=0, max_dims=3, max_side=8))
 SPECIALS = np.array(
@@ -45,16 +45,16 @@ def test_bf16_nearest_equals_torch_everywhere():
     x = all_tops(16)
     want = torch.from_numpy(x.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
     want = np.where(np.isnan(x), np.uint16(0x7FFF), want)  # torch keeps another NaN payload
-    np.testing.assert_array_equal(numeric.f32_to_bf16(x), want)
+    np.testing.assert_array_equal(formats.f32_to_bf16(x), want)
 
 
 @given(PATTERNS, PATTERNS)
 def test_packed_bf16_is_two_single_conversions(hi, lo):
     hi, lo = np.broadcast_to(hi.reshape(-1)[:1], (32,)).copy(), np.resize(lo, 32) if lo.size else np.zeros(32)
-    hi, lo = numeric.as_f32(np.resize(hi, 32)), numeric.as_f32(lo.astype(np.uint32))
-    word = numeric.f32_to_bf16x2(hi, lo)
-    np.testing.assert_array_equal(word, numeric.pack16(numeric.f32_to_bf16(lo), numeric.f32_to_bf16(hi)))
-    for got, bits in zip(numeric.bf16x2_to_f32(word), numeric.unpack16(word), strict=True):
+    hi, lo = formats.as_f32(np.resize(hi, 32)), formats.as_f32(lo.astype(np.uint32))
+    word = formats.f32_to_bf16x2(hi, lo)
+    np.testing.assert_array_equal(word, formats.pack16(formats.f32_to_bf16(lo), formats.f32_to_bf16(hi)))
+    for got, bits in zip(formats.bf16x2_to_f32(word), formats.unpack16(word), strict=True):
         np.testing.assert_array_equal(got.view(np.uint32), bits.astype(np.uint32) << 16)
 
 
@@ -65,21 +65,21 @@ HALVES = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 @settings(max_examples=60)
 def test_truncating_conversions_are_exact(x):
-    got = numeric.f16_to_f32(numeric.f32_to_f16(np.float32([x]), "rz"))[0]
+    got = formats.f16_to_f32(formats.f32_to_f16(np.float32([x]), "rz"))[0]
     largest = HALVES[np.searchsorted(HALVES, abs(x), "right") - 1]  # compared exactly, in float64
     assert (float(got), math.copysign(1, got)) == (math.copysign(largest, x), math.copysign(1, x))
     bits = int(np.float32(x).view(np.uint32))
-    assert int(numeric.f32_to_bf16(np.float32([x]), "rz")[0]) == bits >> 16
-    assert int(numeric.f32_to_tf32(np.float32([x]), "rz").view(np.uint32)[0]) == bits & ~0x1FFF
+    assert int(formats.f32_to_bf16(np.float32([x]), "rz")[0]) == bits >> 16
+    assert int(formats.f32_to_tf32(np.float32([x]), "rz").view(np.uint32)[0]) == bits & ~0x1FFF
 
 
 @given(st.floats(width=32, allow_nan=False, min_value=-(2.0**126), max_value=2.0**126))
 def test_tf32_nearest_by_exact_distance(x):
     exact = Fraction(x)
     for rounding in ("rna", "rn"):
-        got = numeric.f32_to_tf32(np.float32([x]), rounding)[0]
+        got = formats.f32_to_tf32(np.float32([x]), rounding)[0]
         low = np.uint32(np.float32(abs(x)).view(np.uint32) & np.uint32(0xFFFFE000))
-        below, above = (Fraction(float(numeric.as_f32(low + np.uint32(d)))) for d in (0, 0x2000))
+        below, above = (Fraction(float(formats.as_f32(low + np.uint32(d)))) for d in (0, 0x2000))
         down, up = abs(exact) - below, above - abs(exact)
         tie_up = rounding == "rna" or (int(low) >> 13) & 1
         want = above if up < down or (up == down and tie_up) else below
@@ -88,7 +88,7 @@ def test_tf32_nearest_by_exact_distance(x):
 
 @pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
 def test_small_floats_equal_torch(name, dtype):
-    fmt = numeric.SMALL_FLOATS[name]
+    fmt = formats.SMALL_FLOATS[name]
     codes = torch.arange(256, dtype=torch.uint8)
     np.testing.assert_array_equal(fmt.decode(codes.numpy()), codes.view(dtype).float().numpy())
     x = np.concatenate([all_tops(20), all_tops(21), all_tops(16)[::5], SPECIALS.view(np.float32)])
@@ -103,7 +103,7 @@ def test_small_floats_equal_torch(name, dtype):
     "name, exponent_bits, mantissa_bits, bias", [("e2m3", 2, 3, 1), ("e3m2", 3, 2, 3), ("e2m1", 2, 1, 1)]
 )
 def test_formats_without_nan_by_exact_distance(name, exponent_bits, mantissa_bits, bias):
-    fmt, width = numeric.SMALL_FLOATS[name], 1 + exponent_bits + mantissa_bits
+    fmt, width = formats.SMALL_FLOATS[name], 1 + exponent_bits + mantissa_bits
 
     def value(code):
         exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
@@ -144,28 +144,28 @@ def test_scale_exponents_by_exact_comparison(bits):
     )
     x = x.view(np.float32)
     for rounding, number, code in [
-        (r, n, c) for r in ("rz", "rp") for n, c in zip(x, numeric.f32_to_ue8m0(x, r), strict=True)
+        (r, n, c) for r in ("rz", "rp") for n, c in zip(x, formats.f32_to_ue8m0(x, r), strict=True)
     ]:
         if np.isnan(number):
-            assert code == 0xFF and np.isnan(numeric.ue8m0_to_f32(code))
+            assert code == 0xFF and np.isnan(formats.ue8m0_to_f32(code))
             continue
         magnitude = min(abs(Fraction(float(number))), SCALES[-1]) if np.isfinite(number) else SCALES[-1]
         fitting = bisect_right(SCALES, magnitude) - 1 if rounding == "rz" else bisect_left(SCALES, magnitude)
         want = SCALES[max(fitting, 0)]
-        assert Fraction(float(numeric.ue8m0_to_f32(code))) == want, (rounding, number)
+        assert Fraction(float(formats.ue8m0_to_f32(code))) == want, (rounding, number)
 
 
 def test_half_specials_and_saturation():
     x = SPECIALS.view(np.float32)
-    got = numeric.f32_to_f16(x)
+    got = formats.f32_to_f16(x)
     want = torch.from_numpy(x).to(torch.float16).view(torch.uint16).numpy()
     np.testing.assert_array_equal(got, np.where(np.isnan(x), np.uint16(0x7FFF), want))
-    saturated = numeric.f16_to_f32(numeric.f32_to_f16(x, satfinite=True))
+    saturated = formats.f16_to_f32(formats.f32_to_f16(x, satfinite=True))
     assert np.nanmax(np.abs(saturated)) == 65504
     np.testing.assert_array_equal(
-        numeric.saturate(np.float32([-1, 0.5, 2, np.nan, -np.inf])), [0, 0.5, 1, 0, 0]
+        formats.saturate(np.float32([-1, 0.5, 2, np.nan, -np.inf])), [0, 0.5, 1, 0, 0]
     )
-    np.testing.assert_array_equal(numeric.relu(np.float32([-1, 0.5, np.nan])), np.float32([0, 0.5, np.nan]))
+    np.testing.assert_array_equal(formats.relu(np.float32([-1, 0.5, np.nan])), np.float32([0, 0.5, np.nan]))
 
 
 @given(
@@ -175,7 +175,7 @@ def test_half_specials_and_saturation():
     st.sampled_from(["rni", "rzi", "rmi", "rpi"]),
 )
 def test_float_to_int(x, bits, signed, rounding):
-    got = int(numeric.float_to_int(np.float32([x]), bits, signed, rounding)[0])
+    got = int(formats.float_to_int(np.float32([x]), bits, signed, rounding)[0])
     lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     if math.isnan(x):
         want = 2 ** (bits - 1) if bits == 64 else 0
@@ -195,4 +195,4 @@ def test_float_to_int(x, bits, signed, rounding):
 def test_integer_saturation(x, bits, signed):
     lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     want = [min(max(int(v), lo), hi) % 2**bits for v in x]
-    assert numeric.clamp_int(x, bits, signed).tolist() == want
+    assert formats.clamp_int(x, bits, signed).tolist() == want

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from overlap_gemm.emulator.machine.launch import Machine
-from overlap_gemm.emulator.machine.sched import Schedule
+from overlap_gemm.emulator.run.launch import Machine
+from overlap_gemm.emulator.run.scheduler import Schedule
 
 from .handwritten import aligned, launch, module
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.ptx.peephole import gather_runs, needed
+from overlap_gemm.emulator.instructions.peephole import gather_runs, needed
+from overlap_gemm.emulator.numbers import formats
 
 from .handwritten import run
 
@@ -27,7 +27,7 @@ def values():
 
 
 def expected(hi, lo):
-    return numeric.pack16(numeric.f32_to_bf16(lo), numeric.f32_to_bf16(hi))
+    return formats.pack16(formats.f32_to_bf16(lo), formats.f32_to_bf16(hi))
 
 
 def test_a_run_equals_single_conversions(values):

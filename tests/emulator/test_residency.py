@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator import Schedule
-from overlap_gemm.emulator.machine.errors import Deadlock
+from overlap_gemm.emulator.errors import Deadlock
 from overlap_gemm.emulator.machine.residency import Footprint
 from overlap_gemm.emulator.ptx.parse import parse
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator import numeric
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.numbers import formats
 
 from .handwritten import aligned, run
 
@@ -36,13 +36,13 @@ def codes_of(rng, kind, shape):
     if kind == "e2m1":
         return rng.integers(0, 16, shape).astype(np.uint8)
     codes = rng.integers(0, 256, shape).astype(np.uint8)
-    return np.where(np.isfinite(numeric.widen(codes, kind)), codes, 0x38).astype(np.uint8)
+    return np.where(np.isfinite(formats.widen(codes, kind)), codes, 0x38).astype(np.uint8)
 
 
 def factors_of(rng, factor, shape):
     codes = rng.integers(120, 134, shape) if factor == "ue8m0" else rng.integers(0x20, 0x50, shape)
     codes = codes.astype(np.uint8)
-    return codes, numeric.ue8m0_to_f32(codes) if factor == "ue8m0" else numeric.widen(codes, "e4m3")
+    return codes, formats.ue8m0_to_f32(codes) if factor == "ue8m0" else formats.widen(codes, "e4m3")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,7 +73,7 @@ def test_every_element_and_factor_is_taken_from_its_place(name, choice):
         bytes_of[10, 4 * (row % 8) + 2 * lane_a + row // 8, byte_a + block] = codes_a[row, block]
     for n, block in np.ndindex(8, blocks):
         bytes_of[11, 4 * n + lane_b, byte_b + block] = codes_b[n, block]
-    left, right = (numeric.widen(x, t).astype(np.float64) for x, t in ((a, a_type), (b, b_type)))
+    left, right = (formats.widen(x, t).astype(np.float64) for x, t in ((a, a_type), (b, b_type)))
     left *= np.repeat(scale_a, k // blocks, axis=1)
     right *= np.repeat(scale_b, k // blocks, axis=1)
     expected = left @ right.T + c

@@ -16,9 +16,9 @@ import pytest
 import torch
 from cutlass.cute.runtime import from_dlpack, load_module
 
-from overlap_gemm.emulator.host import elf, seam
-from overlap_gemm.emulator.host.runtime_api import DeviceProperties, static_shared_bytes
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.host.dsl import elf, seam
+from overlap_gemm.emulator.host.dsl.runtime_api import DeviceProperties, static_shared_bytes
 from overlap_gemm.emulator.units import swizzle
 from overlap_gemm.emulator.units.tma import TensorMap
 
@@ -276,8 +276,8 @@ def test_it_works_when_the_dsl_was_imported_first_and_in_a_process_of_its_own(tm
         import cuda.bindings.driver as cuda
         from cutlass.cute.runtime import from_dlpack
         from kernels_simple import scale
-        from overlap_gemm.emulator.host.runtime_api import DeviceProperties
-        from overlap_gemm.emulator.host.seam import SEAM
+        from overlap_gemm.emulator.host.device import DeviceProperties
+        from overlap_gemm.emulator.host.dsl.seam import SEAM
         calls = []
         SEAM.open(lambda: DeviceProperties("sm_90a", 132), calls.append, lambda _: None, lambda: None)
         a, b = from_dlpack(torch.ones(5)), from_dlpack(torch.ones(5))

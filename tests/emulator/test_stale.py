@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.launch import Machine
+from overlap_gemm.emulator.run.launch import Machine
 
 from .handwritten import aligned, launch, module
 from .test_order import MODES, RIGHT, WRONG, exchange

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.units import swizzle, tma
 from overlap_gemm.emulator.units.tma_encode import encode_tiled, field_bits
 

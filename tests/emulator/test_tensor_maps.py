@@ -4,8 +4,8 @@ import cutlass
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.host import seam
-from overlap_gemm.emulator.host.runtime_api import DeviceProperties
+from overlap_gemm.emulator.host.device import DeviceProperties
+from overlap_gemm.emulator.host.dsl import seam
 from overlap_gemm.emulator.units import swizzle
 from overlap_gemm.emulator.units.tma import TensorMap
 

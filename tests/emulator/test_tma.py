@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap_gemm.emulator.machine.errors import UnsupportedInstruction
+from overlap_gemm.emulator.errors import UnsupportedInstruction
 from overlap_gemm.emulator.units import tma
 from overlap_gemm.emulator.units.tma_encode import encode_tiled
 

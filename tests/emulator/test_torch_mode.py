@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from overlap_gemm.emulator.host import half_products
-from overlap_gemm.emulator.host.torch_mode import CudaOnCpu, is_marked
+from overlap_gemm.emulator.host.torch import half_products
+from overlap_gemm.emulator.host.torch.torch_mode import CudaOnCpu, is_marked
 from overlap_gemm.emulator.units import mma
 
 from .test_matrix_units import a_place, c_place, fragment

@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from overlap_gemm.emulator.host.turns import Turns
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.host.torch.turns import Turns
 
 
 def run(ranks, body, device=lambda: None):

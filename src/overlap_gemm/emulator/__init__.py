@@ -3,10 +3,10 @@
 As a library: `Emulator`. As a command: ``python -m overlap_gemm.emulator script.py``.
 """
 
-from .host.emulator import Emulator, FindingsError
-from .host.memory import Symmetric, poison_
-from .machine.errors import EmulatorError, Finding, Report
-from .machine.sched import Schedule
+from overlap_gemm.emulator.errors import EmulatorError, Finding, Report
+from overlap_gemm.emulator.host.emulator import Emulator, FindingsError
+from overlap_gemm.emulator.host.memory import Symmetric, poison_
+from overlap_gemm.emulator.run.scheduler import Schedule
 
 __all__ = [
     "Emulator",

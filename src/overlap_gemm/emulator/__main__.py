@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from . import check_command, mutate_command
-from .commands import ARCHS, as_user_error, with_line_information
-from .host.emulator import Emulator
-from .host.script import run_script
-from .machine.inject import WORDS
-from .machine.roles import parse_roles
-from .settings import SCHEDULES, Setting
-from .trace import Trace
+from overlap_gemm.emulator import check_command, mutate_command
+from overlap_gemm.emulator.commands import ARCHS, as_user_error, with_line_information
+from overlap_gemm.emulator.host.emulator import Emulator
+from overlap_gemm.emulator.host.script import run_script
+from overlap_gemm.emulator.machine.inject import WORDS
+from overlap_gemm.emulator.machine.roles import parse_roles
+from overlap_gemm.emulator.settings import SCHEDULES, Setting
+from overlap_gemm.emulator.trace import Trace
 
 SILENT_SECONDS = 3.0
 """Runs shorter than this show no progress."""

@@ -16,12 +16,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .commands import ARCHS, as_user_error, with_line_information
-from .host.emulator import Emulator, FindingsError
-from .host.script import run_script
-from .machine.errors import EmulatorError
-from .machine.roles import parse_roles
-from .settings import settings
+from overlap_gemm.emulator.commands import ARCHS, as_user_error, with_line_information
+from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.host.emulator import Emulator, FindingsError
+from overlap_gemm.emulator.host.script import run_script
+from overlap_gemm.emulator.machine.roles import parse_roles
+from overlap_gemm.emulator.settings import settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import typer
 
-from .host.replace import environment
-from .machine.launch import SM_COUNT
+from overlap_gemm.emulator.host.replace import environment
+from overlap_gemm.emulator.run.launch import SM_COUNT
 
 ARCHS = ", ".join(SM_COUNT)
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .machine.errors import KernelTrap
-from .ptx.parse import parse
-from .settings import Setting, settings
+from overlap_gemm.emulator.errors import KernelTrap
+from overlap_gemm.emulator.ptx.parse import parse
+from overlap_gemm.emulator.settings import Setting, settings
 
 __all__ = ["Mutation", "Outcome", "Setting", "apply", "enumerate_mutations", "run", "settings"]
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import mutate
-from .commands import ARCHS
-from .host.emulator import Emulator
-from .host.script import run_script
+from overlap_gemm.emulator import mutate
+from overlap_gemm.emulator.commands import ARCHS
+from overlap_gemm.emulator.host.emulator import Emulator
+from overlap_gemm.emulator.host.script import run_script
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

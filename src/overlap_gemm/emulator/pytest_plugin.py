@@ -26,10 +26,10 @@ from typing import Any
 
 import pytest
 
-from .host.emulator import Emulator
-from .host.script import one_device
-from .machine.asyncq import MODES
-from .settings import Setting
+from overlap_gemm.emulator.host.emulator import Emulator
+from overlap_gemm.emulator.host.script import one_device
+from overlap_gemm.emulator.machine.asyncq import MODES
+from overlap_gemm.emulator.settings import Setting
 
 MARK = "emulated"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .machine.asyncq import MODES
-from .machine.checks import CHECKS, STRICT_CHECKS
-from .machine.sched import Schedule
+from overlap_gemm.emulator.machine.asyncq import MODES
+from overlap_gemm.emulator.machine.checks import CHECKS, STRICT_CHECKS
+from overlap_gemm.emulator.run.scheduler import Schedule
 
 SCHEDULES = "round_robin, shuffled, starve:RANK, starve:warp:NUMBER, starve:cta:NUMBER"
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .machine.roles import Roles, role_of
-from .trace_html import page
+from overlap_gemm.emulator.machine.roles import Roles, role_of
+from overlap_gemm.emulator.trace_html import page
 
 Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 

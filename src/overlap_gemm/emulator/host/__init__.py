@@ -1,1 +1,1 @@
-"""The host side: how a compiled CuTe DSL function reaches the machine, and what stands in for CUDA."""
+"""What stands in for a process with GPUs: the DSL's host path, torch's, the emulator behind both."""

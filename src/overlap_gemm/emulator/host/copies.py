@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 
-from ..machine.launch import Launch
+from overlap_gemm.emulator.run.launch import Launch
 
 CHUNK = 16
 """Bytes that a lane copies at a time."""

@@ -12,19 +12,20 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..machine.errors import EmulatorError, Report
-from ..machine.inject import Faults
-from ..machine.launch import Launch, Machine
-from ..machine.streams import StreamEvent
-from . import nvshmem
-from .copies import copy_launch
-from .cuda_device import hardware_info
-from .graphs import Capture
-from .memory import Symmetric, SymmetricHeap, extent, poison_
-from .network import Network
-from .registry import ARGUMENT, Registry
-from .runtime_api import DeviceProperties, KernelCall
-from .seam import SEAM
+from overlap_gemm.emulator.errors import EmulatorError, Report
+from overlap_gemm.emulator.host import nvshmem
+from overlap_gemm.emulator.host.copies import copy_launch
+from overlap_gemm.emulator.host.device import DeviceProperties
+from overlap_gemm.emulator.host.dsl.hardware_info import hardware_info
+from overlap_gemm.emulator.host.dsl.runtime_api import KernelCall
+from overlap_gemm.emulator.host.dsl.seam import SEAM
+from overlap_gemm.emulator.host.graphs import Capture
+from overlap_gemm.emulator.host.memory import Symmetric, SymmetricHeap, extent, poison_
+from overlap_gemm.emulator.host.network import Network
+from overlap_gemm.emulator.host.registry import ARGUMENT, Registry
+from overlap_gemm.emulator.machine.inject import Faults
+from overlap_gemm.emulator.machine.streams import StreamEvent
+from overlap_gemm.emulator.run.launch import Launch, Machine
 
 Mode = Literal["immediate", "random", "lazy"]
 
@@ -78,7 +79,7 @@ class Emulator:
             and puts and signals travel over an emulated network (`overlap_gemm.emulator.host.network`).
         collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
         rewrite: Changes the PTX of each launch before it runs (`overlap_gemm.emulator.mutate`).
-        options: Further options of the machine, see `overlap_gemm.emulator.machine.launch.Machine`.
+        options: Further options of the machine, see `overlap_gemm.emulator.run.launch.Machine`.
 
     Attributes:
         machine: The machine behind it.

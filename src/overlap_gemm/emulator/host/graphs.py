@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 
 
 class Capture:

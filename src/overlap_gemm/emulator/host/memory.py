@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 
 ALIGNMENT = 512
 """Bytes; that of NVSHMEM's own symmetric heap."""

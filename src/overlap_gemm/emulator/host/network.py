@@ -18,13 +18,13 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..machine.access import notify
-from ..machine.asyncq import Event
-from ..machine.errors import EmulatorError
-from ..machine.launch import Machine
-from ..machine.warp import Group
-from ..ptx.emit import BLOCK_RESULT
-from ..ptx.lanes import lane_list
+from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT
+from overlap_gemm.emulator.machine.access import notify
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.numbers.lanes import lane_list
+from overlap_gemm.emulator.run.launch import Machine
 
 _FUNCTION = re.compile(r"\.func\b[^;{]*?\b_Z(\d+)(nvshmemi_transfer_\w+)\s*\(([^)]*)\)")
 _PUT_SIGNAL_NBI = re.compile(r"\.func\b[^;{]*?\bnvshmemx?_\w+_put_signal_nbi")

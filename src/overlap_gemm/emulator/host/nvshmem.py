@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 
 DEVICE_STATE = "nvshmemi_device_state_d"
 DEVICE_STATE_BYTES = 848

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..machine.memory import GlobalMemory
+from overlap_gemm.emulator.machine.memory import GlobalMemory
 
 ARGUMENT = "argument"
 """Name, in reports, of memory that is held because it is an argument of a call."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from . import cuda_device, distributed
-from .emulator import Emulator
-from .replace import replaced
-from .torch_mode import CudaOnCpu
-from .turns import Turns
+from overlap_gemm.emulator.host.emulator import Emulator
+from overlap_gemm.emulator.host.replace import replaced
+from overlap_gemm.emulator.host.torch import cuda_device, distributed
+from overlap_gemm.emulator.host.torch.torch_mode import CudaOnCpu
+from overlap_gemm.emulator.host.torch.turns import Turns
 
 
 def run_script(emulator: Emulator, script: str, arguments: list[str], poison_symmetric: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""The emulated machine: memory, warps, schedules, barriers, the async engine and launches."""
+"""The emulated machine's state: memory, warps, barriers, what is in flight, and the checks on them."""

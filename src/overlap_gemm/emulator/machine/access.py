@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.machine import order
-from overlap_gemm.emulator.machine.errors import MemoryFault
 from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
 from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.visibility import HeldStore, span
 from overlap_gemm.emulator.machine.warp import CTA_WINDOW
-from overlap_gemm.emulator.ptx.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
+from overlap_gemm.emulator.numbers.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation

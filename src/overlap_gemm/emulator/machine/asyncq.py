@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from overlap_gemm.emulator.machine.errors import EmulatorError
+from overlap_gemm.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.trace import Trace

@@ -19,16 +19,16 @@ from overlap_gemm.emulator.machine.order import (
 )
 from overlap_gemm.emulator.machine.races import RaceDetector, distinct
 from overlap_gemm.emulator.machine.shared_races import Party, SharedRaces, nearby
-from overlap_gemm.emulator.ptx.lanes import lane_list
+from overlap_gemm.emulator.numbers.lanes import lane_list
 
 if TYPE_CHECKING:
+    from overlap_gemm.emulator.errors import Report
     from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier, Waiters
-    from overlap_gemm.emulator.machine.errors import Report
-    from overlap_gemm.emulator.machine.grid import Grid
     from overlap_gemm.emulator.machine.memory import GlobalMemory
     from overlap_gemm.emulator.machine.visibility import HeldStores
     from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
     from overlap_gemm.emulator.ptx.ir import Instruction
+    from overlap_gemm.emulator.run.grid import Grid
 
 _AWAIT = {
     "load": "wait at its mbarrier before the end",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation
-    from overlap_gemm.emulator.machine.sched import Scheduler
     from overlap_gemm.emulator.machine.warp import Group, Warp
+    from overlap_gemm.emulator.run.scheduler import Scheduler
 
 ACTIONS = ("drop", "delay", "duplicate")
 KINDS = ("store", "flag", "copy", "load")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from overlap_gemm.emulator.ptx.lanes import lane_list
+from overlap_gemm.emulator.numbers.lanes import lane_list
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.errors import Report
     from overlap_gemm.emulator.machine.warp import Cta, Warp
 
 KEPT = 64  # stores of a warp that are looked at; those before are forgotten

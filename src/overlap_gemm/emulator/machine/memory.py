@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator.machine.errors import MemoryFault
+from overlap_gemm.emulator.errors import MemoryFault
 
 SHARED, PARAM, LOCAL, CONST, FUNCTION = (1 << n for n in (56, 57, 58, 59, 60))
 WINDOW_SHIFT = 56

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
-from overlap_gemm.emulator.ptx.source import place
+from overlap_gemm.emulator.source import place
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.errors import Report
     from overlap_gemm.emulator.machine.memory import Allocation, GlobalMemory
 
 WEAK = -1

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.grid import Grid
     from overlap_gemm.emulator.ptx.ir import Function
+    from overlap_gemm.emulator.run.grid import Grid
 
 CTAS_PER_SM = 32
 THREADS_PER_SM = 2048

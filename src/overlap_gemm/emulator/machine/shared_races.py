@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from overlap_gemm.emulator.machine.order import STRONG
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.errors import Report
+    from overlap_gemm.emulator.errors import Report
     from overlap_gemm.emulator.machine.lane_plan import LanePlan
     from overlap_gemm.emulator.machine.order import Agent, Snapshot, Vector
     from overlap_gemm.emulator.machine.warp import Cta

@@ -11,7 +11,7 @@ from overlap_gemm.emulator.machine.order import History
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.checks import Checks
-    from overlap_gemm.emulator.machine.launch import Launch
+    from overlap_gemm.emulator.run.launch import Launch
 
 Stream = tuple[int, int]  # rank, handle
 

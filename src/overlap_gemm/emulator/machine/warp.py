@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
-from overlap_gemm.emulator.machine.errors import EmulatorError
 from overlap_gemm.emulator.machine.lane_order import KEPT, LaneStore
 from overlap_gemm.emulator.machine.shared_races import Cells, Party, SharedCells, Unit
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
-from overlap_gemm.emulator.ptx.lanes import FULL, LANE_IDS, merge
+from overlap_gemm.emulator.numbers.lanes import FULL, LANE_IDS, merge
 
 if TYPE_CHECKING:
-    from overlap_gemm.emulator.machine.grid import Grid
     from overlap_gemm.emulator.machine.order import Agent
+    from overlap_gemm.emulator.run.grid import Grid
 
 CTA_WINDOW = 1 << 24
 SMEM_BASE = 1024  # the first KiB of the window is the system's

@@ -1,1 +1,1 @@
-"""PTX text to executable Python: parser, translator and instruction handlers."""
+"""PTX as text and as instructions: the parser and what it yields."""

@@ -10,7 +10,7 @@ import re
 import struct
 from bisect import bisect_right
 
-from .ir import (
+from overlap_gemm.emulator.ptx.ir import (
     TYPE_BYTES,
     Args,
     Function,

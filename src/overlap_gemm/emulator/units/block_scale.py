@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 
 F32 = NDArray[np.float32]
 BLOCKS = {"scale_vec::1X": 32, "scale_vec::2X": 32, "scale_vec::4X": 16, "block32": 32, "block16": 16}
@@ -87,7 +87,7 @@ class Scaling:
         each = [copies[0][:, n * step : n * step + width].T.reshape(-1)[:rows] for n in range(cells)]
         held = np.stack(each, axis=1)
         codes = held.view(np.uint8)[:, data_id : data_id + blocks]
-        return numeric.ue8m0_to_f32(codes) if self.kind == "ue8m0" else numeric.widen(codes, self.kind)
+        return formats.ue8m0_to_f32(codes) if self.kind == "ue8m0" else formats.widen(codes, self.kind)
 
     def apply(self, operand: F32, factors: F32) -> NDArray[np.floating]:
         """An operand `[rows, k]` times its factors; in `float64` where they leave the range of `float32`."""

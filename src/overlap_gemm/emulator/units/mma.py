@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
@@ -74,7 +74,7 @@ def c_registers(matrix: Matrix, dtype: str) -> U32:
         words = matrix.astype(np.float32 if dtype == "f32" else np.int32, copy=False).view(np.uint32)
         tiles = words.reshape(2, 8, -1, 4, 2)
         return tiles.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
-    words = numeric.f32_to_f16(matrix.astype(np.float32, copy=False)).view(np.uint32)
+    words = formats.f32_to_f16(matrix.astype(np.float32, copy=False)).view(np.uint32)
     return words.reshape(2, 8, -1, 4).transpose(2, 0, 1, 3).reshape(-1, 32)
 
 
@@ -85,7 +85,7 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, satu
         a: A fragment.
         b: B fragment.
         c: C fragment, of `d_type`.
-        a_type: element type of A, a name of `numeric.ELEMENT_BYTES`.
+        a_type: element type of A, a name of `formats.ELEMENT_BYTES`.
         b_type: element type of B.
         d_type: `f32`, `f16` or `s32`.
         saturate: whether an integer D saturates.
@@ -93,8 +93,8 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, satu
     Returns:
         The D fragment.
     """
-    left = numeric.widen(a_matrix(a, numeric.ELEMENT_BYTES[a_type]), a_type).astype(np.float64)
-    right = numeric.widen(b_matrix(b, numeric.ELEMENT_BYTES[b_type]), b_type).astype(np.float64)
+    left = formats.widen(a_matrix(a, formats.ELEMENT_BYTES[a_type]), a_type).astype(np.float64)
+    right = formats.widen(b_matrix(b, formats.ELEMENT_BYTES[b_type]), b_type).astype(np.float64)
     with np.errstate(all="ignore"):
         return c_registers(add(left @ right.T, c_matrix(c, d_type), d_type, saturate), d_type)
 
@@ -112,7 +112,7 @@ def scale_factors(words: U32, first: int, lanes: int, byte: int, count: int, kin
     """
     held = words.reshape(8, 4)[:, first : first + lanes].T.reshape(-1)
     codes = np.ascontiguousarray(held).view(np.uint8).reshape(-1, 4)[:, byte : byte + count]
-    return numeric.ue8m0_to_f32(codes) if kind == "ue8m0" else numeric.widen(codes, "e4m3")
+    return formats.ue8m0_to_f32(codes) if kind == "ue8m0" else formats.widen(codes, "e4m3")
 
 
 def mma_sync_scaled(
@@ -137,7 +137,7 @@ def mma_sync_scaled(
     def scaled(codes: Bits, kind: str, factors: F32) -> NDArray[np.float64]:
         if packed:
             codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(len(codes), -1)
-        values = numeric.widen(codes, kind).astype(np.float64)
+        values = formats.widen(codes, kind).astype(np.float64)
         return values * np.repeat(factors, values.shape[1] // factors.shape[1], axis=1)
 
     left, right = scaled(a_matrix(a, 1), a_type, scale_a), scaled(b_matrix(b, 1), b_type, scale_b)

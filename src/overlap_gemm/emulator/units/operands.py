@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 
 Bits = NDArray[np.unsignedinteger]
 F32 = NDArray[np.float32]
@@ -60,20 +60,20 @@ def from_smem(tile: Bits, kind: str, packed: bool, mn_major: bool) -> F32:
         mn_major: whether rows rather than k are contiguous.
     """
     if kind not in BITS:
-        return numeric.widen(tile, kind)
+        return formats.widen(tile, kind)
     if packed:
-        return numeric.widen(split_nibbles(tile), kind)
+        return formats.widen(split_nibbles(tile), kind)
     lines = tile.T if mn_major else tile
     codes = split_chunks(lines, BITS[kind])
-    return numeric.widen(codes.T if mn_major else codes, kind)
+    return formats.widen(codes.T if mn_major else codes, kind)
 
 
 def from_tmem(cells: NDArray[np.uint32], kind: str, packed: bool) -> F32:
     """Values of A in tensor memory from its cells `[rows, columns]`."""
-    elements = np.ascontiguousarray(cells).view(f"u{numeric.ELEMENT_BYTES[kind]}")
+    elements = np.ascontiguousarray(cells).view(f"u{formats.ELEMENT_BYTES[kind]}")
     if kind in BITS:
         if packed:
             elements = split_nibbles(elements)
         else:
             elements = elements >> np.uint8((8 - BITS[kind]) // 2)
-    return numeric.widen(elements, kind)
+    return formats.widen(elements, kind)

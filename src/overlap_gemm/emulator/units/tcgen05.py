@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.units import operands
 from overlap_gemm.emulator.units.block_scale import Scaling
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_umma, gather_steps
@@ -59,7 +59,7 @@ class InstructionDescriptor:
     Attributes:
         m: rows of D over all CTAs of the group.
         n: columns of D.
-        a_type: element type of A, a name `numeric.widen` knows.
+        a_type: element type of A, a name `formats.widen` knows.
         b_type: element type of B.
         d_type: `f32`, `f16` or `s32`.
         a_mn_major: whether A's rows are contiguous in shared memory (the "transpose" bit).
@@ -94,7 +94,7 @@ class InstructionDescriptor:
     @property
     def k_holders(self) -> int:
         """The same in elements, or in the bytes that hold two of them."""
-        return self.k_bytes // numeric.ELEMENT_BYTES[self.a_type]
+        return self.k_bytes // formats.ELEMENT_BYTES[self.a_type]
 
 
 @lru_cache(maxsize=256)
@@ -234,12 +234,12 @@ class Mma:
     def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
         """The tiles of B and A in each CTA's shared memory: descriptor, rows, k, bytes, whether MN-major."""
         shape, whole = self.shape, self.shape.k_holders
-        size = numeric.ELEMENT_BYTES[shape.b_type]
+        size = formats.ELEMENT_BYTES[shape.b_type]
         tiles = [
             (tile, (shape.n // ctas, k, size, shape.b_mn_major)) for tile, k in self.b.pieces(whole, size)
         ]
         if isinstance(self.a, SmemDescriptor):
-            size = numeric.ELEMENT_BYTES[shape.a_type]
+            size = formats.ELEMENT_BYTES[shape.a_type]
             tiles += [
                 (tile, (shape.m // ctas, k, size, shape.a_mn_major)) for tile, k in self.a.pieces(whole, size)
             ]
@@ -272,7 +272,7 @@ class Mma:
 
     def _operand_b(self, smem: Smem, rows: int) -> F32:
         shape = self.shape
-        size = numeric.ELEMENT_BYTES[shape.b_type]
+        size = formats.ELEMENT_BYTES[shape.b_type]
         steps = (self.b, *[b for _, b in self.further])
         tile = _gather(smem, steps, rows, shape.k_holders, size, shape.b_mn_major)
         b = operands.from_smem(tile, shape.b_type, shape.packed, shape.b_mn_major)
@@ -280,7 +280,7 @@ class Mma:
 
     def _operand_a(self, smem: Smem, tmem: Tmem, rows: int, ctas: int) -> F32:
         shape = self.shape
-        size = numeric.ELEMENT_BYTES[shape.a_type]
+        size = formats.ELEMENT_BYTES[shape.a_type]
         if isinstance(self.a, SmemDescriptor):
             steps = (self.a, *[a for a, _ in self.further if isinstance(a, SmemDescriptor)])
             tile = _gather(smem, steps, rows, shape.k_holders, size, shape.a_mn_major)
@@ -321,8 +321,8 @@ class Mma:
             d[...] = total.astype(np.uint32)
             return
         if self.shape.d_type == "f16":
-            old = numeric.f16_to_f32(d) if self.accumulate else np.float32(0)
-            d[...] = numeric.f32_to_f16((product + np.ldexp(old, -self.scale_d)).astype(np.float32))
+            old = formats.f16_to_f32(d) if self.accumulate else np.float32(0)
+            d[...] = formats.f32_to_f16((product + np.ldexp(old, -self.scale_d)).astype(np.float32))
             return
         values = d.view(np.float32)
         if not self.accumulate:

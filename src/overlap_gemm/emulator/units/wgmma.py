@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator import numeric
+from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.units import mma
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
 
@@ -53,13 +53,13 @@ class Wgmma:
     def __post_init__(self) -> None:
         if self.n % 8 or not 8 <= self.n <= 256:
             raise ValueError(f"wgmma with n={self.n}: must be a multiple of 8 up to 256")
-        if (self.a_mn_major or self.b_mn_major) and numeric.ELEMENT_BYTES[self.a_type] != 2:
+        if (self.a_mn_major or self.b_mn_major) and formats.ELEMENT_BYTES[self.a_type] != 2:
             raise ValueError(f"wgmma transposes 16-bit operands only, not {self.a_type}")
 
     @cached_property
     def k(self) -> int:
         """K extent of one instruction."""
-        return _K_BYTES // numeric.ELEMENT_BYTES[self.a_type]
+        return _K_BYTES // formats.ELEMENT_BYTES[self.a_type]
 
     @property
     def d_registers(self) -> int:
@@ -68,19 +68,19 @@ class Wgmma:
 
     def operand_b(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
         """B as `float32 [n, k]`; the same for all warps of the warpgroup."""
-        size = numeric.ELEMENT_BYTES[self.b_type]
-        b = numeric.widen(descriptor.gather(smem, self.n, self.k, size, self.b_mn_major), self.b_type)
+        size = formats.ELEMENT_BYTES[self.b_type]
+        b = formats.widen(descriptor.gather(smem, self.n, self.k, size, self.b_mn_major), self.b_type)
         return -b if self.negate_b else b
 
     def operand_a(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
         """A as `float32 [64, k]`; warp w uses rows 16 w and up."""
-        size = numeric.ELEMENT_BYTES[self.a_type]
-        a = numeric.widen(descriptor.gather(smem, 4 * WARP_ROWS, self.k, size, self.a_mn_major), self.a_type)
+        size = formats.ELEMENT_BYTES[self.a_type]
+        a = formats.widen(descriptor.gather(smem, 4 * WARP_ROWS, self.k, size, self.a_mn_major), self.a_type)
         return -a if self.negate_a else a
 
     def operand_a_registers(self, registers: U32) -> F32:
         """One warp's A as `float32 [16, k]` from its four registers `[4, 32]`."""
-        a = numeric.widen(mma.a_matrix(registers, numeric.ELEMENT_BYTES[self.a_type]), self.a_type)
+        a = formats.widen(mma.a_matrix(registers, formats.ELEMENT_BYTES[self.a_type]), self.a_type)
         return -a if self.negate_a else a
 
     def multiply(self, a: F32, b: F32, d: U32 | None) -> U32:
@@ -104,7 +104,7 @@ class Wgmma:
         self, a: SmemDescriptor | None, b: SmemDescriptor
     ) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
         """The tiles read: descriptor, rows, k, bytes, whether MN-major; `a` is `None` for A in registers."""
-        tiles = [(b, (self.n, self.k, numeric.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
+        tiles = [(b, (self.n, self.k, formats.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
         if a is not None:
-            tiles.append((a, (4 * WARP_ROWS, self.k, numeric.ELEMENT_BYTES[self.a_type], self.a_mn_major)))
+            tiles.append((a, (4 * WARP_ROWS, self.k, formats.ELEMENT_BYTES[self.a_type], self.a_mn_major)))
         return tiles

@@ -1,0 +1,147 @@
+"""What can go wrong in an emulated kernel, as exceptions and as findings of the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from overlap_gemm.emulator import source
+
+KINDS = (
+    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init",
+    "mbarrier-race", "proxy-fence", "race", "shared-race", "shfl-exited", "sync-mask", "tmem-freed",
+    "tmem-leak", "tmem-unwaited", "wgmma-fence",
+)  # fmt: skip
+"""Of findings."""
+
+
+class EmulatorError(RuntimeError):
+    """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
+
+    Attributes:
+        line: of the instruction in its PTX, 0 where none is known.
+    """
+
+    def __init__(self, message: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+        self._shown = False
+
+    def show(self, ptx: str) -> None:
+        """Adds the instructions around its line to the message, once."""
+        if self.line and not self._shown:
+            self._shown = True
+            self.args = (f"{self}\n{source.excerpt(ptx, self.line)}",)
+
+
+class CooperativeLaunchTooLargeError(ValueError):
+    """A cooperative launch of more CTAs than can be resident at once: CUDA's error 720."""
+
+    code, name = 720, "cudaErrorCooperativeLaunchTooLarge"
+
+
+class MemoryFault(EmulatorError):
+    """An access that is out of bounds, misaligned, or to memory that is not (or no longer) allocated."""
+
+
+class Deadlock(EmulatorError):
+    """No warp can go on; the message lists every warp's position and what it waits for."""
+
+
+class UnsupportedInstruction(EmulatorError):
+    """An instruction (or a form of one) that the emulator does not model was executed."""
+
+
+class KernelTrap(EmulatorError):
+    """The kernel executed `trap`."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found without ending the run.
+
+    Attributes:
+        kind: Short name of the check, one of `KINDS`.
+        message: Who, where and what, both parties named.
+        line: PTX line, 0 where none applies.
+        excerpt: The instruction there and three on either side, the line of the Python source above them
+            and the other party's instruction below, as far as they are known.
+    """
+
+    kind: str
+    message: str
+    line: int = 0
+    excerpt: str = ""
+
+    def __str__(self) -> str:
+        below = f"\n{self.excerpt}" if self.excerpt else ""
+        return f"[{self.kind}] {self.message}{below}"
+
+
+@dataclass
+class Report:
+    """What a machine observed.
+
+    Attributes:
+        findings: Distinct findings in the order they were made.
+        instructions: Warp instructions executed.
+        seconds: Wall-clock time spent in `run`.
+        output: Lines the kernels printed.
+        sent: (rank, another rank) -> bytes that the one's kernels stored into the other's memory; what is
+            stored through a multicast address counts for each rank.
+        ignore: Kinds of findings that are not kept.
+        ptx: Text of the kernel that is running now.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    instructions: int = 0
+    seconds: float = 0.0
+    output: list[str] = field(default_factory=list)
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
+    ignore: frozenset[str] = frozenset()
+    ptx: str = field(default="", repr=False)
+    _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
+
+    def stored(self, rank: int, owner: int, nbytes: int) -> None:
+        """Counts a store of a rank, if it is into another one's memory."""
+        if owner != rank:
+            self.sent[rank, owner] += nbytes
+
+    def place(self, line: int) -> str:
+        """Names a line of the kernel that is running now, with its place in the source if known."""
+        return source.place(self.ptx, line)
+
+    def add(
+        self,
+        kind: str,
+        message: str,
+        line: int = 0,
+        key: object = None,
+        other: int = 0,
+        other_ptx: str | None = None,
+    ) -> None:
+        """Adds a finding once per (kind, key).
+
+        Args:
+            kind: Name of the check.
+            message: Who, where and what.
+            line: PTX line of the instruction, 0 where none applies.
+            key: What makes it different from another of its kind; the line by default.
+            other: PTX line of the other party's instruction, 0 for none.
+            other_ptx: The other party's kernel, where that may not be the one that is running.
+        """
+        assert kind in KINDS, kind
+        if kind in self.ignore:
+            return
+        ident = (kind, line if key is None else key)
+        self._seen[ident] = self._seen.get(ident, 0) + 1
+        if self._seen[ident] == 1:
+            shown = [source.excerpt(self.ptx, line)] if line else []
+            if other:
+                shown.append(source.other(self.ptx if other_ptx is None else other_ptx, other))
+            self.findings.append(Finding(kind, message, line, "\n".join(filter(None, shown))))
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings

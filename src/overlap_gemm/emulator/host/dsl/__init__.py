@@ -1,0 +1,1 @@
+"""Where compiled functions of the CuTe DSL meet the emulator."""

@@ -1,0 +1,1 @@
+"""Torch's devices, streams and process groups, played on a CPU."""

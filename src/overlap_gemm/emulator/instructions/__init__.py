@@ -1,0 +1,24 @@
+"""What every instruction does: arithmetic, memory, synchronisation, async copies, tensor cores, control.
+
+Each module registers its instructions in `registry`.
+"""
+
+from overlap_gemm.emulator.instructions import (  # noqa: F401  their import registers their instructions
+    bulk,
+    control,
+    convergence,
+    cp_async,
+    floats,
+    memory,
+    remote,
+    scalar,
+    sync,
+    tensor,
+    tensor_copy,
+    tensor_map,
+    warpgroup,
+)
+from overlap_gemm.emulator.instructions.control import make_call
+from overlap_gemm.emulator.instructions.registry import INLINE, make, unsupported
+
+__all__ = ["INLINE", "make", "make_call", "unsupported"]

@@ -1,0 +1,391 @@
+"""Bulk copies, their reductions and groups: `cp.async.bulk`, `cp.reduce.async.bulk` (PTX ISA 9.7.9.25.4).
+
+A copy from shared to global memory is two events: its source is read, later its destination is written. A
+bulk async-group is complete for `wait_group.read` after the first and for `wait_group` only after the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overlap_gemm.emulator.errors import MemoryFault
+from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
+from overlap_gemm.emulator.instructions.memory import combine
+from overlap_gemm.emulator.instructions.registry import instruction
+from overlap_gemm.emulator.instructions.sync import fail
+from overlap_gemm.emulator.machine.access import notify
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.barrier import MBarrier
+from overlap_gemm.emulator.machine.order import SCOPES
+from overlap_gemm.emulator.machine.races import WEAK
+from overlap_gemm.emulator.machine.shared_races import Unit
+from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group, Warp
+from overlap_gemm.emulator.numbers.lanes import lane_list, one
+from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
+from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
+
+_WINDOW = 0xFFFFFFFF
+_OFFSET = 0xFFFFFF
+
+
+def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """(lane, operands) of each operation that is issued.
+
+    A warp that executes a bulk instruction with uniform operands issues it once: the instruction is a uniform
+    one in machine code, and CuTe's kernels count on it.
+    """
+    flat = [v for x in values for v in (x if x.__class__ is tuple else (x,))]
+    if all(v.__class__ is int for v in flat):
+        yield (mask & -mask).bit_length() - 1, values
+        return
+    for lane in lane_list(mask):
+        pick = 1 << lane
+        yield (
+            lane,
+            tuple(tuple(one(v, pick) for v in x) if x.__class__ is tuple else one(x, pick) for x in values),
+        )
+
+
+def bulk_groups(group: Group, lane: int) -> BulkGroups:
+    """The bulk async-groups of a thread."""
+    bulk = group.warp.bulk
+    key = ("bulk", lane)
+    if key not in bulk:
+        bulk[key] = BulkGroups()
+    return bulk[key]
+
+
+# -- moving bytes --------------------------------------------------------------------------------
+
+
+Where = slice | NDArray[np.int64]
+"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
+
+
+def granules_of(where: Where, chunk: int) -> Where:
+    """The 16-byte granules in which chunks of `chunk` bytes lie."""
+    if chunk == 16:
+        return where
+    if isinstance(where, slice):
+        return slice(where.start * chunk >> 4, where.stop * chunk + 15 >> 4)
+    return where * chunk >> 4
+
+
+def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
+    """Shared memory in chunks of so many bytes, as TMA moves them."""
+    return cta.smem[: len(cta.smem) // chunk * chunk].view(CHUNK_DTYPE[chunk])
+
+
+def write_smem(cta: Cta, where: Where, chunk: int, data: np.ndarray) -> None:
+    """An async unit writes chunks of shared memory."""
+    smem_chunks(cta, chunk)[where] = data
+    written = granules_of(where, chunk)
+    cta.grid.checks.smem_written(cta, written)
+    if cta.cluster.watch:
+        notify(cta.cluster.watch, (np.arange(len(cta.dirty))[written] + (cta.base >> 4)).tolist())
+
+
+def arrives(group: Group, line: int, write: Callable[[], None], told: MBarrier, nbytes: int) -> None:
+    """A copy into shared memory arrives and tells its mbarrier, unless a fault on purpose keeps it."""
+
+    def arrive() -> None:
+        write()
+        told.complete(nbytes)
+
+    faults = group.warp.grid.machine.faults
+    if not (faults.active and faults.catches_load(group, line, arrive, write)):
+        arrive()
+
+
+def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
+    """An async unit writes chunks of global memory; a multicast address writes every rank's copy."""
+    machine = group.warp.grid.machine
+    low = int(addresses.min())
+    for target in machine.memory.multicast_targets(low):
+        put = partial(_put_global, machine, addresses + (target - low), chunk, data)
+        allocation = machine.memory.find(target, chunk)
+        machine.report.stored(group.warp.grid.launch.rank, allocation.rank, data.nbytes)
+        if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
+            put()
+
+
+def _put_global(machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
+    machine.memory.scatter(addresses, chunk, data)
+    if machine.watch:
+        notify(machine.watch, (addresses >> 4).tolist())
+
+
+def _merge_global(machine: Any, addresses: np.ndarray, chunk: int, merge: Any, data: np.ndarray) -> None:
+    _put_global(machine, addresses, chunk, merge(machine.memory.gather(addresses, chunk), data))
+
+
+def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
+    """Addresses of a contiguous range in 16-byte chunks."""
+    return np.arange(start, start + nbytes, 16, dtype=np.int64), 16
+
+
+def _slice_of(address: int, nbytes: int) -> slice:
+    """Chunks of 16 bytes at a shared address."""
+    return slice((address & _OFFSET) >> 4, (address & _OFFSET) + nbytes >> 4)
+
+
+class _Done:
+    """An event that has happened."""
+
+    done = True
+
+
+DONE = _Done()
+
+
+def copy_out(
+    group: Group, ins: Instruction, lane: int, addresses: np.ndarray, where: Where, chunk: int,
+    merge: Callable[[np.ndarray, np.ndarray], np.ndarray] | None,
+) -> None:  # fmt: skip
+    """A copy from shared to global memory: a source read, and later a destination write."""
+    grid, cta = group.warp.grid, group.warp.cta
+    end = chunk * (where.stop if isinstance(where, slice) else int(where.max()) + 1)
+    if end > len(cta.smem):
+        raise ValueError(f"the source ends at shared offset {end:#x}, beyond shared memory")
+    machine = grid.machine
+    low = int(addresses.min())
+    if not machine.memory.is_multicast(low):
+        machine.memory.find(low, chunk)
+        machine.memory.find(int(addresses.max()), chunk)
+    held: list[np.ndarray] = []
+    what = f"the bulk store of line {ins.line}"
+    grid.checks.smem_read(group, cta, granules_of(where, chunk), what, ins.line)
+    agent = group.warp.agent
+    agent.issued += 1
+    if grid.checks.shared is not None:
+        reader = bulk_reads(group.warp).number
+        grid.checks.shared.async_read(
+            agent, cta, granules_of(where, chunk), ins.line, reader, agent.issued, 1
+        )
+    if machine.races is not None:
+        for target in machine.memory.multicast_targets(low):
+            strength = WEAK if merge is None else SCOPES.index("sys")
+            everywhere = machine.memory.is_multicast(low)
+            machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk, everywhere)
+
+    def read() -> None:
+        held.append(smem_chunks(cta, chunk)[where].copy())
+        wake(group, "bulk_wait")
+
+    def write() -> None:
+        data = held.pop()
+        if merge is None:
+            write_global(group, ins.line, addresses, chunk, data)
+        else:
+            for target in machine.memory.multicast_targets(low):
+                moved = addresses + (target - low)
+                add = partial(_merge_global, machine, moved, chunk, merge, data)
+                allocation = machine.memory.find(target, chunk)
+                machine.report.stored(grid.launch.rank, allocation.rank, data.nbytes)
+                caught = machine.faults.active and machine.faults.catches(
+                    group, ins.line, "copy", allocation, add
+                )
+                if not caught:
+                    add()
+        wake(group, "bulk_wait")
+
+    first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
+    grid.engine.submit(first)
+    second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line))
+    bulk_groups(group, lane).open.append((first, second, agent.issued))
+
+
+def bulk_reads(warp: Warp) -> Unit:
+    """The bulk stores of a warp, as readers of shared memory."""
+    hint = "no wait_group of that warp, passed on, retires the read"
+    return warp.cta.cluster.unit(warp.agent.units, "bulk", f"a bulk store of {warp}", hint)
+
+
+def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrier, line: int) -> None:
+    """A warp tells an async unit to write shared memory, and to complete on an mbarrier."""
+    checks = group.warp.grid.checks
+    checks.mbarrier_known(group, barrier, line)
+    if checks.shared is not None:
+        chunks = granules_of(where, chunk)
+        checks.shared.async_write(group.warp.agent, cta, chunks, line, barrier.party, barrier.completed + 1)
+
+
+def wake(group: Group, what: str) -> None:
+    """Wakes the groups of a warp that wait for its asynchronous copies."""
+    for waiting in group.warp.state.pop(what, ()):
+        waiting.wake()
+
+
+def reducer(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Merges chunks element by element: `merge(old, new)`."""
+    dtype = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(kind)
+    if name == "add" and dtype is not None:
+        return lambda old, new: (old.view(dtype) + new.view(dtype)).view(old.dtype)
+    function = combine(name, kind)
+    width = TYPE_BYTES[kind]
+
+    def merge(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        words = f"u{width}"
+        pairs = zip(old.view(words).tolist(), new.view(words).tolist(), strict=True)
+        return np.array([function(a, b) for a, b in pairs], words).view(old.dtype)
+
+    return merge
+
+
+# -- bulk copies ---------------------------------------------------------------------------------
+
+
+@instruction("cp.async.bulk", "cp.reduce.async.bulk")
+def _bulk(program: Any, f: Function, ins: Instruction) -> Op:
+    parts = ins.parts
+    if any("mask" in p for p in parts):
+        raise Unsupported(ins.opcode)
+    spaces = [p for p in parts if p.startswith(("shared", "global"))]
+    reduces = parts[1] == "reduce"
+    name = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), "")
+    kind = parts[-1] if parts[-1] in TYPE_BYTES else "u32"
+    merge = reducer(name, kind) if reduces else None
+    if spaces[0] == "global":
+        return _bulk_out(ins, merge)
+    return _bulk_in(ins, merge, spaces[1] == "global")
+
+
+def _check_bulk(dst: int, src: int, nbytes: int) -> None:
+    if nbytes % 16 or dst % 16 or src % 16 or not nbytes:
+        raise ValueError(
+            f"bulk copy of {nbytes} bytes from {src:#x} to {dst:#x}: "
+            "size and addresses must be multiples of 16"
+        )
+
+
+def _bulk_out(ins: Instruction, merge: Any) -> Op:
+    def run(group: Group, mask: int, dst: Any, src: Any, size: Any) -> None:
+        for lane, (d, s, n) in threads(mask, (dst, src, size)):
+            try:
+                _check_bulk(d, s, n)
+                addresses, chunk = _run_of(d, n)
+                copy_out(group, ins, lane, addresses, _slice_of(s, n), chunk, merge)
+            except (ValueError, MemoryFault) as why:
+                raise fail(group, ins, str(why)) from None
+
+    return Op(run, ins.operands[:3])
+
+
+def _bulk_in(ins: Instruction, merge: Any, from_global: bool) -> Op:
+    multicast = "multicast::cluster" in ins.parts
+    dst, src, size, barrier = ins.operands[:4]
+    cta_mask = ins.operands[4] if multicast else None
+
+    def run(group: Group, mask: int, dst: Any, src: Any, size: Any, barrier: Any, cta_mask: Any) -> None:
+        for _, (d, s, n, b, m) in threads(mask, (dst, src, size, barrier, cta_mask or 0)):
+            try:
+                _check_bulk(d, s, n)
+                _copy_in(
+                    group,
+                    ins,
+                    d & _WINDOW,
+                    s,
+                    n,
+                    b & _WINDOW,
+                    m & 0xFFFF if multicast else None,
+                    merge,
+                    from_global,
+                )
+            except (ValueError, MemoryFault) as why:
+                raise fail(group, ins, str(why)) from None
+
+    return Op(run, (dst, src, size, barrier, cta_mask))
+
+
+def _copy_in(
+    group: Group, ins: Instruction, dst: int, src: int, nbytes: int, barrier: int, cta_mask: int | None,
+    merge: Any, from_global: bool,
+) -> None:  # fmt: skip
+    grid, cluster = group.warp.grid, group.warp.cta.cluster
+    if cta_mask is None:
+        places = [(cluster.owner(dst), cluster.owner(barrier))]
+    else:
+        places = [(cluster.ctas[r], cluster.ctas[r]) for r in range(cluster.size) if cta_mask >> r & 1]
+    memory = grid.machine.memory
+    where, chunk = _slice_of(dst, nbytes), 16
+    if (dst & _OFFSET) + nbytes > len(places[0][0].smem):
+        raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
+    if from_global:
+        memory.find(src, nbytes)
+        addresses, source_cta = _run_of(src, nbytes)[0], None
+        if grid.machine.races is not None:
+            grid.machine.races.async_read(group.warp.agent, ins.line, addresses, chunk)
+    else:
+        source_cta = cluster.owner(src)
+        grid.checks.smem_read(group, source_cta, _slice_of(src, nbytes), "the bulk copy", ins.line)
+
+    def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
+        def run() -> None:
+            if source_cta is None:
+                data = memory.gather(addresses, chunk)
+            else:
+                data = smem_chunks(source_cta, chunk)[_slice_of(src, nbytes)]
+            if merge is not None:
+                data = merge(smem_chunks(cta, chunk)[where], data)
+            told = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+            arrives(group, ins.line, partial(write_smem, cta, where, chunk, data), told, nbytes)
+
+        return run
+
+    for cta, signalled in places:
+        what = f"the bulk copy of line {ins.line} into {cta} at {dst & _OFFSET:#x}"
+        mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+        grid.checks.mbarrier_use(mbarrier, what, ins.line)
+        copies_in(group, cta, where, chunk, mbarrier, ins.line)
+        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=ins.line))
+
+
+@instruction("cp.async.bulk.prefetch")
+def _prefetch(program: Any, f: Function, ins: Instruction) -> Op:
+    return Op(lambda group, mask: None)
+
+
+@instruction("cp.async.bulk.commit_group")
+def _commit(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        for (kind, lane), groups in group.warp.bulk.items():
+            if kind == "bulk" and mask >> lane & 1:
+                groups.committed.append(groups.open)
+                groups.open = []
+
+    return Op(run)
+
+
+@instruction("cp.async.bulk.wait_group")
+def _wait(program: Any, f: Function, ins: Instruction) -> Op:
+    part = 0 if "read" in ins.parts else 1
+
+    def run(group: Group, mask: int, allowed: int) -> Any:
+        for (kind, lane), groups in group.warp.bulk.items():
+            if kind != "bulk" or not mask >> lane & 1:
+                continue
+            committed, agent = groups.committed, group.warp.agent
+            for n in range(len(committed) - allowed):
+                if not all(op[part].done for op in committed[n]):
+                    group.warp.state.setdefault("bulk_wait", []).append(group)
+                    what = "source reads" if part == 0 else "writes"
+                    group.park(f"the {what} of its bulk group {n} of {len(committed)}")
+                    return BLOCK_RESULT
+            if part == 0 and group.warp.grid.checks.shared is not None:
+                read = [op[2] for n in range(len(committed) - allowed) for op in committed[n]]
+                agent.learn_nearby(bulk_reads(group.warp).number, max(read, default=0))
+            while len(committed) > allowed and all(op[1].done for op in committed[0]):
+                done = committed.popleft()
+                if part == 1:
+                    latest = max((op[2] for op in done), default=0)
+                    if group.warp.grid.checks.shared is not None:
+                        agent.learn_nearby(bulk_reads(group.warp).number, latest)
+                    agent.learn(agent.id + 1, latest)
+        return None
+
+    return Op(run, (ins.operands[0],), (), head=True)

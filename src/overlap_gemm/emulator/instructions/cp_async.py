@@ -1,0 +1,133 @@
+"""`cp.async`: copies of 4 to 16 bytes per lane, their groups, and arrivals that await them (9.7.9.25.3)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from overlap_gemm.emulator.errors import MemoryFault
+from overlap_gemm.emulator.instructions.bulk import wake, write_smem
+from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op
+from overlap_gemm.emulator.instructions.registry import instruction
+from overlap_gemm.emulator.instructions.sync import fail
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.shared_races import Unit, nearby
+from overlap_gemm.emulator.machine.warp import BulkGroups, Group, Warp
+from overlap_gemm.emulator.numbers.lanes import lane_array, lane_list, one
+from overlap_gemm.emulator.ptx.ir import Function, Instruction
+from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
+
+_WINDOW = 0xFFFFFFFF
+_OFFSET = 0xFFFFFF
+
+
+@instruction("cp.async.ca", "cp.async.cg")
+def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
+    operands = list(ins.operands)
+    if "cache_hint" in ins.opcode:
+        operands.pop()
+    dst, src, size = operands[:3]
+    source_size = operands[3] if len(operands) > 3 else size
+
+    def run(group: Group, mask: int, dst: Any, src: Any, size: int, source_size: Any) -> None:
+        grid, cta = group.warp.grid, group.warp.cta
+        lanes = lane_array(mask)
+        d = np.broadcast_to(np.asarray(dst, np.int64), 32)[lanes] & _OFFSET
+        s = np.broadcast_to(np.asarray(src).astype(np.int64), 32)[lanes]
+        take = np.broadcast_to(np.asarray(source_size, np.int64), 32)[lanes]
+        memory = grid.machine.memory
+        if (d % size).any() or (s % size).any():
+            raise fail(group, ins, f"an address is not a multiple of {size}")
+        if int(d.max()) + size > grid.smem_bytes:
+            raise fail(group, ins, "the destination reaches beyond shared memory")
+
+        def copy() -> None:
+            data = np.zeros((len(d), size), np.uint8)
+            try:
+                full = take == size
+                if full.any():
+                    data[full] = memory.gather(s[full], size).view(np.uint8).reshape(-1, size)
+                for n in np.flatnonzero(~full & (take > 0)):
+                    data[n, : take[n]] = memory.bytes_at(int(s[n]), int(take[n]))
+            except MemoryFault as why:
+                raise fail(group, ins, str(why)) from None
+            write_smem(cta, d // size, size, data.reshape(-1).view(CHUNK_DTYPE[size]))
+            wake(group, "cp_wait")
+
+        if grid.checks.shared is not None:
+            unit = _unit(group.warp)
+            unit.advance()
+            grid.checks.shared.copied_lanes(group.warp.agent, cta, d, size, ins.line, unit)
+        event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}", line=ins.line))
+        group.warp.bulk.setdefault(("cp", 0), BulkGroups()).open.append(event)
+
+    return Op(run, (dst, src, size, source_size))
+
+
+@instruction("cp.async.commit_group")
+def _cp_commit(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
+        groups.committed.append(groups.open)
+        groups.open = []
+        group.warp.state.setdefault("cp_issued", []).append(_unit(group.warp).issued)
+
+    return Op(run)
+
+
+def _unit(warp: Warp) -> Unit:
+    hint = "no cp.async.wait_group of that warp, passed on, covers it"
+    return warp.cta.cluster.unit(warp.agent.units, "cp.async", f"a cp.async of {warp}", hint)
+
+
+@instruction("cp.async.wait_group", "cp.async.wait_all")
+def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
+    everything = ins.parts[2] == "wait_all"
+
+    def run(group: Group, mask: int, allowed: int | None) -> Any:
+        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
+        due = list(groups.committed)
+        if everything:
+            due.append(groups.open)
+        else:
+            assert allowed is not None
+            due = due[: max(0, len(due) - allowed)]
+        if not all(e.done for events in due for e in events):
+            group.warp.state.setdefault("cp_wait", []).append(group)
+            group.park("its cp.async copies")
+            return BLOCK_RESULT
+        issued = group.warp.state.get("cp_issued", [])
+        for _ in range(len(due) - everything):
+            groups.committed.popleft()
+            group.warp.agent.learn_nearby(_unit(group.warp).number, issued.pop(0))
+        if everything:
+            group.warp.agent.learn_nearby(_unit(group.warp).number, _unit(group.warp).issued)
+        return None
+
+    return Op(run, (ins.operands[0] if ins.operands else None,), (), head=True)
+
+
+@instruction("cp.async.mbarrier.arrive")
+def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
+    keeps = "noinc" in ins.parts
+
+    def run(group: Group, mask: int, address: Any) -> None:
+        grid, cta = group.warp.grid, group.warp.cta
+        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
+        before = tuple(e for events in [*groups.committed, groups.open] for e in events if not e.done)
+        for lane in lane_list(mask):
+            barrier = cta.mbarrier(one(address, 1 << lane) & _WINDOW)
+            grid.checks.mbarrier_known(group, barrier, ins.line)
+            if not keeps:
+                barrier.pending += 1
+            unit = _unit(group.warp)
+            known = {**nearby(group.warp.agent), unit.number: unit.issued}
+            what = f"the cp.async.mbarrier.arrive of line {ins.line}"
+            event = Event(
+                partial(barrier.arrive, passing=known), grid, cta, what, after=before, line=ins.line
+            )
+            grid.engine.submit(event)
+
+    return Op(run, (ins.operands[0],))

@@ -1,0 +1,363 @@
+"""Tensor-core instructions with register operands: wgmma, mma, ldmatrix, stmatrix (PTX ISA 9.7.14, 9.7.15).
+
+A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps have issued it. Accumulators
+that are in flight hold poison in the registers and live here as one matrix until `wgmma.wait_group` gives
+them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from overlap_gemm.emulator.instructions.convergence import gathered
+from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
+from overlap_gemm.emulator.instructions.registry import destinations, instruction
+from overlap_gemm.emulator.instructions.sync import fail
+from overlap_gemm.emulator.machine.access import Access
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.shared_races import Unit
+from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
+from overlap_gemm.emulator.numbers.lanes import FULL, as_array, one
+from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Reg, Vec
+from overlap_gemm.emulator.units import mma, smem_desc
+from overlap_gemm.emulator.units.wgmma import WARP_ROWS, Wgmma
+
+POISON = 0x7FFFDEAD  # a NaN, in accumulator registers that are in flight
+
+
+def rows_of(values: Any) -> np.ndarray:
+    """Registers of a warp as `uint32 [registers, 32]`."""
+    values = values if isinstance(values, tuple | list) else (values,)
+    return np.stack([as_array(v, 32) for v in values])
+
+
+# -- wgmma ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Accumulator:
+    """D of consecutive wgmmas of a warpgroup on the same registers.
+
+    Attributes:
+        shape: Static part of the first of them.
+        parts: Each warp's registers before the first, or None where it does not read them.
+        matrix: D as `float32` or `int32 [64, n]`, once the first has been carried out.
+        issued: Operations that each warp has issued.
+        done: Operations carried out.
+    """
+
+    shape: Wgmma
+    parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    matrix: np.ndarray | None = None
+    issued: list[int] = field(default_factory=lambda: [0] * 4)
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Product:
+    """One wgmma of a warpgroup."""
+
+    accumulator: Accumulator
+    shape: Wgmma
+    a: Any
+    b: smem_desc.SmemDescriptor
+    reads_d: bool
+    warps: int = 0
+    number: int = 0
+    reads: tuple[slice, ...] = ()
+    a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    done: bool = False
+
+
+class WarpState:
+    """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups.
+
+    `fenced` tells whether a wgmma.fence followed the last time that registers came back to the warp,
+    `returned` what came back in each register, `told` what the race detector knows of the open group's reads.
+    """
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.fenced = False
+        self.commits = 0
+        self.told: set[tuple[int, int]] = set()
+        self.returned: dict[int, Any] = {}
+        self.flying: dict[tuple[int, ...], Accumulator] = {}
+        self.open: list[Product] = []
+        self.groups: deque[list[Product]] = deque()
+
+
+def _state(warp: Warp) -> WarpState:
+    state = warp.state.get("wgmma")
+    if state is None:
+        state = warp.state["wgmma"] = WarpState()
+    return state
+
+
+def _unit(warp: Warp) -> Unit:
+    """The wgmmas of a warp's warpgroup, as readers of shared memory."""
+    units = warp.cta.state.setdefault("wgmma_units", {})
+    group = warp.index // 4
+    hint = "no wgmma.wait_group, passed on, retires the read"
+    return warp.cta.cluster.unit(units, str(group), f"a wgmma of warpgroup {group} of {warp.cta}", hint)
+
+
+@instruction("wgmma.fence")
+def _fence(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        _state(group.warp).fenced = True
+
+    return Op(run)
+
+
+@instruction("wgmma.mma_async")
+def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
+    if "sp" in ins.parts:
+        raise Unsupported(ins.opcode)
+    size = next(p for p in ins.parts if p.startswith("m64n"))
+    types = ins.parts[ins.parts.index(size) + 1 :]
+    d_type, a_type, b_type = types[:3]
+    if a_type == "b1":
+        raise Unsupported(ins.opcode)
+    d, a, b, scale_d, *immediates = ins.operands
+    numbers = [o.value for o in immediates if isinstance(o, Imm)] or [1, 1]  # integers have none
+    in_registers = isinstance(a, Vec)
+    transposed = numbers[2:]
+    shape = Wgmma(
+        int(size[4:].split("k")[0]), a_type, b_type, d_type,
+        a_mn_major=bool(transposed[0]) if transposed and not in_registers else False,
+        b_mn_major=bool(transposed[-1]) if transposed else False,
+        negate_a=numbers[0] == -1, negate_b=numbers[1] == -1, saturate="satfinite" in ins.parts,
+    )  # fmt: skip
+    assert isinstance(d, Vec)
+    registers = tuple(r for r in d.items if isinstance(r, Reg))
+    slots = tuple(program.base + r.slot for r in registers)
+
+    def run(group: Group, mask: int, a: Any, b: Any, scale_d: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        warp, R = group.warp, group.R
+        state, w, cta = _state(warp), warp.index % 4, warp.cta
+        reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
+        key = (warp.index // 4, state.sequence)
+        state.sequence += 1
+        products: dict[Any, Product] = cta.state.setdefault("wgmma", {})
+        product = products.get(key)
+        flying = state.flying.get(slots)
+        if product is None:
+            accumulator = flying or Accumulator(shape)
+            try:
+                left = None if in_registers else smem_desc.decode_wgmma(one(a, 1))
+                product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)), reads_d)
+            except ValueError as why:
+                raise fail(group, ins, str(why)) from None
+            products[key] = product
+            if cta.grid.checks.shared is not None:
+                product.number = state.commits + 1
+                product.reads = tuple(tile.atoms(*form) for tile, form in shape.smem_tiles(left, product.b))
+            if "proxy" in cta.grid.checks.enabled:
+                for tile, form in shape.smem_tiles(left, product.b):
+                    if cta.written_in([tile.span(*form)]):
+                        reads = tile.chunk_addresses(*form) >> 4
+                        cta.grid.checks.smem_read(group, cta, reads, "wgmma", ins.line)
+        if cta.grid.checks.shared is not None:
+            for atoms in product.reads:
+                if (atoms.start, atoms.stop) not in state.told:  # once for all K steps of a group
+                    state.told.add((atoms.start, atoms.stop))
+                    by = _unit(warp).number, product.number, warp.index // 4 & 1
+                    cta.grid.checks.shared.async_read(warp.agent, cta, atoms, ins.line, *by)
+        accumulator = product.accumulator
+        touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
+        if (touched or in_registers) and not state.fenced:
+            cta.grid.checks.wgmma_unfenced(warp, ins.line)
+        if flying is None:
+            state.flying[slots] = accumulator
+            if reads_d:
+                accumulator.parts[w] = rows_of([R[s] for s in slots])
+            for s in slots:
+                R[s] = POISON
+        if in_registers:
+            product.a_parts[w] = rows_of(a)
+        accumulator.issued[w] += 1
+        product.warps += 1
+        state.open.append(product)
+        if product.warps == 4:
+            del products[key]
+            what = f"the wgmma of line {ins.line}"
+            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor", line=ins.line)
+            cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
+        return None
+
+    return Op(run, (a, b, scale_d), (), head=True, uses=registers, defs=registers)
+
+
+def _multiply(cta: Cta, product: Product) -> None:
+    shape, accumulator = product.shape, product.accumulator
+    b = shape.operand_b(cta.smem, product.b)
+    if product.a is None:
+        a = np.concatenate([shape.operand_a_registers(p) for p in product.a_parts])  # type: ignore[arg-type]
+    else:
+        a = shape.operand_a(cta.smem, product.a)
+    if product.reads_d and accumulator.matrix is None:
+        parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
+        accumulator.matrix = np.concatenate(parts)
+    accumulator.matrix = shape.accumulate(a, b, accumulator.matrix if product.reads_d else None)
+    accumulator.done += 1
+    product.done = True
+    for warp in cta.warps:
+        for waiting in warp.state.pop("wgmma_wait", ()):
+            waiting.wake()
+
+
+@instruction("wgmma.commit_group")
+def _commit(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int) -> None:
+        state = _state(group.warp)
+        state.groups.append(state.open)
+        state.open = []
+        state.commits += 1
+        state.told.clear()
+
+    return Op(run)
+
+
+@instruction("wgmma.wait_group")
+def _wait(program: Any, f: Function, ins: Instruction) -> Op:
+    def run(group: Group, mask: int, allowed: int) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        warp, state = group.warp, _state(group.warp)
+        due = [p for g in list(state.groups)[: max(0, len(state.groups) - allowed)] for p in g]
+        if not all(p.done for p in due):
+            warp.state.setdefault("wgmma_wait", []).append(group)
+            group.park("its wgmma groups")
+            return BLOCK_RESULT
+        if len(state.groups) > allowed:
+            state.fenced = False
+        if due and warp.grid.checks.shared is not None:
+            warp.agent.learn_nearby(_unit(warp).number, max(p.number for p in due))
+        while len(state.groups) > allowed:
+            state.groups.popleft()
+        w = warp.index % 4
+        busy = {id(p.accumulator) for g in (*state.groups, state.open) for p in g}
+        for slots, accumulator in list(state.flying.items()):
+            if id(accumulator) in busy:
+                continue
+            assert accumulator.matrix is not None
+            part = accumulator.matrix[WARP_ROWS * w : WARP_ROWS * (w + 1)]
+            for slot, row in zip(slots, mma.c_registers(part, accumulator.shape.d_type), strict=True):
+                group.R[slot] = state.returned[slot] = row
+            del state.flying[slots]
+        return None
+
+    return Op(run, (ins.operands[0],), (), head=True)
+
+
+# -- warp-level matrices -------------------------------------------------------------------------
+
+
+def _mma_scaled(ins: Instruction) -> Op:
+    """Operands with a factor per block of K, which one or two lanes of every four hold (9.7.14.5)."""
+    vector = next((p for p in ins.parts if p.startswith("scale_vec::")), "scale_vec::1X")
+    shape = next(p for p in ins.parts if p.startswith("m16n8k"))
+    types = ins.parts[ins.parts.index("col") + 1 :]
+    packed, count = shape == "m16n8k64", int(vector[-2])
+    wanted = ("f32", "e2m1", "e2m1", "f32") if packed else ("f32", types[1], types[2], "f32")
+    fp8 = {types[1], types[2]} <= {"e4m3", "e5m2"}
+    if types[:4] != wanted or types[4] not in ("ue8m0", "ue4m3") or not (packed or fp8):
+        raise Unsupported(ins.opcode)
+    _, a_type, b_type, _, factor = types
+    flat = [o for x in ins.operands[4:] for o in (x.items if isinstance(x, Vec) else (x,))]
+
+    def run(
+        group: Group, mask: int, a: Any, b: Any, c: Any,
+        scale_a: Any, byte_a: Any, thread_a: Any, scale_b: Any, byte_b: Any, thread_b: Any,
+    ) -> Any:  # fmt: skip
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        at = [one(x, mask) for x in (byte_a, thread_a, byte_b, thread_b)]
+        if at[0] + count > 4 or at[2] + count > 4 or at[1] > 1 or at[3] > 3:
+            raise fail(group, ins, f"bytes and lanes of the scale factors {at}")
+        factors_a = mma.scale_factors(as_array(scale_a, 32), 2 * at[1], 2, at[0], count, factor)
+        factors_b = mma.scale_factors(as_array(scale_b, 32), at[3], 1, at[2], count, factor)
+        return list(
+            mma.mma_sync_scaled(
+                rows_of(a), rows_of(b), rows_of(c), a_type, b_type, factors_a, factors_b, packed
+            )
+        )
+
+    return Op(run, (*ins.operands[1:4], *flat), destinations(ins), head=True)
+
+
+@instruction("mma.sync")
+def _mma(program: Any, f: Function, ins: Instruction) -> Op:
+    if "block_scale" in ins.parts:
+        return _mma_scaled(ins)
+    types = [p for p in ins.parts if p in ("f32", "f16", "bf16", "tf32", "e4m3", "e5m2", "s32", "s8", "u8")]
+    saturate = "satfinite" in ins.parts
+    if not ins.parts[3].startswith("m16n8k") or len(types) != 4 or ins.parts[4:6] != ("row", "col"):
+        raise Unsupported(ins.opcode)
+    d_type, a_type, b_type, _ = types
+
+    def run(group: Group, mask: int, a: Any, b: Any, c: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        return list(mma.mma_sync(rows_of(a), rows_of(b), rows_of(c), a_type, b_type, d_type, saturate))
+
+    return Op(run, ins.operands[1:4], destinations(ins), head=True)
+
+
+def _matrix_access(ins: Instruction, store: bool) -> tuple[Access, int]:
+    """The access, and how many lanes give the address of a row of 16 bytes."""
+    trans = "trans" in ins.parts
+    rows = {("m8n8", "b16"): 8}
+    if trans:
+        rows["m16n8" if store else "m16n16", "b8"] = 8 if store else 16
+    shape = next((p for p in ins.parts if p[0] == "m" and p[1].isdigit()), ""), ins.parts[-1]
+    if shape not in rows or any(p.startswith("b8x16") for p in ins.parts):
+        raise Unsupported(ins.opcode)
+    count = int(next(p for p in ins.parts if p in ("x1", "x2", "x4"))[1:])
+    return Access(ins, "shared", 4, 4, store), count * rows[shape]
+
+
+@instruction("ldmatrix")
+def _ldmatrix(program: Any, f: Function, ins: Instruction) -> Op:
+    access, num_rows = _matrix_access(ins, store=False)
+    trans, of_bytes = "trans" in ins.parts, ins.parts[-1] == "b8"
+    outputs = destinations(ins)
+
+    def run(group: Group, mask: int, address: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        rows = access.load(group, (1 << num_rows) - 1, "shared", _lane_addresses(address))
+        words = np.stack(rows, axis=1)[:num_rows]
+        out = list(mma.ldmatrix_bytes(words) if of_bytes else mma.ldmatrix(words, trans))
+        return out if len(out) > 1 else out[0]
+
+    return Op(run, (ins.operands[1],), outputs, head=True)
+
+
+@instruction("stmatrix")
+def _stmatrix(program: Any, f: Function, ins: Instruction) -> Op:
+    access, num_rows = _matrix_access(ins, store=True)
+    trans, of_bytes = "trans" in ins.parts, ins.parts[-1] == "b8"
+
+    def run(group: Group, mask: int, address: Any, values: Any) -> Any:
+        if not gathered(group, mask, FULL):
+            return BLOCK_RESULT
+        registers = rows_of(values)
+        rows = mma.stmatrix_bytes(registers) if of_bytes else mma.stmatrix(registers, trans)
+        full = np.zeros((4, 32), np.uint32)
+        full[:, :num_rows] = rows.view(np.uint32).reshape(num_rows, 4).T
+        access.store(group, (1 << num_rows) - 1, "shared", _lane_addresses(address), tuple(full))
+        return None
+
+    return Op(run, ins.operands[:2], (), head=True)
+
+
+def _lane_addresses(address: Any) -> np.ndarray:
+    return as_array(address, 32).astype(np.uint32) if address.__class__ is int else address

@@ -1,0 +1,1 @@
+"""Launches: grids of CTAs, the schedule that gives warps their turns, and what a stream waits for."""

@@ -1,0 +1,1 @@
+"""A module's instructions as Python functions of a group of lanes, ready to be run."""
