@@ -21,16 +21,14 @@ from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.access import notify
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.barrier import MBarrier
-from overlap_gemm.emulator.machine.order import SCOPES
+from overlap_gemm.emulator.machine.order import BULK, SCOPES
 from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.shared_races import Unit
-from overlap_gemm.emulator.machine.warp import BulkGroups, Cta, Group, Warp
+from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cta, Group, Warp
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
-
-_WINDOW = 0xFFFFFFFF
-_OFFSET = 0xFFFFFF
 
 
 def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -54,10 +52,9 @@ def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any
 def bulk_groups(group: Group, lane: int) -> BulkGroups:
     """The bulk async-groups of a thread."""
     bulk = group.warp.bulk
-    key = ("bulk", lane)
-    if key not in bulk:
-        bulk[key] = BulkGroups()
-    return bulk[key]
+    if lane not in bulk:
+        bulk[lane] = BulkGroups()
+    return bulk[lane]
 
 
 # -- moving bytes --------------------------------------------------------------------------------
@@ -131,16 +128,7 @@ def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
 
 def _slice_of(address: int, nbytes: int) -> slice:
     """Chunks of 16 bytes at a shared address."""
-    return slice((address & _OFFSET) >> 4, (address & _OFFSET) + nbytes >> 4)
-
-
-class _Done:
-    """An event that has happened."""
-
-    done = True
-
-
-DONE = _Done()
+    return slice((address & OFFSET) >> 4, (address & OFFSET) + nbytes >> 4)
 
 
 def copy_out(
@@ -175,7 +163,7 @@ def copy_out(
 
     def read() -> None:
         held.append(smem_chunks(cta, chunk)[where].copy())
-        wake(group, "bulk_wait")
+        group.warp.bulk_waiters.wake()
 
     def write() -> None:
         data = held.pop()
@@ -192,12 +180,12 @@ def copy_out(
                 )
                 if not caught:
                     add()
-        wake(group, "bulk_wait")
+        group.warp.bulk_waiters.wake()
 
     first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
     grid.engine.submit(first)
     second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line))
-    bulk_groups(group, lane).open.append((first, second, agent.issued))
+    bulk_groups(group, lane).open.append(BulkStore(first, second, agent.issued))
 
 
 def bulk_reads(warp: Warp) -> Unit:
@@ -213,12 +201,6 @@ def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrie
     if checks.shared is not None:
         chunks = granules_of(where, chunk)
         checks.shared.async_write(group.warp.agent, cta, chunks, line, barrier.party, barrier.completed + 1)
-
-
-def wake(group: Group, what: str) -> None:
-    """Wakes the groups of a warp that wait for its asynchronous copies."""
-    for waiting in group.warp.state.pop(what, ()):
-        waiting.wake()
 
 
 def reducer(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -288,10 +270,10 @@ def _bulk_in(ins: Instruction, merge: Any, from_global: bool) -> Op:
                 _copy_in(
                     group,
                     ins,
-                    d & _WINDOW,
+                    d & WINDOW,
                     s,
                     n,
-                    b & _WINDOW,
+                    b & WINDOW,
                     m & 0xFFFF if multicast else None,
                     merge,
                     from_global,
@@ -313,7 +295,7 @@ def _copy_in(
         places = [(cluster.ctas[r], cluster.ctas[r]) for r in range(cluster.size) if cta_mask >> r & 1]
     memory = grid.machine.memory
     where, chunk = _slice_of(dst, nbytes), 16
-    if (dst & _OFFSET) + nbytes > len(places[0][0].smem):
+    if (dst & OFFSET) + nbytes > len(places[0][0].smem):
         raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
     if from_global:
         memory.find(src, nbytes)
@@ -332,14 +314,14 @@ def _copy_in(
                 data = smem_chunks(source_cta, chunk)[_slice_of(src, nbytes)]
             if merge is not None:
                 data = merge(smem_chunks(cta, chunk)[where], data)
-            told = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+            told = signalled.mbarrier(barrier & OFFSET | signalled.base)
             arrives(group, ins.line, partial(write_smem, cta, where, chunk, data), told, nbytes)
 
         return run
 
     for cta, signalled in places:
-        what = f"the bulk copy of line {ins.line} into {cta} at {dst & _OFFSET:#x}"
-        mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+        what = f"the bulk copy of line {ins.line} into {cta} at {dst & OFFSET:#x}"
+        mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
         grid.checks.mbarrier_use(mbarrier, what, ins.line)
         copies_in(group, cta, where, chunk, mbarrier, ins.line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=ins.line))
@@ -353,8 +335,8 @@ def _prefetch(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("cp.async.bulk.commit_group")
 def _commit(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
-        for (kind, lane), groups in group.warp.bulk.items():
-            if kind == "bulk" and mask >> lane & 1:
+        for lane, groups in group.warp.bulk.items():
+            if mask >> lane & 1:
                 groups.committed.append(groups.open)
                 groups.open = []
 
@@ -363,29 +345,33 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("cp.async.bulk.wait_group")
 def _wait(program: Any, f: Function, ins: Instruction) -> Op:
-    part = 0 if "read" in ins.parts else 1
+    only_reads = "read" in ins.parts
+
+    def waits(stores: list[BulkStore]) -> bool:
+        return not all((store.read if only_reads else store.write).done for store in stores)
 
     def run(group: Group, mask: int, allowed: int) -> Any:
-        for (kind, lane), groups in group.warp.bulk.items():
-            if kind != "bulk" or not mask >> lane & 1:
+        warp = group.warp
+        agent, checked = warp.agent, warp.grid.checks.shared is not None
+        for lane, groups in warp.bulk.items():
+            if not mask >> lane & 1:
                 continue
-            committed, agent = groups.committed, group.warp.agent
-            for n in range(len(committed) - allowed):
-                if not all(op[part].done for op in committed[n]):
-                    group.warp.state.setdefault("bulk_wait", []).append(group)
-                    what = "source reads" if part == 0 else "writes"
-                    group.park(f"the {what} of its bulk group {n} of {len(committed)}")
+            committed = groups.committed
+            due = [committed[n] for n in range(len(committed) - allowed)]
+            for n, stores in enumerate(due):
+                if waits(stores):
+                    what = "source reads" if only_reads else "writes"
+                    warp.bulk_waiters.park(group, f"the {what} of its bulk group {n} of {len(committed)}")
                     return BLOCK_RESULT
-            if part == 0 and group.warp.grid.checks.shared is not None:
-                read = [op[2] for n in range(len(committed) - allowed) for op in committed[n]]
-                agent.learn_nearby(bulk_reads(group.warp).number, max(read, default=0))
-            while len(committed) > allowed and all(op[1].done for op in committed[0]):
-                done = committed.popleft()
-                if part == 1:
-                    latest = max((op[2] for op in done), default=0)
-                    if group.warp.grid.checks.shared is not None:
-                        agent.learn_nearby(bulk_reads(group.warp).number, latest)
-                    agent.learn(agent.id + 1, latest)
+            if only_reads and checked:
+                read = [store.clock for stores in due for store in stores]
+                agent.learn_nearby(bulk_reads(warp).number, max(read, default=0))
+            while len(committed) > allowed and all(store.write.done for store in committed[0]):
+                written = max((store.clock for store in committed.popleft()), default=0)
+                if not only_reads:
+                    if checked:
+                        agent.learn_nearby(bulk_reads(warp).number, written)
+                    agent.learn(agent.id + BULK, written)
         return None
 
     return Op(run, (ins.operands[0],), (), head=True)

@@ -243,7 +243,7 @@ def _bar_warp(program: Any, f: Function, ins: Instruction) -> Op:
             return None
         if mask & ~want:
             _not_named(group, mask, want, ins)
-        waiting = warp.state.setdefault("bar.warp", {})
+        waiting = warp.meeting
         group.token = "arrived"
         waiting[group] = want
         here = 0

@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 
 from overlap_gemm.emulator.errors import MemoryFault
-from overlap_gemm.emulator.instructions.bulk import wake, write_smem
+from overlap_gemm.emulator.instructions.bulk import write_smem
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op
 from overlap_gemm.emulator.instructions.registry import instruction
 from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.shared_races import Unit, nearby
-from overlap_gemm.emulator.machine.warp import BulkGroups, Group, Warp
+from overlap_gemm.emulator.machine.warp import Group, Warp
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import lane_array, lane_list, one
-from overlap_gemm.emulator.ptx.ir import Function, Instruction
+from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
-
-_WINDOW = 0xFFFFFFFF
-_OFFSET = 0xFFFFFF
 
 
 @instruction("cp.async.ca", "cp.async.cg")
@@ -34,7 +32,7 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, dst: Any, src: Any, size: int, source_size: Any) -> None:
         grid, cta = group.warp.grid, group.warp.cta
         lanes = lane_array(mask)
-        d = np.broadcast_to(np.asarray(dst, np.int64), 32)[lanes] & _OFFSET
+        d = np.broadcast_to(np.asarray(dst, np.int64), 32)[lanes] & OFFSET
         s = np.broadcast_to(np.asarray(src).astype(np.int64), 32)[lanes]
         take = np.broadcast_to(np.asarray(source_size, np.int64), 32)[lanes]
         memory = grid.machine.memory
@@ -54,14 +52,14 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
             except MemoryFault as why:
                 raise fail(group, ins, str(why)) from None
             write_smem(cta, d // size, size, data.reshape(-1).view(CHUNK_DTYPE[size]))
-            wake(group, "cp_wait")
+            group.warp.copies.wake()
 
         if grid.checks.shared is not None:
             unit = _unit(group.warp)
             unit.advance()
             grid.checks.shared.copied_lanes(group.warp.agent, cta, d, size, ins.line, unit)
         event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}", line=ins.line))
-        group.warp.bulk.setdefault(("cp", 0), BulkGroups()).open.append(event)
+        group.warp.copies.open.append(event)
 
     return Op(run, (dst, src, size, source_size))
 
@@ -69,12 +67,15 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("cp.async.commit_group")
 def _cp_commit(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        groups.committed.append(groups.open)
-        groups.open = []
-        group.warp.state.setdefault("cp_issued", []).append(_unit(group.warp).issued)
+        _commit(group.warp)
 
     return Op(run)
+
+
+def _commit(warp: Warp) -> None:
+    copies = warp.copies
+    copies.committed.append((copies.open, _unit(warp).issued))
+    copies.open = []
 
 
 def _unit(warp: Warp) -> Unit:
@@ -86,27 +87,20 @@ def _unit(warp: Warp) -> Unit:
 def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
     everything = ins.parts[2] == "wait_all"
 
-    def run(group: Group, mask: int, allowed: int | None) -> Any:
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        due = list(groups.committed)
-        if everything:
-            due.append(groups.open)
-        else:
-            assert allowed is not None
-            due = due[: max(0, len(due) - allowed)]
-        if not all(e.done for events in due for e in events):
-            group.warp.state.setdefault("cp_wait", []).append(group)
-            group.park("its cp.async copies")
+    def run(group: Group, mask: int, allowed: int) -> Any:
+        warp, copies = group.warp, group.warp.copies
+        if everything and copies.open:
+            _commit(warp)
+        due = list(copies.committed)[: max(0, len(copies.committed) - allowed)]
+        if not all(e.done for events, _ in due for e in events):
+            copies.park(group, "its cp.async copies")
             return BLOCK_RESULT
-        issued = group.warp.state.get("cp_issued", [])
-        for _ in range(len(due) - everything):
-            groups.committed.popleft()
-            group.warp.agent.learn_nearby(_unit(group.warp).number, issued.pop(0))
-        if everything:
-            group.warp.agent.learn_nearby(_unit(group.warp).number, _unit(group.warp).issued)
+        for _, clock in due:
+            copies.committed.popleft()
+            warp.agent.learn_nearby(_unit(warp).number, clock)
         return None
 
-    return Op(run, (ins.operands[0] if ins.operands else None,), (), head=True)
+    return Op(run, (Imm(0) if everything else ins.operands[0],), (), head=True)
 
 
 @instruction("cp.async.mbarrier.arrive")
@@ -115,10 +109,11 @@ def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, address: Any) -> None:
         grid, cta = group.warp.grid, group.warp.cta
-        groups = group.warp.bulk.setdefault(("cp", 0), BulkGroups())
-        before = tuple(e for events in [*groups.committed, groups.open] for e in events if not e.done)
+        copies = group.warp.copies
+        issued = [*(events for events, _ in copies.committed), copies.open]
+        before = tuple(e for events in issued for e in events if not e.done)
         for lane in lane_list(mask):
-            barrier = cta.mbarrier(one(address, 1 << lane) & _WINDOW)
+            barrier = cta.mbarrier(one(address, 1 << lane) & WINDOW)
             grid.checks.mbarrier_known(group, barrier, ins.line)
             if not keeps:
                 barrier.pending += 1

@@ -19,11 +19,11 @@ from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.access import STRONG, Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers import fmath
 from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, as_array, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem
 
-_WINDOW, _OFFSET = 0xFFFFFFFF, 0xFFFFFF
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor")
 
 
@@ -157,9 +157,9 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
         group.effects += 1
         for lane in lane_list(mask):
             pick = 1 << lane
-            at, signal = one(address, pick) & _WINDOW, one(barrier, pick) & _WINDOW
+            at, signal = one(address, pick) & WINDOW, one(barrier, pick) & WINDOW
             cta, signalled = cluster.owner(at), cluster.owner(signal)
-            offset = at & _OFFSET
+            offset = at & OFFSET
             if at % size or offset + size > grid.smem_bytes:
                 raise fail(group, ins, f"shared address {at:#x} is misaligned or out of bounds")
             if signalled is not cta:
@@ -195,7 +195,7 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, address: Any, barrier: Any) -> None:
         grid, cta = group.warp.grid, group.warp.cta
-        at, signal = one(address, mask) & _OFFSET, one(barrier, mask) & _OFFSET
+        at, signal = one(address, mask) & OFFSET, one(barrier, mask) & OFFSET
         if at % 16 or at + 16 > grid.smem_bytes:
             raise fail(group, ins, f"shared offset {at:#x} is not 16 aligned bytes of shared memory")
 

@@ -11,10 +11,9 @@ from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import bits, lane_list, one
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Mem, Operand, Pair
-
-_WINDOW = 0xFFFFFFFF
 
 
 def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
@@ -107,12 +106,12 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
 
     def arrive(group: Group, mask: int) -> Any:
         warp = group.warp
-        if warp.cluster_token is not None and warp.state.get("cluster_lanes", 0) & mask:
+        if warp.cluster_token is not None and warp.cluster_lanes & mask:
             raise fail(group, ins, "arrives at the cluster barrier again without having waited")
         cluster = warp.cta.cluster
         cluster.grid.checks.arrive(group, cluster.barrier, ins)
         warp.cluster_token = cluster.barrier.arrive(_threads(group, mask))
-        warp.state["cluster_lanes"] = warp.state.get("cluster_lanes", 0) | mask
+        warp.cluster_lanes |= mask
         group.effects += 1
 
     def wait(group: Group, mask: int) -> Any:
@@ -123,8 +122,8 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
             barrier.park(group, str(barrier))
             return BLOCK_RESULT
         warp.grid.checks.leave(group, barrier, ins)
-        warp.state["cluster_lanes"] &= ~mask
-        if not warp.state["cluster_lanes"] & warp.live:
+        warp.cluster_lanes &= ~mask
+        if not warp.cluster_lanes & warp.live:
             warp.cluster_token = None
         return None
 
@@ -135,7 +134,7 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 def _shared(address: Any, mask: int) -> int:
-    return (address if address.__class__ is int else one(address, mask)) & _WINDOW
+    return (address if address.__class__ is int else one(address, mask)) & WINDOW
 
 
 def _per_lane(mask: int, *values: Any) -> Any:
@@ -150,16 +149,16 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, address: Any, count: Any) -> None:
         for a, n in dict.fromkeys(_per_lane(mask, address, count)):
-            cta = group.warp.cta.cluster.owner(a & _WINDOW)
+            cta = group.warp.cta.cluster.owner(a & WINDOW)
             if a % 8:
-                raise fail(group, ins, f"mbarrier address {a & _WINDOW:#x} is not a multiple of 8")
-            offset = a & 0xFFFFFF
+                raise fail(group, ins, f"mbarrier address {a & WINDOW:#x} is not a multiple of 8")
+            offset = a & OFFSET
             if offset + 8 > len(cta.smem):
-                raise fail(group, ins, f"mbarrier at {a & _WINDOW:#x} lies outside shared memory")
+                raise fail(group, ins, f"mbarrier at {a & WINDOW:#x} lies outside shared memory")
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
-            cta.mbarriers[offset] = barrier = MBarrier(a & _WINDOW, n)
+            cta.mbarriers[offset] = barrier = MBarrier(a & WINDOW, n)
             cta.grid.checks.mbarrier_init(group, barrier, ins.line)
         group.effects += 1
 
@@ -169,7 +168,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("mbarrier.inval")
 def _inval(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> None:
-        group.warp.cta.mbarriers.pop(_shared(address, mask) & 0xFFFFFF, None)
+        group.warp.cta.mbarriers.pop(_shared(address, mask) & OFFSET, None)
 
     return Op(run, ins.operands[:1])
 
@@ -194,11 +193,11 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
         cta = group.warp.cta
         group.effects += 1
         for a, n in _per_lane(mask, address, amount):
-            barrier = cta.mbarrier(a & _WINDOW)
+            barrier = cta.mbarrier(a & WINDOW)
             cta.grid.checks.mbarrier_known(group, barrier, ins.line)
             if a >> 24 & 0xFF != cta.rank_in_cluster:
                 cta.grid.checks.mbarrier_use(barrier, f"mbarrier.arrive of {group.warp}", ins.line)
-                if not cta.cluster.owner(a & _WINDOW).live_warps:
+                if not cta.cluster.owner(a & WINDOW).live_warps:
                     raise fail(group, ins, f"arrives at {barrier} of a CTA that has exited")
             state = barrier.phase | barrier.completed << 1
             cta.grid.checks.arrive(group, barrier, ins)
@@ -223,7 +222,7 @@ def _tx(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, nbytes: Any) -> None:
         group.effects += 1
         for a, n in _per_lane(mask, address, nbytes):
-            barrier = group.warp.cta.mbarrier(a & _WINDOW)
+            barrier = group.warp.cta.mbarrier(a & WINDOW)
             group.warp.grid.checks.mbarrier_known(group, barrier, ins.line)
             barrier.expected = ins.line if expects else barrier.expected
             (barrier.expect if expects else barrier.complete)(n)
@@ -247,7 +246,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             if int(address.min()) != int(address.max()):
                 return _each_lane(group, mask, address, phase)
             address = one(address, mask)
-        barrier = group.warp.cta.mbarrier(address & _WINDOW)
+        barrier = group.warp.cta.mbarrier(address & WINDOW)
         checks = group.warp.grid.checks
         checks.mbarrier_known(group, barrier, ins.line)
         want = phase if phase.__class__ is int else one(phase, mask)
@@ -271,7 +270,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
     def _each_lane(group: Group, mask: int, address: Any, phase: Any) -> Any:
         out = np.zeros(32, np.bool_)
         for lane in lane_list(mask):
-            barrier = group.warp.cta.mbarrier(one(address, 1 << lane) & _WINDOW)
+            barrier = group.warp.cta.mbarrier(one(address, 1 << lane) & WINDOW)
             checks = group.warp.grid.checks
             checks.mbarrier_known(group, barrier, ins.line)
             out[lane] = barrier.test(one(phase, 1 << lane) & 1)

@@ -13,13 +13,12 @@ from overlap_gemm.emulator.instructions.registry import destinations, instructio
 from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.shared_races import Unit, nearby
-from overlap_gemm.emulator.machine.warp import TMEM_COLUMNS, Cta, Group, Warp
+from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import FULL, as_array, one
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Mem, Vec
 from overlap_gemm.emulator.units import smem_desc, tcgen05, tmem
 from overlap_gemm.emulator.units.block_scale import BLOCKS
-
-_WINDOW, _OFFSET = 0xFFFFFFFF, 0xFFFFFF
 
 
 def pair_of(cta: Cta) -> list[Cta]:
@@ -69,21 +68,20 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         cta, n = group.warp.cta, one(columns, mask)
-        if n & (n - 1) or not 32 <= n <= TMEM_COLUMNS:
+        if n & (n - 1) or not 32 <= n <= tcgen05.TMEM_COLUMNS:
             raise fail(group, ins, f"{n} columns; a power of two from 32 to 512 is valid")
-        if "tmem_closed" in cta.state:
+        if not cta.may_alloc:
             raise fail(group, ins, "allocates after tcgen05.relinquish_alloc_permit")
         owner = cta.tmem_owner
-        for first in range(0, TMEM_COLUMNS - n + 1, 32):
+        for first in range(0, tcgen05.TMEM_COLUMNS - n + 1, 32):
             if not owner[first : first + n].any():
                 break
         else:
-            cta.tmem_waiters.append(group)
-            group.park(f"{n} free columns of tensor memory")
+            cta.tmem_waiters.park(group, f"{n} free columns of tensor memory")
             return BLOCK_RESULT
         owner[first : first + n] = first + 1
-        cta.state["tmem_alloc"] = ins.line
-        offset = one(address, mask) & _OFFSET
+        cta.tmem_alloc_line = ins.line
+        offset = one(address, mask) & OFFSET
         if cta.grid.checks.shared is not None:
             cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)
         cta.tensor_cells.entries[:, :, first : first + n] = 0
@@ -108,9 +106,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         _touch(group, cta, _cells(first, n), ins.line, True)
         cta.tmem_owner[first : first + n] = 0
         cta.tmem_freed[first : first + n] = group.warp.index + 1, ins.line
-        waiting, cta.tmem_waiters = cta.tmem_waiters, []
-        for other in waiting:
-            other.wake()
+        cta.tmem_waiters.wake()
         return None
 
     return Op(run, ins.operands[:2], (), head=True)
@@ -119,7 +115,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("tcgen05.relinquish_alloc_permit")
 def _relinquish(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
-        group.warp.cta.state["tmem_closed"] = True
+        group.warp.cta.may_alloc = False
 
     return Op(run)
 
@@ -407,7 +403,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, barrier: Any, cta_mask: Any) -> None:
         lane = mask & -mask
         cta = group.warp.cta
-        at = one(barrier, lane) & _WINDOW
+        at = one(barrier, lane) & WINDOW
         if multicast:
             ranks = [r for r in range(16) if one(cta_mask, lane) >> r & 1]
             targets = [cta.cluster.ctas[r] for r in ranks]
@@ -415,7 +411,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
             targets = [cta.cluster.owner(at)]
 
         for target in targets:
-            mbarrier = target.mbarriers.get(at & _OFFSET)
+            mbarrier = target.mbarriers.get(at & OFFSET)
             if mbarrier is not None:
                 target.grid.checks.mbarrier_known(group, mbarrier, ins.line)
         known: dict[int, int] = {}
@@ -426,7 +422,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
 
         def arrive() -> None:
             for target in targets:
-                barrier = target.mbarrier(at & _OFFSET | target.base)
+                barrier = target.mbarrier(at & OFFSET | target.base)
                 if target.live_warps:
                     barrier.arrive(passing=known)
                     continue

@@ -10,7 +10,6 @@ import numpy as np
 
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.instructions.bulk import (
-    DONE,
     arrives,
     bulk_groups,
     copies_in,
@@ -25,19 +24,17 @@ from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.memory import PARAM, WINDOW_SHIFT
 from overlap_gemm.emulator.machine.warp import Cta, Group
+from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import signed
 from overlap_gemm.emulator.ptx.ir import Function, Instruction, Mem, Operand, Vec
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE, Plan, TensorMap
-
-_WINDOW = 0xFFFFFFFF
-_OFFSET = 0xFFFFFF
 
 
 def tensor_map(group: Group, address: int) -> TensorMap:
     """The tensor map at a generic address: kernel parameter, constant or global memory."""
     grid = group.warp.grid
     if address >> WINDOW_SHIFT == PARAM >> WINDOW_SHIFT:
-        at = address & _WINDOW
+        at = address & WINDOW
         return TensorMap.decode(grid.params[at : at + 128])
     return TensorMap.decode(grid.machine.memory.bytes_at(address, 128))
 
@@ -69,9 +66,7 @@ def _tensor_load(ins: Instruction) -> Op:
     def run(group: Group, mask: int, dst: Any, source: Any, coords: Any, barrier: Any, cta_mask: Any) -> None:
         for _, (d, s, c, b, m) in threads(mask, (dst, source, coords, barrier, cta_mask or 0)):
             try:
-                _load_box(
-                    group, ins, d & _WINDOW, s, c, b & _WINDOW, m & 0xFFFF if multicast else None, paired
-                )
+                _load_box(group, ins, d & WINDOW, s, c, b & WINDOW, m & 0xFFFF if multicast else None, paired)
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 
@@ -85,7 +80,7 @@ def _load_box(
     grid, cluster = group.warp.grid, group.warp.cta.cluster
     tmap = tensor_map(group, source)
     position = tuple(int(signed(c, 32)) for c in coords)
-    plan = tmap.plan(position, dst & _OFFSET)
+    plan = tmap.plan(position, dst & OFFSET)
     if cta_mask is None:
         places = [(cluster.owner(dst), cluster.owner(barrier))]
     else:
@@ -106,14 +101,14 @@ def _load_box(
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             data = _gather_box(memory, tmap, plan)
-            told = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+            told = signalled.mbarrier(barrier & OFFSET | signalled.base)
             arrives(group, line, partial(write_smem, cta, plan.smem, plan.chunk, data), told, plan.box_bytes)
 
         return run
 
     for cta, signalled in places:
-        what = f"the TMA load of line {line} into {cta} at {dst & _OFFSET:#x}"
-        mbarrier = signalled.mbarrier(barrier & _OFFSET | signalled.base)
+        what = f"the TMA load of line {line} into {cta} at {dst & OFFSET:#x}"
+        mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
         grid.checks.mbarrier_use(mbarrier, what, line)
         copies_in(group, cta, plan.smem, plan.chunk, mbarrier, line)
         grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=line))
@@ -140,13 +135,13 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
         for lane, (t, c, s) in threads(mask, (target, coords, source)):
             try:
                 tmap = tensor_map(group, t)
-                plan = tmap.plan(tuple(int(signed(x, 32)) for x in c), s & _OFFSET)
+                plan = tmap.plan(tuple(int(signed(x, 32)) for x in c), s & OFFSET)
                 addresses, where = plan.clipped()
                 merge = reducer(name, tmap.type) if reduces else None
                 if len(addresses):
                     copy_out(group, ins, lane, addresses, where, plan.chunk, merge)
                 else:
-                    bulk_groups(group, lane).open.append((DONE, DONE, 0))
+                    bulk_groups(group, lane)  # an empty group counts in wait_group, too
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 

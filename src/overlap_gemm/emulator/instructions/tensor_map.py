@@ -14,6 +14,7 @@ from overlap_gemm.emulator.instructions.registry import instruction
 from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.access import Access
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.machine.window import OFFSET
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction
 from overlap_gemm.emulator.units.tma_encode import FIELDS, field_bits
 
@@ -22,7 +23,7 @@ def _word(group: Group, space: str, address: int) -> int:
     """What a field's surroundings hold. Keeping them is no access that could race with another's."""
     if space == "global":
         return int.from_bytes(group.warp.grid.machine.memory.bytes_at(address, 4), "little")
-    at = address & 0xFFFFFF
+    at = address & OFFSET
     return int.from_bytes(group.warp.cta.cluster.owner(address).smem[at : at + 4].tobytes(), "little")
 
 

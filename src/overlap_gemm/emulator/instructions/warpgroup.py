@@ -1,14 +1,11 @@
 """Tensor-core instructions with register operands: wgmma, mma, ldmatrix, stmatrix (PTX ISA 9.7.14, 9.7.15).
 
-A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps have issued it. Accumulators
-that are in flight hold poison in the registers and live here as one matrix until `wgmma.wait_group` gives
-them back.
+A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps have issued it
+(`machine.wgmmas` keeps what is in flight).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from overlap_gemm.emulator.machine.access import Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.shared_races import Unit
 from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
+from overlap_gemm.emulator.machine.wgmmas import Accumulator, Product
 from overlap_gemm.emulator.numbers.lanes import FULL, as_array, one
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Reg, Vec
 from overlap_gemm.emulator.units import mma, smem_desc
@@ -38,78 +36,17 @@ def rows_of(values: Any) -> np.ndarray:
 # -- wgmma ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Accumulator:
-    """D of consecutive wgmmas of a warpgroup on the same registers.
-
-    Attributes:
-        shape: Static part of the first of them.
-        parts: Each warp's registers before the first, or None where it does not read them.
-        matrix: D as `float32` or `int32 [64, n]`, once the first has been carried out.
-        issued: Operations that each warp has issued.
-        done: Operations carried out.
-    """
-
-    shape: Wgmma
-    parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
-    matrix: np.ndarray | None = None
-    issued: list[int] = field(default_factory=lambda: [0] * 4)
-    done: int = 0
-
-
-@dataclass(eq=False)
-class Product:
-    """One wgmma of a warpgroup."""
-
-    accumulator: Accumulator
-    shape: Wgmma
-    a: Any
-    b: smem_desc.SmemDescriptor
-    reads_d: bool
-    warps: int = 0
-    number: int = 0
-    reads: tuple[slice, ...] = ()
-    a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
-    done: bool = False
-
-
-class WarpState:
-    """A warp's wgmmas: accumulators in flight by registers, uncommitted operations, committed groups.
-
-    `fenced` tells whether a wgmma.fence followed the last time that registers came back to the warp,
-    `returned` what came back in each register, `told` what the race detector knows of the open group's reads.
-    """
-
-    def __init__(self) -> None:
-        self.sequence = 0
-        self.fenced = False
-        self.commits = 0
-        self.told: set[tuple[int, int]] = set()
-        self.returned: dict[int, Any] = {}
-        self.flying: dict[tuple[int, ...], Accumulator] = {}
-        self.open: list[Product] = []
-        self.groups: deque[list[Product]] = deque()
-
-
-def _state(warp: Warp) -> WarpState:
-    state = warp.state.get("wgmma")
-    if state is None:
-        state = warp.state["wgmma"] = WarpState()
-    return state
-
-
 def _unit(warp: Warp) -> Unit:
     """The wgmmas of a warp's warpgroup, as readers of shared memory."""
-    units = warp.cta.state.setdefault("wgmma_units", {})
-    group = warp.index // 4
+    cta, group = warp.cta, warp.index // 4
     hint = "no wgmma.wait_group, passed on, retires the read"
-    return warp.cta.cluster.unit(units, str(group), f"a wgmma of warpgroup {group} of {warp.cta}", hint)
+    return cta.cluster.unit(cta.wgmma_units, str(group), f"a wgmma of warpgroup {group} of {cta}", hint)
 
 
 @instruction("wgmma.fence")
 def _fence(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
-        _state(group.warp).fenced = True
+        group.warp.wgmmas.fenced = True
 
     return Op(run)
 
@@ -141,12 +78,11 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         warp, R = group.warp, group.R
-        state, w, cta = _state(warp), warp.index % 4, warp.cta
+        state, w, cta = warp.wgmmas, warp.index % 4, warp.cta
         reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
         key = (warp.index // 4, state.sequence)
         state.sequence += 1
-        products: dict[Any, Product] = cta.state.setdefault("wgmma", {})
-        product = products.get(key)
+        product = cta.products.get(key)
         flying = state.flying.get(slots)
         if product is None:
             accumulator = flying or Accumulator(shape)
@@ -155,7 +91,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
                 product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)), reads_d)
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
-            products[key] = product
+            cta.products[key] = product
             if cta.grid.checks.shared is not None:
                 product.number = state.commits + 1
                 product.reads = tuple(tile.atoms(*form) for tile, form in shape.smem_tiles(left, product.b))
@@ -182,11 +118,10 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
                 R[s] = POISON
         if in_registers:
             product.a_parts[w] = rows_of(a)
-        accumulator.issued[w] += 1
         product.warps += 1
         state.open.append(product)
         if product.warps == 4:
-            del products[key]
+            del cta.products[key]
             what = f"the wgmma of line {ins.line}"
             event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor", line=ins.line)
             cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
@@ -206,17 +141,15 @@ def _multiply(cta: Cta, product: Product) -> None:
         parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
         accumulator.matrix = np.concatenate(parts)
     accumulator.matrix = shape.accumulate(a, b, accumulator.matrix if product.reads_d else None)
-    accumulator.done += 1
     product.done = True
     for warp in cta.warps:
-        for waiting in warp.state.pop("wgmma_wait", ()):
-            waiting.wake()
+        warp.wgmmas.wake()
 
 
 @instruction("wgmma.commit_group")
 def _commit(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
-        state = _state(group.warp)
+        state = group.warp.wgmmas
         state.groups.append(state.open)
         state.open = []
         state.commits += 1
@@ -230,11 +163,10 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, allowed: int) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        warp, state = group.warp, _state(group.warp)
+        warp, state = group.warp, group.warp.wgmmas
         due = [p for g in list(state.groups)[: max(0, len(state.groups) - allowed)] for p in g]
         if not all(p.done for p in due):
-            warp.state.setdefault("wgmma_wait", []).append(group)
-            group.park("its wgmma groups")
+            state.park(group, "its wgmma groups")
             return BLOCK_RESULT
         if len(state.groups) > allowed:
             state.fenced = False

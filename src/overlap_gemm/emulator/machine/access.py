@@ -18,7 +18,7 @@ from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
 from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
 from overlap_gemm.emulator.machine.visibility import HeldStore, span
-from overlap_gemm.emulator.machine.warp import CTA_WINDOW
+from overlap_gemm.emulator.machine.window import CTA_WINDOW, OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Access:
 
     def _other_cta(self, group: Group, mask: int, address: int) -> tuple[Any, int]:
         cluster = group.warp.cta.cluster
-        rank, offset = (address & 0xFFFFFFFF) // CTA_WINDOW, address & (CTA_WINDOW - 1)
+        rank, offset = (address & WINDOW) // CTA_WINDOW, address & OFFSET
         if address % self.size:
             raise fault(
                 group, self.ins, mask, f"shared address {address:#x} is not a multiple of {self.size}"

@@ -13,8 +13,29 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group
 
 
-class Waiters:
-    """Groups parked on something.
+class Parked:
+    """Groups that wait for the same thing."""
+
+    __slots__ = ("parked",)
+
+    def __init__(self) -> None:
+        self.parked: list[Group] = []
+
+    def park(self, group: Group, why: str) -> None:
+        """Parks a group until `wake`."""
+        self.parked.append(group)
+        group.park(why)
+
+    def wake(self) -> None:
+        """Makes every parked group ready."""
+        if self.parked:
+            parked, self.parked = self.parked, []
+            for group in parked:
+                group.wake()
+
+
+class Waiters(Parked):
+    """Groups parked on a barrier.
 
     Attributes:
         scope: Scope of an arrival that names none.
@@ -25,10 +46,10 @@ class Waiters:
     """
 
     joint = False
-    __slots__ = ("arrivals", "inits", "known", "parked", "scope")
+    __slots__ = ("arrivals", "inits", "known", "scope")
 
     def __init__(self, scope: str) -> None:
-        self.parked: list[Group] = []
+        super().__init__()
         self.scope = scope
         self.arrivals: dict[int, tuple[Snapshot, int]] = {}
         self.known: dict[int, tuple[Snapshot, int]] = {}
@@ -42,18 +63,6 @@ class Waiters:
             else:
                 self.known.update(self.arrivals)
             self.arrivals.clear()
-
-    def park(self, group: Group, why: str) -> None:
-        """Parks a group until `wake`."""
-        self.parked.append(group)
-        group.park(why)
-
-    def wake(self) -> None:
-        """Makes every parked group ready."""
-        if self.parked:
-            parked, self.parked = self.parked, []
-            for group in parked:
-                group.wake()
 
 
 class MBarrier(Waiters):

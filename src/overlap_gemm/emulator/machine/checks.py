@@ -147,7 +147,7 @@ class Checks:
     def mbarrier_init(self, group: Group, barrier: MBarrier, line: int) -> None:
         """`mbarrier.init`: a fence of this warp must follow."""
         warp, agent = group.warp, group.warp.agent
-        warp.state.setdefault("mbarrier_init", []).append(barrier)
+        warp.unfenced.append(barrier)
         hint = f"the reader has seen no completion of mbarrier {barrier.address:#x} that covers it"
         barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, hint))
         barrier.initialised = agent, agent.vector[agent.id], line
@@ -156,9 +156,11 @@ class Checks:
 
     def mbarrier_fence(self, group: Group) -> None:
         """`fence.mbarrier_init`, or a fence at least as strong."""
-        for barrier in group.warp.state.pop("mbarrier_init", ()):
+        warp = group.warp
+        for barrier in warp.unfenced:
             barrier.fenced = True
-            group.warp.state.setdefault("mbarrier_fenced", []).append(barrier)
+        warp.fenced += warp.unfenced
+        warp.unfenced.clear()
 
     def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
         """Another CTA or the async proxy operates on a barrier."""
@@ -243,7 +245,8 @@ class Checks:
         elif agent.fenced is not None:
             barrier.arrivals[agent.id] = agent.fenced[0], min(scope, agent.fenced[1])
         if barrier.joint:  # a fence of mbarrier initialisations needs no more than this
-            barrier.inits += group.warp.state.pop("mbarrier_fenced", ())
+            barrier.inits += group.warp.fenced
+            group.warp.fenced.clear()
 
     def leave(self, group: Group, barrier: Waiters, ins: Instruction) -> None:
         """A barrier let a warp go: an acquire unless it says `.relaxed`."""
@@ -360,6 +363,6 @@ class Checks:
             self.report.add(
                 "tmem-leak",
                 f"{cta} exits with {columns} columns of tensor memory allocated",
-                cta.state["tmem_alloc"],
+                cta.tmem_alloc_line,
                 key=0,
             )

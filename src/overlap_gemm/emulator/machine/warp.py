@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from overlap_gemm.emulator.errors import EmulatorError
-from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier
+from overlap_gemm.emulator.machine.asyncq import Event
+from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier, Parked
 from overlap_gemm.emulator.machine.lane_order import KEPT, LaneStore
 from overlap_gemm.emulator.machine.shared_races import Cells, Party, SharedCells, Unit
+from overlap_gemm.emulator.machine.special import special
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
+from overlap_gemm.emulator.machine.wgmmas import Product, WarpWgmmas
+from overlap_gemm.emulator.machine.window import CTA_WINDOW, OFFSET, SMEM_BASE, WINDOW
 from overlap_gemm.emulator.numbers.lanes import FULL, LANE_IDS, merge
+from overlap_gemm.emulator.units.tcgen05 import TMEM_COLUMNS, TMEM_LANES
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.order import Agent
     from overlap_gemm.emulator.run.grid import Grid
-
-CTA_WINDOW = 1 << 24
-SMEM_BASE = 1024  # the first KiB of the window is the system's
-TMEM_COLUMNS = 512
 
 
 class Group:
@@ -129,29 +129,73 @@ def _joined(width: int, mask: int, new: Any, old: Any) -> Any:
     return out
 
 
+class BulkStore(NamedTuple):
+    """A bulk store, whose two halves are awaited apart.
+
+    Attributes:
+        read: Of its source.
+        write: Of its destination.
+        clock: Bulk stores that its warp had issued with it.
+    """
+
+    read: Event
+    write: Event
+    clock: int
+
+
 class BulkGroups:
-    """The bulk async-groups of one thread: uncommitted operations and committed groups, oldest first."""
+    """The bulk async-groups of one thread: uncommitted stores and committed groups, oldest first."""
 
     __slots__ = ("committed", "open")
 
     def __init__(self) -> None:
-        self.open: list[Any] = []
-        self.committed: deque[list[Any]] = deque()
+        self.open: list[BulkStore] = []
+        self.committed: deque[list[BulkStore]] = deque()
+
+
+class CopyGroups(Parked):
+    """The `cp.async` copies of a warp: uncommitted ones and committed groups, oldest first, and who waits.
+
+    A committed group has the clock of the warp's copies at its commit.
+    """
+
+    __slots__ = ("committed", "open")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[Event] = []
+        self.committed: deque[tuple[list[Event], int]] = deque()
 
 
 class Warp:
-    """32 threads of a CTA."""
+    """32 threads of a CTA.
+
+    Attributes:
+        tid: `%tid.x`, `.y`, `.z`, each by lane or one of all.
+        groups: Its divergence groups.
+        bulk: Bulk stores by the lane that issued them.
+        bulk_waiters: Groups that wait for these.
+        copies: Its `cp.async` copies.
+        wgmmas: Its part in its warpgroup's products.
+        meeting: Groups at a `bar.warp.sync`, with the lanes that each wants there.
+        cluster_token: Generation of the cluster barrier that it has arrived at and not passed, or None.
+        cluster_lanes: Lanes that have arrived there and not waited.
+        unfenced: mbarriers that it has initialised, with no fence behind that.
+        fenced: Those with a fence behind it, until the next barrier tells others of them.
+        unsynced: Stores to shared memory since its lanes met last.
+    """
 
     cta: Cta
     grid: Grid
+    index: int
 
     def __init__(self, cta: Cta, index: int) -> None:
         self.cta, self.index, self.grid = cta, index, cta.grid
         x, y, _ = cta.grid.launch.block
         thread = LANE_IDS + np.uint32(32 * index)
-        self._tid: tuple[Any, Any, Any] = (thread % x, thread // x % y, thread // (x * y))
+        self.tid: tuple[Any, Any, Any] = (thread % x, thread // x % y, thread // (x * y))
         if x == cta.grid.threads:
-            self._tid = (thread, 0, 0)
+            self.tid = (thread, 0, 0)
         lanes = min(32, cta.grid.threads - 32 * index)
         self.full = FULL if lanes == 32 else (1 << lanes) - 1
         self.live = self.full
@@ -159,10 +203,16 @@ class Warp:
         self.groups = [Group(self, self.full, program.start, list(program.initial))]
         self.queued = False
         self.agent = cta.grid.checks.new_agent(self)
-        self.bulk: dict[tuple[str, int], BulkGroups] = {}
+        self.bulk: dict[int, BulkGroups] = {}
+        self.bulk_waiters = Parked()
+        self.copies = CopyGroups()
+        self.wgmmas = WarpWgmmas()
+        self.meeting: dict[Group, int] = {}
         self.cluster_token: int | None = None
+        self.cluster_lanes = 0
+        self.unfenced: list[MBarrier] = []
+        self.fenced: list[MBarrier] = []
         self.local: np.ndarray | None = None
-        self.state: dict[str, Any] = {}
         self.counted = 0
         self.unsynced: list[LaneStore] = []
 
@@ -173,7 +223,7 @@ class Warp:
 
     def special(self, name: str) -> Any:
         """The value of a special register."""
-        return SPECIAL[name](self) if name in SPECIAL else _unknown_special(name)
+        return special(self, name)
 
     def local_rows(self, width: int) -> np.ndarray:
         """Local memory `[32, n]` in elements of `width` bytes."""
@@ -207,7 +257,18 @@ class Warp:
 
 
 class Cta:
-    """A thread block: shared memory, barriers, tensor memory."""
+    """A thread block: shared memory, barriers, tensor memory.
+
+    Attributes:
+        tmem_owner: By column of tensor memory: 1 + the first column of the allocation, 0 for none.
+        tmem_freed: By column: 1 + the warp and the PTX line of the last dealloc.
+        tmem_alloc_line: PTX line of the last alloc.
+        tmem_waiters: Groups that wait for free columns.
+        may_alloc: Whether it still has the permit to allocate.
+        products: wgmmas that some warps of a warpgroup have yet to issue, by warpgroup and number.
+        wgmma_units: Its warpgroups' wgmmas as readers of shared memory, by warpgroup.
+        pending: Events that have not happened, by `id`.
+    """
 
     cluster: Cluster
     grid: Grid
@@ -231,8 +292,10 @@ class Cta:
         self.named: dict[int, CountBarrier] = {}
         self._tmem: np.ndarray | None = None
         self.tmem_owner = np.zeros(TMEM_COLUMNS, np.int32)
-        self.tmem_freed = np.zeros((TMEM_COLUMNS, 2), np.int32)  # warp + 1 and PTX line of the last dealloc
-        self.tmem_waiters: list[Group] = []
+        self.tmem_freed = np.zeros((TMEM_COLUMNS, 2), np.int32)
+        self.tmem_alloc_line = 0
+        self.tmem_waiters = Parked()
+        self.may_alloc = True
         self.tmem_order = TmemOrder()
         self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
@@ -242,17 +305,18 @@ class Cta:
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}
-        self.pending: dict[int, Any] = {}
+        self.pending: dict[int, Event] = {}
+        self.products: dict[tuple[int, int], Product] = {}
+        self.wgmma_units: dict[str, Unit] = {}
         self.sm = 0
         self.live_warps = -(-self.grid.threads // 32)
         self.warps = [Warp(self, i) for i in range(self.live_warps)]
-        self.state: dict[str, Any] = {}
 
     @property
     def tmem(self) -> np.ndarray:
         """Tensor memory `uint32 [128, 512]`, poisoned with NaN."""
         if self._tmem is None:
-            self._tmem = np.full((128, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
+            self._tmem = np.full((TMEM_LANES, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
         return self._tmem
 
     @property
@@ -299,7 +363,7 @@ class Cta:
         if mine is not None:
             return mine
         owner = self.cluster.owner(address)
-        barrier = owner.mbarriers.get(address & (CTA_WINDOW - 1))
+        barrier = owner.mbarriers.get(address & OFFSET)
         if barrier is None:
             raise EmulatorError(f"no mbarrier has been initialised at shared address {address:#x} of {owner}")
         return barrier
@@ -363,73 +427,7 @@ class Cluster:
 
     def owner(self, address: int) -> Cta:
         """The CTA whose window holds a shared address."""
-        rank = (address & 0xFFFFFFFF) // CTA_WINDOW
+        rank = (address & WINDOW) // CTA_WINDOW
         if rank >= self.size:
             raise EmulatorError(f"shared address {address:#x} names CTA {rank} of a cluster of {self.size}")
         return self.ctas[rank]
-
-
-def _unknown_special(name: str) -> Any:
-    raise EmulatorError(f"special register {name} is not modelled")
-
-
-def _dim(get: Callable[[Warp], tuple[int, int, int]]) -> list[Callable[[Warp], int]]:
-    return [lambda w, n=n: get(w)[n] for n in range(3)]  # type: ignore[misc]
-
-
-def _cluster_counts(w: Warp) -> tuple[int, int, int]:
-    (gx, gy, gz), (cx, cy, cz) = w.grid.launch.grid, w.grid.launch.cluster
-    return gx // cx, gy // cy, gz // cz
-
-
-def _cluster_id(w: Warp) -> tuple[int, int, int]:
-    (x, y, z), (cx, cy, cz) = w.cta.cluster.first, w.grid.launch.cluster
-    return x // cx, y // cy, z // cz
-
-
-def _in_cluster(w: Warp) -> tuple[int, int, int]:
-    (x, y, z), (fx, fy, fz) = w.cta.ctaid, w.cta.cluster.first
-    return x - fx, y - fy, z - fz
-
-
-_LANE = LANE_IDS
-_MASKS = {
-    "eq": lambda n: 1 << n, "lt": lambda n: (1 << n) - 1, "le": lambda n: (2 << n) - 1,
-    "gt": lambda n: FULL & ~((2 << n) - 1), "ge": lambda n: FULL & ~((1 << n) - 1),
-}  # fmt: skip
-
-SPECIAL: dict[str, Callable[[Warp], Any]] = {
-    "%laneid": lambda w: _LANE,
-    "%warpid": lambda w: w.index,
-    "%nwarpid": lambda w: len(w.cta.warps),
-    "%smid": lambda w: w.cta.sm,
-    "%nsmid": lambda w: w.grid.residency.num_sms,
-    "%gridid": lambda w: w.grid.number,
-    "%cluster_ctarank": lambda w: w.cta.rank_in_cluster,
-    "%cluster_nctarank": lambda w: w.cta.cluster.size,
-    "%is_explicit_cluster": lambda w: w.cta.cluster.size > 1,
-    "%dynamic_smem_size": lambda w: w.grid.launch.dynamic_smem,
-    "%total_smem_size": lambda w: w.grid.smem_bytes - SMEM_BASE,
-    "%clock": lambda w: w.grid.scheduler.read_clock(w) & 0xFFFFFFFF,
-    "%clock64": lambda w: w.grid.scheduler.read_clock(w),
-    "%clock_hi": lambda w: w.grid.scheduler.read_clock(w) >> 32,
-    "%globaltimer": lambda w: w.grid.scheduler.read_clock(w),
-    "%globaltimer_lo": lambda w: w.grid.scheduler.read_clock(w) & 0xFFFFFFFF,
-    "%globaltimer_hi": lambda w: w.grid.scheduler.read_clock(w) >> 32,
-    "WARP_SZ": lambda w: 32,
-}
-for _n, _axis in enumerate("xyz"):
-    SPECIAL[f"%tid.{_axis}"] = lambda w, n=_n: w._tid[n]  # type: ignore[misc]
-    for _name, _get in {
-        "%ntid": lambda w: w.grid.launch.block,
-        "%ctaid": lambda w: w.cta.ctaid,
-        "%nctaid": lambda w: w.grid.launch.grid,
-        "%clusterid": _cluster_id,
-        "%nclusterid": _cluster_counts,
-        "%cluster_ctaid": _in_cluster,
-        "%cluster_nctaid": lambda w: w.grid.launch.cluster,
-    }.items():
-        SPECIAL[f"{_name}.{_axis}"] = _dim(_get)[_n]
-for _name, _rule in _MASKS.items():
-    _table = np.array([_rule(n) for n in range(32)], np.uint32)
-    SPECIAL[f"%lanemask_{_name}"] = lambda w, t=_table: t  # type: ignore[misc]

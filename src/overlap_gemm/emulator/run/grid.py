@@ -10,7 +10,8 @@ import numpy as np
 
 from overlap_gemm.emulator.errors import CooperativeLaunchTooLargeError, EmulatorError
 from overlap_gemm.emulator.machine.residency import Footprint
-from overlap_gemm.emulator.machine.warp import SMEM_BASE, Cluster, Cta, _joined
+from overlap_gemm.emulator.machine.warp import Cluster, Cta, _joined
+from overlap_gemm.emulator.machine.window import SMEM_BASE
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.residency import Residency

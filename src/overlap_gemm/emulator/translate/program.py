@@ -26,7 +26,7 @@ from overlap_gemm.emulator.instructions.emit import (
     width_of,
 )
 from overlap_gemm.emulator.machine.memory import CONST, FUNCTION, PARAM
-from overlap_gemm.emulator.machine.warp import SMEM_BASE
+from overlap_gemm.emulator.machine.window import SMEM_BASE
 from overlap_gemm.emulator.numbers import bits, fmath
 from overlap_gemm.emulator.numbers.lanes import FULL
 from overlap_gemm.emulator.numbers.lanes import bits as lane_bits

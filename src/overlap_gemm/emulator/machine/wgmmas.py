@@ -1,0 +1,91 @@
+"""wgmmas that warps have issued and not got back (PTX ISA 9.7.15).
+
+Accumulators that are in flight hold poison in the registers and live here as one matrix of their
+warpgroup until `wgmma.wait_group` gives them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from overlap_gemm.emulator.machine.barrier import Parked
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
+    from overlap_gemm.emulator.units.wgmma import Wgmma
+
+
+@dataclass(eq=False)
+class Accumulator:
+    """D of consecutive wgmmas of a warpgroup on the same registers.
+
+    Attributes:
+        shape: Static part of the first of them.
+        parts: Each warp's registers before the first, or None where it does not read them.
+        matrix: D as `float32` or `int32 [64, n]`, once the first has been carried out.
+    """
+
+    shape: Wgmma
+    parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    matrix: np.ndarray | None = None
+
+
+@dataclass(eq=False)
+class Product:
+    """One wgmma of a warpgroup.
+
+    Attributes:
+        accumulator: Its D.
+        shape: Its static part.
+        a: Where its A lies in shared memory; None in registers.
+        b: Where its B lies.
+        reads_d: Whether it adds to D.
+        warps: How many warps have issued it.
+        number: Of its group among those of a warp, from 1; 0 unless races are looked for.
+        reads: Granules of shared memory that it reads, likewise.
+        a_parts: Each warp's registers of A, where it lies there.
+        done: Whether it has been carried out.
+    """
+
+    accumulator: Accumulator
+    shape: Wgmma
+    a: SmemDescriptor | None
+    b: SmemDescriptor
+    reads_d: bool
+    warps: int = 0
+    number: int = 0
+    reads: tuple[slice, ...] = ()
+    a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
+    done: bool = False
+
+
+class WarpWgmmas(Parked):
+    """A warp's wgmmas, and its groups that wait for them.
+
+    Attributes:
+        sequence: How many it has issued.
+        fenced: Whether a wgmma.fence followed the last time that registers came back to the warp.
+        commits: Groups committed.
+        told: What the race detector knows of the open group's reads.
+        returned: What came back in each register.
+        flying: Accumulators in flight, by their registers.
+        open: Uncommitted products.
+        groups: Committed ones, oldest first.
+    """
+
+    __slots__ = ("commits", "fenced", "flying", "groups", "open", "returned", "sequence", "told")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = 0
+        self.fenced = False
+        self.commits = 0
+        self.told: set[tuple[int, int]] = set()
+        self.returned: dict[int, Any] = {}
+        self.flying: dict[tuple[int, ...], Accumulator] = {}
+        self.open: list[Product] = []
+        self.groups: deque[list[Product]] = deque()

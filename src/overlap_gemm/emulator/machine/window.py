@@ -1,0 +1,9 @@
+"""Shared memory of a cluster in one window of addresses, of which each CTA has a part."""
+
+CTA_WINDOW = 1 << 24
+OFFSET = CTA_WINDOW - 1
+"""Bits of a shared address that say where in its CTA's part."""
+WINDOW = 0xFFFFFFFF
+"""Bits of a register that are a shared address."""
+SMEM_BASE = 1024
+"""Where a CTA's variables begin in its part: the first KiB is the system's."""
