@@ -49,14 +49,6 @@ def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any
         )
 
 
-def bulk_groups(group: Group, lane: int) -> BulkGroups:
-    """The bulk async-groups of a thread."""
-    bulk = group.warp.bulk
-    if lane not in bulk:
-        bulk[lane] = BulkGroups()
-    return bulk[lane]
-
-
 # -- moving bytes --------------------------------------------------------------------------------
 
 
@@ -185,7 +177,7 @@ def copy_out(
     first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
     grid.engine.submit(first)
     second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line))
-    bulk_groups(group, lane).open.append(BulkStore(first, second, agent.issued))
+    group.warp.bulk.setdefault(lane, BulkGroups()).open.append(BulkStore(first, second, agent.issued))
 
 
 def bulk_reads(warp: Warp) -> Unit:

@@ -11,7 +11,6 @@ import numpy as np
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.instructions.bulk import (
     arrives,
-    bulk_groups,
     copies_in,
     copy_out,
     reducer,
@@ -140,8 +139,6 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
                 merge = reducer(name, tmap.type) if reduces else None
                 if len(addresses):
                     copy_out(group, ins, lane, addresses, where, plan.chunk, merge)
-                else:
-                    bulk_groups(group, lane)  # an empty group counts in wait_group, too
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 
