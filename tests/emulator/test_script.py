@@ -110,6 +110,27 @@ def test_a_script_for_several_ranks(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"rank {r} done" for r in range(3)]
 
 
+def test_each_rank_has_a_current_stream_of_its_own(tmp_path):
+    text = """
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    rank, default = dist.get_rank(), torch.cuda.default_stream()
+    assert default.device.index == rank
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own if rank == 0 else None):
+        dist.barrier()  # rank 1 comes here while rank 0 is inside
+        assert torch.cuda.current_stream() == (own if rank == 0 else default)
+        with torch.cuda.stream(own):
+            dist.barrier()
+            assert torch.cuda.current_stream() == own
+    dist.barrier()
+    assert torch.cuda.current_stream() == default
+    """
+    result = emulate(tmp_path, text, "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_failing_check_of_a_script_fails_the_command(tmp_path):
     result = emulate(tmp_path, ONE_GPU.replace("src * 3)", "src * 4)"), "--arch", "sm_90a")
     assert result.returncode == 1
