@@ -8,6 +8,7 @@ case needs no comparison; alignment is one OR-reduction.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,17 +16,19 @@ import numpy as np
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.machine import order
 from overlap_gemm.emulator.machine.lane_order import LaneStore, check_load
-from overlap_gemm.emulator.machine.lane_plan import LanePlan, lane_plan
+from overlap_gemm.emulator.machine.lane_plan import LanePlan, Spread, granules_of, lane_plan, one_place
+from overlap_gemm.emulator.machine.lane_plan import spread as spread_of
 from overlap_gemm.emulator.machine.memory import WINDOW_SHIFT
-from overlap_gemm.emulator.machine.visibility import HeldStore, span
+from overlap_gemm.emulator.machine.visibility import HeldStore
 from overlap_gemm.emulator.machine.window import CTA_WINDOW, OFFSET, WINDOW
-from overlap_gemm.emulator.numbers.lanes import DTYPE, FULL, MASK, lane_array, lane_list, one
+from overlap_gemm.emulator.numbers.lanes import DTYPE, FULL, MASK, lane_array, lane_index, lane_list, one
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation
     from overlap_gemm.emulator.machine.warp import Cta, Group
     from overlap_gemm.emulator.ptx.ir import Instruction
 
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
 
 
@@ -70,6 +73,8 @@ class Access:
         # A poll of data, or what it finds: a strong access that orders nothing else.
         self.polls = self.strong and ins.parts[0] in ("ld", "st") and not _ORDERING & set(ins.parts)
         self.whole = "b128" in ins.parts  # no vector: its 16 bytes are one access
+        self.words = Struct(f"<{count}{_CODES[width]}")
+        self.alone = one_place(self.size)
         self.cached: Allocation | None = None
 
     # -- windows ---------------------------------------------------------------------------------
@@ -184,38 +189,46 @@ class Access:
         return cta, offset
 
     def _load_global(self, group: Group, mask: int, address: Any) -> Any:
+        lanes = None
         if address.__class__ is int:
-            allocation = self._allocation(group, mask, address)
-            unknown = self._reads(group, allocation, address)
-            start = address - allocation.base
+            allocation: Any = self._allocation(group, mask, address)
+            low, spread = address, self.alone
+        else:
+            lanes = lane_index(mask)
+            low, spread = spread_of(address[lanes], self.size)
+            allocation = self._holding(group, mask, low, spread)
+            if allocation is None:
+                out = np.zeros((self.count, 32), DTYPE[self.bits])
+                for lane in lane_list(mask):
+                    out[:, lane] = self._load_global(group, 1 << lane, int(address[lane]))
+                return out[0] if self.count == 1 else tuple(out)
+        unknown = self._reads(group, allocation, low, spread)
+        start, old = low - allocation.base, group.warp.grid.machine.old
+        if lanes is None:
             found = allocation.raw[start : start + self.size]
             if unknown:
-                found = group.warp.grid.machine.old.found(self, group, allocation, address, unknown, found)
-            raw = found.tobytes()
-            values = [
-                int.from_bytes(raw[n : n + self.width], "little") for n in range(0, self.size, self.width)
-            ]
-            return values[0] if self.count == 1 else tuple(values)
-        addresses = _safe(address, mask)
-        allocation, index = self._index(group, mask, addresses)
-        if allocation is None:
-            out = np.zeros((self.count, 32), DTYPE[self.bits])
-            for lane in lane_list(mask):
-                out[:, lane] = self._load_global(group, 1 << lane, int(addresses[lane]))
-            return out[0] if self.count == 1 else tuple(out)
-        unknown = self._reads(group, allocation, addresses)
-        rows = allocation.view(self.width, self.count)[index]
+                found = old.found(self, group, allocation, low, spread, unknown, found)
+            values = self.words.unpack(found)
+            return values[0] if self.count == 1 else values
+        rows = allocation.view(self.width, self.count)[spread.units(start, self.row_shift)]
         if unknown:
-            rows = group.warp.grid.machine.old.found(self, group, allocation, addresses, unknown, rows)
-        return self._columns(rows)
+            rows = old.found(self, group, allocation, low, spread, unknown, rows)
+        if mask == FULL:
+            return rows.copy() if self.count == 1 else tuple(rows.T.copy())
+        out = np.empty((self.count, 32), DTYPE[self.bits])
+        out.T[:] = rows[:1].reshape(1, -1)  # lanes that take no part
+        out.T[lanes] = rows.reshape(-1, self.count)
+        return out[0] if self.count == 1 else tuple(out)
 
-    def _reads(self, group: Group, allocation: Allocation, address: Any) -> list[int]:
+    def _reads(self, group: Group, allocation: Allocation, low: int, spread: Spread) -> list[int]:
         machine, unknown = group.warp.grid.machine, []
         if machine.races is not None:
-            how = self.strength, allocation, address, self.size, self.publishes, self.multicast
-            unknown = machine.races.read(group.warp.agent, self.line, *how)
+            unknown = machine.races.read(
+                group.warp.agent, self.line, self.strength, allocation, low, spread, self.publishes,
+                self.multicast,
+            )  # fmt: skip
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
-            machine.held.touch(group.warp.grid.launch.rank, allocation, *span(address, self.size))
+            machine.held.touch(group.warp.grid.launch.rank, allocation, low, low + spread.extent)
         return unknown
 
     def _allocation(self, group: Group, mask: int, address: int) -> Allocation:
@@ -238,23 +251,15 @@ class Access:
             raise fault(group, self.ins, mask, str(why)) from None
         return found
 
-    def _index(self, group: Group, mask: int, addresses: np.ndarray) -> tuple[Any, Any]:
-        """One allocation for all lanes and each lane's row; None where they differ or are at fault."""
-        first = int(addresses[0])
-        cached: Any = self.cached
+    def _holding(self, group: Group, mask: int, low: int, spread: Spread) -> Allocation | None:
+        """The allocation that holds what all lanes access; None where they differ or are at fault."""
+        cached, first = self.cached, low + spread.below
         memory = group.warp.grid.machine.memory
         if cached is None or cached.owner is not memory or not cached.base <= first < cached.end:
             cached = self._allocation(group, mask, first)
-        view = cached.view(self.width, self.count)
-        if view is None:
-            return None, None
-        offset = addresses - np.uint64(cached.base)
-        if int(np.bitwise_or.reduce(offset)) & (self.size - 1):
-            return None, None
-        index = offset >> np.uint64(self.row_shift)
-        if int(np.maximum.reduce(index)) >= len(view):
-            return None, None
-        return cached, index.view(np.int64)
+        if cached.view(self.width, self.count) is None or (low | spread.grain) & (self.size - 1):
+            return None
+        return cached if cached.base <= low and low + spread.extent <= cached.end else None
 
     def _load_local(self, group: Group, mask: int, address: Any) -> Any:
         rows = group.warp.local_rows(self.width)
@@ -310,25 +315,23 @@ class Access:
     def _rows(self, mask: int, values: tuple[Any, ...]) -> Any:
         """`[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
         dtype = DTYPE[self.bits]
-        lanes, n = lane_array(mask), mask.bit_count()
+        n = mask.bit_count()
         if self.count == 1:
             v = values[0]
             if v.__class__ is int:
                 return np.full(n, v & MASK[self.bits], dtype)
             v = v.astype(dtype, copy=False)
-            return v if n == 32 else v[lanes]
+            return v if n == 32 else v[lane_index(mask)]
+        lanes = slice(None) if n == 32 else lane_index(mask)
         out = np.empty((n, self.count), dtype)
         for i, v in enumerate(values):
-            if v.__class__ is int:
-                out[:, i] = v & MASK[self.bits]
-            else:
-                out[:, i] = v if n == 32 else v[lanes]
+            out[:, i] = v & MASK[self.bits] if v.__class__ is int else v[lanes]
         return out
 
     def _scalar_bytes(self, mask: int, values: tuple[Any, ...]) -> bytes:
         """The bytes that a uniform address receives: of the highest active lane, as one lane must win."""
-        last, keep = 1 << (mask.bit_length() - 1), (1 << self.bits) - 1
-        return b"".join((one(v, last) & keep).to_bytes(self.width, "little") for v in values)
+        last, keep = 1 << (mask.bit_length() - 1), MASK[self.bits]
+        return self.words.pack(*[(v if v.__class__ is int else one(v, last)) & keep for v in values])
 
     def _store_shared(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
         cta = group.warp.cta
@@ -380,21 +383,22 @@ class Access:
         machine = group.warp.grid.machine
         if address.__class__ is int:
             allocation: Any = self._allocation(group, mask, address)
-            touched, view = address, allocation.raw
+            low, spread, view = address, self.alone, allocation.raw
             where: Any = slice(address - allocation.base, address - allocation.base + self.size)
             data = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
         else:
-            touched = address if mask == FULL else address[lane_array(mask)]
-            allocation, where = self._index(group, mask, touched)
+            low, spread = spread_of(address if mask == FULL else address[lane_index(mask)], self.size)
+            allocation = self._holding(group, mask, low, spread)
             if allocation is None:
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_global(group, 1 << lane, int(address[lane]), one_lane)
                 return
+            where = spread.units(low - allocation.base, self.row_shift)
             view, data = allocation.view(self.width, self.count), self._rows(mask, values)
         if machine.races is not None:
             machine.races.write(
-                group.warp.agent, self.line, self.strength, allocation, touched, self.size,
+                group.warp.agent, self.line, self.strength, allocation, low, spread,
                 lambda: np.array_equal(view[where], data), self.multicast,
             )  # fmt: skip
         rank, agent = group.warp.grid.launch.rank, group.warp.agent
@@ -404,16 +408,16 @@ class Access:
 
         def put() -> None:
             if keeps:
-                machine.old.replace(self, allocation, touched, epoch)
+                machine.old.replace(self, allocation, low, spread, epoch)
             view[where] = data
             if machine.watch:
-                notify(machine.watch, granules(address, mask, self.size))
+                notify(machine.watch, spread.granules(low))
 
         kind = "flag" if self.strong else "store"
         if machine.faults.active and machine.faults.catches(group, self.line, kind, allocation, put):
             return
         if machine.held.active and allocation.rank != rank:
-            low, high = span(touched, self.size)
+            high = low + spread.extent
             machine.held.touch(rank, allocation, low, high)
             if not self.strong:
                 machine.held.hold(HeldStore(agent, epoch, allocation, low, high, put))
@@ -430,16 +434,10 @@ class Access:
 
 
 def granules(address: Any, mask: int, size: int) -> Iterable[int]:
-    """The 16-byte granules that a lane access touches, in the order of its lanes.
-
-    No set: its order, and so whom a store wakes first, would depend on where the host puts the memory.
-    """
+    """The 16-byte granules that a lane access touches, in the order of its lanes."""
     if address.__class__ is int:
         return range(address >> 4, (address + size + 15) >> 4)
-    lanes = (address if mask == FULL else address[lane_array(mask)]) >> 4
-    return dict.fromkeys(
-        (lanes if size <= 16 else np.concatenate((lanes, lanes + lanes.dtype.type(1)))).tolist()
-    )
+    return granules_of(address if mask == FULL else address[lane_array(mask)], size)
 
 
 def notify(watch: dict[int, list[Any]], touched: Iterable[int]) -> None:

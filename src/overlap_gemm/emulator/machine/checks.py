@@ -16,6 +16,7 @@ from overlap_gemm.emulator.machine.order import (
     includes,
     merge,
     scope_of,
+    united,
 )
 from overlap_gemm.emulator.machine.races import RaceDetector, distinct
 from overlap_gemm.emulator.machine.shared_races import Party, SharedRaces, nearby
@@ -261,9 +262,8 @@ class Checks:
                 agent.acquire(snapshot)
             elif self.shared is not None and snapshot.agent.warp.cta.cluster is agent.warp.cta.cluster:
                 agent.acquire_nearby(nearby(agent, snapshot))
-                merge(
-                    agent.proxied, {a: c for a, c in snapshot.proxied.items() if a >= 0}
-                )  # in shared memory
+                in_shared = {a: c for a, c in snapshot.proxied.items() if a >= 0}
+                agent.proxied = united(agent.proxied, in_shared)
 
     def passed(self, group: Group, barrier: CountBarrier, ins: Instruction) -> None:
         """A barrier of a CTA let a warp go: strictly, one that names no count is for every warp."""
@@ -280,7 +280,7 @@ class Checks:
         """A wait found a phase of an mbarrier complete: the warp knows what completed on it."""
         agent = group.warp.agent
         if self.shared is not None and agent.nearby.get(barrier.party, 0) < barrier.completed:
-            agent.acquire_nearby({**barrier.passed, barrier.party: barrier.completed})
+            agent.acquire_nearby(barrier.passed, {barrier.party: barrier.completed})
 
     def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
         """A volatile, relaxed or acquire load."""

@@ -50,6 +50,15 @@ def merge(into: Vector, other: Vector) -> None:
             into[agent] = clock
 
 
+def united(mine: Vector, other: Vector) -> Vector:
+    """The later clock of each agent, for vectors that are shared while they stay what they are."""
+    if mine is other or not other:
+        return mine
+    get = mine.get
+    later = {agent: clock for agent, clock in other.items() if get(agent, 0) < clock}
+    return {**mine, **later} if later else mine
+
+
 class Snapshot:
     """What an agent, or all participants of a barrier, knew when they released."""
 
@@ -76,21 +85,21 @@ class Snapshot:
         out = Snapshot(
             first.agent,
             dict(first.vector),
-            dict(first.proxied),
+            first.proxied,
             first.grids,
             dict(first.nearby),
             first.fenced_grids,
-            dict(first.aliased),
+            first.aliased,
         )
         for part in rest:
             merge(out.vector, part.vector)
             merge(out.nearby, part.nearby)
-            merge(out.proxied, part.proxied)
+            out.proxied = united(out.proxied, part.proxied)
             if part.grids is not out.grids:
                 out.grids |= part.grids
             if part.fenced_grids is not out.fenced_grids:
                 out.fenced_grids |= part.fenced_grids
-            merge(out.aliased, part.aliased)
+            out.aliased = united(out.aliased, part.aliased)
         return out
 
 
@@ -114,10 +123,10 @@ class Agent:
     Attributes:
         vector: Clock of every agent up to which its accesses happen before this one's next.
         proxied: The same for generic writes to shared (key: the agent) and global memory (its complement)
-            that a proxy fence has passed on.
+            that a proxy fence has passed on. It is replaced, never changed: snapshots share it.
         grids: Launches that are known as a whole.
         fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
-        aliased: Clocks of the accesses that an alias fence has passed on, as in `vector`.
+        aliased: Clocks of the accesses that an alias fence has passed on; replaced, too.
         touched: Whether it accessed memory since it last released.
         fenced: Snapshot and scope of its last fence.
         loads: What its relaxed loads observed since the last fence; the scope is that of both sides.
@@ -189,11 +198,11 @@ class Agent:
             self._latest = Snapshot(
                 self,
                 dict(self.vector),
-                dict(self.proxied),
+                self.proxied,
                 self.grids,
                 dict(self.nearby),
                 self.fenced_grids,
-                dict(self.aliased),
+                self.aliased,
             )
             self.vector[self.id] += 1
             self.touched = False
@@ -202,19 +211,21 @@ class Agent:
     def acquire(self, snapshot: Snapshot) -> None:
         """Takes over what another agent published."""
         key = snapshot.agent.id
-        if self._seen.get(key) is snapshot or snapshot is self._latest:
+        last = self._seen.get(key)
+        if last is snapshot or snapshot is self._latest:
             return
         self._seen[key] = snapshot
         self._latest = None
         merge(self.vector, snapshot.vector)
-        merge(self.proxied, snapshot.proxied)
+        if last is None or last.proxied is not snapshot.proxied:
+            self.proxied = united(self.proxied, snapshot.proxied)
         if snapshot.agent.warp.cta.cluster is self.warp.cta.cluster:
             merge(self.nearby, snapshot.nearby)
         if snapshot.grids is not self.grids:
             self.grids |= snapshot.grids
         if snapshot.fenced_grids is not self.fenced_grids:
             self.fenced_grids |= snapshot.fenced_grids
-        merge(self.aliased, snapshot.aliased)
+        self.aliased = united(self.aliased, snapshot.aliased)
 
     def learn_nearby(self, party: int, clock: int) -> None:
         """Knows of one more asynchronous unit's accesses."""
@@ -222,9 +233,11 @@ class Agent:
             self.nearby[party] = clock
             self._latest = None
 
-    def acquire_nearby(self, known: Vector) -> None:
-        """Takes over what a unit of its cluster passes on."""
-        merge(self.nearby, known)
+    def acquire_nearby(self, *known: Vector) -> None:
+        """Takes over what units of its cluster pass on."""
+        for vector in known:
+            if vector:
+                merge(self.nearby, vector)
         self._latest = None
 
     def begin_strong_store(self) -> None:
@@ -241,16 +254,17 @@ class Agent:
     def fence_proxy(self, in_shared: bool, in_global: bool) -> None:
         """Passes every generic write it knows of, to shared or global memory, to the async proxy."""
         if in_shared:
-            merge(self.proxied, self.vector)
+            self.proxied = united(self.proxied, self.vector)
         if in_global:
-            merge(self.proxied, {~agent: clock for agent, clock in self.vector.items()})
+            passed = {~agent: clock for agent, clock in self.vector.items()}
+            self.proxied = united(self.proxied, passed)
             self.fenced_grids |= self.grids
         self._latest = None
         self.touched = True
 
     def fence_alias(self) -> None:
         """Passes every access it knows of, its own among them, to the other names of their places."""
-        merge(self.aliased, self.vector)
+        self.aliased = united(self.aliased, self.vector)
         self.vector[self.id] += 1  # what it does from now on is not passed
         self._latest = None
         self.touched = True
@@ -304,7 +318,7 @@ class Agent:
 
 def includes(scope: int, a: Warp, b: Warp) -> bool:
     """Whether two warps lie in one instance of a scope."""
-    if scope == 3:
+    if scope == 3 or a.cta is b.cta:
         return True
     if a.grid.launch.rank != b.grid.launch.rank:
         return False

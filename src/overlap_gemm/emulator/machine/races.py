@@ -27,32 +27,38 @@ from overlap_gemm.emulator.source import place
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.errors import Report
+    from overlap_gemm.emulator.machine.lane_plan import Places, Spread
     from overlap_gemm.emulator.machine.memory import Allocation, GlobalMemory
 
 WEAK = -1
+History = tuple[NDArray[np.int64], ...]
 _COUNT = np.arange(32)
 
 
 class Shadow:
-    """Last write and last read of each granule of an allocation, as rows (epoch, line and strength)."""
+    """Last write and last read of each granule of an allocation: epochs, and lines and strengths."""
 
     def __init__(self, nbytes: int, granule: int) -> None:
-        self.nbytes, self.granule = nbytes, granule
-        self.writes = np.zeros((2, -(-nbytes // granule)), np.int64)
-        self.reads = np.zeros_like(self.writes)
+        self.nbytes = nbytes
+        cells = -(-nbytes // granule)
+        self._keep(granule, *(np.zeros((2, cells), np.int64) for _ in range(2)))
+
+    def _keep(self, granule: int, writes: np.ndarray, reads: np.ndarray) -> None:
+        self.granule, self.shift = granule, granule.bit_length() - 1
+        self.writes, self.reads = tuple(writes), tuple(reads)
 
     def refine(self, granule: int) -> None:
         """Goes over to smaller granules."""
         factor = self.granule // granule
-        self.granule = granule
-        self.writes, self.reads = (_repeated(cells, factor) for cells in (self.writes, self.reads))
+        self._keep(granule, _repeated(self.writes, factor), _repeated(self.reads, factor))
 
 
-def _repeated(cells: np.ndarray, factor: int) -> np.ndarray:
+def _repeated(history: History, factor: int) -> np.ndarray:
     """Each column `factor` times, without touching the many that are zero."""
-    out = np.zeros((2, cells.shape[1] * factor), np.int64)
-    used = np.flatnonzero(cells[0])
-    out.reshape(2, -1, factor)[:, used] = cells[:, used, None]
+    used = np.flatnonzero(history[0])
+    out = np.zeros((2, len(history[0]) * factor), np.int64)
+    for row, cells in zip(out, history, strict=True):
+        row.reshape(-1, factor)[used] = cells[used, None]
     return out
 
 
@@ -61,9 +67,12 @@ def distinct(epochs: NDArray[np.int64]) -> list[int]:
 
     Nearly always there are none, or one.
     """
-    first = int(epochs[0])
-    found = [first] if np.logical_and.reduce(epochs == first) else np.unique(epochs).tolist()
-    return [epoch for epoch in found if epoch]
+    data = epochs.tobytes()
+    first = data[:8]
+    if data == first * (len(data) >> 3):
+        epoch = int.from_bytes(first, "little", signed=True)
+        return [epoch] if epoch else []
+    return [epoch for epoch in np.unique(epochs).tolist() if epoch]
 
 
 def _numbers(cells: Any) -> NDArray[np.int64]:
@@ -97,20 +106,20 @@ class RaceDetector:
         line: int,
         strength: int,
         allocation: Allocation,
-        address: Any,
-        size: int,
+        low: int,
+        spread: Spread,
         rmw: bool = False,
         multicast: bool = False,
     ) -> list[int]:
-        """A generic read of `size` bytes per lane; `rmw`: that of a read-modify-write.
+        """A generic read; `rmw`: that of a read-modify-write.
 
         Args:
             agent: Whose.
             line: Of the PTX.
             strength: Scope of a strong access, or `WEAK`.
             allocation: Which is read.
-            address: Of each lane, or of all.
-            size: Bytes a lane.
+            low: The lowest address.
+            spread: How the lanes lie from there.
             rmw: See above.
             multicast: Whether by a multicast address.
 
@@ -120,14 +129,15 @@ class RaceDetector:
         shadow = self._shadow_for_read(agent, allocation)
         if shadow is None:
             return []
-        cells = self._cells(shadow, allocation, address, size)
+        cells = self._cells_of(shadow, allocation, low, spread)
         writes = shadow.writes
         unknown = self._check(agent, line, strength, allocation, shadow, writes, cells, "read", "written")
         self._by_multicast |= multicast
         if self._by_multicast:
             self._check_alias(agent, line, allocation, writes, cells, multicast, "read", "written")
-        shadow.reads[0][cells] = agent.strong_epoch if rmw else agent.epoch
-        shadow.reads[1][cells] = _mark(line, strength, multicast)
+        epochs, marks = shadow.reads
+        epochs[cells] = agent.strong_epoch if rmw else agent.epoch
+        marks[cells] = _mark(line, strength, multicast)
         agent.touched = True
         return unknown
 
@@ -137,14 +147,16 @@ class RaceDetector:
         line: int,
         strength: int,
         allocation: Allocation,
-        address: Any,
-        size: int,
+        low: int,
+        spread: Spread,
         repeats: Callable[[], bool] | None = None,
         multicast: bool = False,
     ) -> None:
-        """A generic write of `size` bytes per lane; `repeats` tells whether it changes nothing."""
+        """A generic write, arguments as for `read`; `repeats` tells whether it changes nothing."""
         epoch = agent.epoch if strength == WEAK else agent.strong_epoch
-        self._write(agent, epoch, line, strength, allocation, address, size, repeats, multicast)
+        shadow = self._shadow_for_write(allocation)
+        cells = self._cells_of(shadow, allocation, low, spread)
+        self._write(agent, epoch, line, strength, allocation, shadow, cells, repeats, multicast)
         agent.touched = True
 
     def bulk_write(
@@ -159,9 +171,9 @@ class RaceDetector:
         """The destination write of the bulk store that an agent issued last, in chunks."""
         epoch = agent.id + BULK << 32 | agent.issued
         for allocation, where in self.memory.spans(addresses, chunk):
-            self._write(
-                agent, epoch, line, strength, allocation, addresses[where], chunk, multicast=multicast
-            )
+            shadow = self._shadow_for_write(allocation)
+            cells = self._cells(shadow, allocation, addresses[where], chunk)
+            self._write(agent, epoch, line, strength, allocation, shadow, cells, multicast=multicast)
 
     def async_read(
         self,
@@ -186,8 +198,9 @@ class RaceDetector:
                 self._check_alias(
                     agent, line, allocation, shadow.writes, cells, False, "async read", "written"
                 )
-            shadow.reads[0][cells] = agent.epoch
-            shadow.reads[1][cells] = _mark(line, WEAK)
+            epochs, marks = shadow.reads
+            epochs[cells] = agent.epoch
+            marks[cells] = _mark(line, WEAK)
             agent.touched = True
 
     def _shadow_for_read(self, agent: Agent, allocation: Allocation) -> Shadow | None:
@@ -196,6 +209,12 @@ class RaceDetector:
         if shadow is None and (
             allocation.kind == "symmetric" or allocation.rank != agent.warp.grid.launch.rank
         ):
+            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
+        return shadow
+
+    def _shadow_for_write(self, allocation: Allocation) -> Shadow:
+        shadow = self._shadows.get(allocation.base)
+        if shadow is None:
             shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
         return shadow
 
@@ -208,37 +227,37 @@ class RaceDetector:
         line: int,
         strength: int,
         allocation: Allocation,
-        address: Any,
-        size: int,
+        shadow: Shadow,
+        cells: Places,
         repeats: Callable[[], bool] | None = None,
         multicast: bool = False,
     ) -> None:
-        shadow = self._shadows.get(allocation.base)
-        if shadow is None:
-            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
-        cells = self._cells(shadow, allocation, address, size)
         self._by_multicast |= multicast
         for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
             self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb, repeats)
             if self._by_multicast:
                 self._check_alias(agent, line, allocation, history, cells, multicast, "write", verb)
-        shadow.writes[0][cells] = epoch
-        shadow.writes[1][cells] = _mark(line, strength, multicast)
+        epochs, marks = shadow.writes
+        epochs[cells] = epoch
+        marks[cells] = _mark(line, strength, multicast)
 
     @staticmethod
-    def _cells(shadow: Shadow, allocation: Allocation, address: Any, size: int) -> Any:
-        """Granules that an access touches, refining the shadow where the access is smaller than one."""
-        if address.__class__ is int:
-            start = address - allocation.base
-            low = start | size
-        else:
-            offsets = (address - address.dtype.type(allocation.base)).view(np.int64)
-            low = int(np.bitwise_or.reduce(offsets)) | size
-        if low % shadow.granule:
+    def _cells_of(shadow: Shadow, allocation: Allocation, low: int, spread: Spread) -> Places:
+        """Granules that lanes access, refining the shadow where the access is smaller than one."""
+        start = low - allocation.base
+        grain = start | spread.grain
+        if grain & (shadow.granule - 1):
+            shadow.refine(grain & -grain)
+        return spread.units(start, shadow.shift)
+
+    @staticmethod
+    def _cells(shadow: Shadow, allocation: Allocation, addresses: np.ndarray, size: int) -> Places:
+        """The same of the chunks of an asynchronous copy."""
+        offsets = (addresses - addresses.dtype.type(allocation.base)).view(np.int64)
+        low = int(np.bitwise_or.reduce(offsets)) | size
+        if low & (shadow.granule - 1):
             shadow.refine(low & -low)
-        if address.__class__ is int:
-            return slice(start // shadow.granule, -(-(start + size) // shadow.granule))
-        cells = offsets >> shadow.granule.bit_length() - 1
+        cells = offsets >> shadow.shift
         if size > shadow.granule:
             cells = (cells[:, None] + _COUNT[: size // shadow.granule]).reshape(-1)
         return cells
@@ -250,8 +269,8 @@ class RaceDetector:
         strength: int,
         allocation: Allocation,
         shadow: Shadow,
-        history: np.ndarray,
-        cells: Any,
+        history: History,
+        cells: Places,
         verb: str,
         other_verb: str,
         repeats: Callable[[], bool] | None = None,
@@ -302,8 +321,8 @@ class RaceDetector:
         agent: Agent,
         line: int,
         allocation: Allocation,
-        history: np.ndarray,
-        cells: Any,
+        history: History,
+        cells: Places,
         multicast: bool,
         verb: str,
         other_verb: str,
@@ -332,7 +351,7 @@ class RaceDetector:
             )
 
     def _check_proxy(
-        self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Any
+        self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Places
     ) -> None:
         epochs = shadow.writes[0][cells]
         for epoch in distinct(epochs):

@@ -89,11 +89,13 @@ class Cells:
     Attributes:
         raw: One opaque element a cell, which NumPy gathers, compares and fills fastest.
         entries: The same, as `int64 [..., 3]`.
+        reads: Of these the last reads, by slot.
     """
 
     def __init__(self, *shape: int) -> None:
         self.raw = np.zeros(shape, _CELL)
         self.entries = self.raw.view(np.int64).reshape(*shape, 1 + _READS)
+        self.reads = tuple(self.entries[..., 1 + slot] for slot in range(_READS))
 
 
 class SharedCells(Cells):
@@ -104,6 +106,7 @@ class SharedCells(Cells):
         words: Last write and reads of single words, by byte offset.
         low: Lowest offset of such a word.
         high: End of the highest.
+        bounds: The first chunk of all regions, and the end of the last, at least.
         regions: Stages: chunks that a copy wrote together and others read together, by the first: the end,
             and the last write and reads. What `raw` says of them is out of date.
     """
@@ -114,6 +117,13 @@ class SharedCells(Cells):
         self.words: dict[int, list[int]] = {}
         self.low, self.high = nbytes, 0
         self.regions: dict[int, list[int]] = {}
+        self.bounds = (nbytes, 0)
+
+    def keep_region(self, chunks: slice, mine: int) -> None:
+        """Chunks that one copy has written become a region."""
+        self.regions[chunks.start] = [chunks.stop, mine, 0, 0]
+        low, high = self.bounds
+        self.bounds = min(low, chunks.start), max(high, chunks.stop)
 
     def exactly(self, chunks: Where) -> list[list[int]] | None:
         """The regions that make up some chunks; None where there are no such."""
@@ -130,15 +140,17 @@ class SharedCells(Cells):
 
     def dissolve(self, first: int, end: int) -> None:
         """Puts the regions that some chunks lie in, between two offsets, down as cells."""
+        if first >= 16 * self.bounds[1] or end <= 16 * self.bounds[0]:
+            return
         for start, (stop, *found) in list(self.regions.items()):
             if 16 * start < end and first < 16 * stop:
-                self.raw[self.of_chunks(slice(start, stop))] = _cell(*found)
+                self.raw[self.of_chunks(slice(start, stop))] = _PACK.pack(*found)
                 del self.regions[start]
 
-    def of_lanes(self, offsets: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-        """The cells of lanes that access `size` bytes each at some offsets, refined if need be."""
+    def of_lanes(self, offsets: NDArray[np.int64], low: int, high: int, size: int) -> NDArray[np.int64]:
+        """The cells of lanes that access `size` bytes each from `low` to `high`, refined if need be."""
         if self.regions:
-            self.dissolve(int(offsets.min()), int(offsets.max()) + size)
+            self.dissolve(low, high + size)
         if size < 1 << self.shift:
             self.refine(size.bit_length() - 1)
         cells = offsets >> self.shift
@@ -181,19 +193,12 @@ class SharedRaces:
     # -- ordinary accesses -----------------------------------------------------------------------
 
     def lanes(
-        self,
-        agent: Agent,
-        cta: Cta,
-        line: int,
-        strong: bool,
-        plan: LanePlan,
-        size: int,
-        store: bool,
+        self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool,
         publishes: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Lanes of a warp access `size` bytes each; `publishes`: by a strong store or a read-modify-write."""
         cells = cta.cells
-        where = cells.of_lanes(plan.offsets, size)
+        where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
         self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
             first = plan.offsets
@@ -215,10 +220,10 @@ class SharedRaces:
         mine = self._mine(agent, line, strong, publishes)
         if store:
             self._check(agent, cta, cells.raw[where], "write", line, strong, where)
-            cells.raw[where] = _cell(mine, 0, 0)
+            cells.raw[where] = _PACK.pack(mine, 0, 0)
         else:
             self._check(agent, cta, cells.raw[where], "read", line, strong, where)
-            cells.entries[where, 1 + (agent.warp.index & 1)] = mine
+            cells.reads[agent.warp.index & 1][where] = mine
         agent.touched = True
 
     def word(
@@ -259,15 +264,9 @@ class SharedRaces:
         agent.touched = True
 
     def _words(
-        self,
-        agent: Agent,
-        cta: Cta,
-        places: Any,
-        line: int,
-        strong: bool,
-        store: bool,
+        self, agent: Agent, cta: Cta, places: Any, line: int, strong: bool, store: bool,
         only_async: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for place in places:
             found = cta.cells.words[place]
             for slot, entry in enumerate(found if store else found[:1]):
@@ -292,7 +291,7 @@ class SharedRaces:
             return
         where = self._as_cells(cells, chunks)
         self._check(agent, cta, cells.raw[where], "read", line, False, where, only_async=True)
-        cells.entries[where, 1 + slot] = mine
+        cells.reads[slot][where] = mine
 
     def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
         """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
@@ -309,9 +308,9 @@ class SharedRaces:
             where = self._as_cells(cells, chunks)
             self._check(agent, cta, cells.raw[where], "write", line, False, where, mine=mine)
             if isinstance(chunks, slice):
-                cells.regions[chunks.start] = [chunks.stop, mine, 0, 0]
+                cells.keep_region(chunks, mine)
             else:
-                cells.raw[where] = _cell(mine, 0, 0)
+                cells.raw[where] = _PACK.pack(mine, 0, 0)
         if cells.words:
             self._drop_words(agent, cta, chunks, line)
 
@@ -320,9 +319,9 @@ class SharedRaces:
     ) -> None:
         """Lanes of a warp tell `cp.async` to write `size` bytes each."""
         cells = cta.cells
-        where = cells.of_lanes(offsets, size)
+        where = cells.of_lanes(offsets, int(offsets.min()), int(offsets.max()), size)
         self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
-        cells.raw[where] = _cell(_entry(unit.number, unit.issued, line, False), 0, 0)
+        cells.raw[where] = _PACK.pack(_entry(unit.number, unit.issued, line, False), 0, 0)
         hit = [a for a in cells.words if ((offsets <= a) & (a < offsets + size)).any()]
         self._words(agent, cta, hit, line, False, store=True)
         for place in hit:
@@ -365,9 +364,9 @@ class SharedRaces:
             agent, cta, all_cells.raw[cells], "write" if store else "read", line, False, None, pipe=unit
         )
         if store:
-            all_cells.raw[cells] = _cell(mine, 0, 0)
+            all_cells.raw[cells] = _PACK.pack(mine, 0, 0)
         else:
-            all_cells.entries[(*cells, 1)] = mine
+            all_cells.reads[0][cells] = mine
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -431,11 +430,6 @@ class SharedRaces:
 
 def _entry(party: int, clock: int, line: int, strong: bool) -> int:
     return party << _PARTY | (clock & _CLOCK_MASK) << _CLOCK | (line & _LINE_MASK) << 1 | strong
-
-
-def _cell(write: int, *reads: int) -> np.void:
-    cell: np.void = np.frombuffer(_PACK.pack(write, *reads), _CELL)[0]
-    return cell
 
 
 def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.access import Access
+    from overlap_gemm.emulator.machine.lane_plan import Places, Spread
     from overlap_gemm.emulator.machine.memory import Allocation
     from overlap_gemm.emulator.machine.warp import Group
 
-WORD = 4
+WORD, WORD_SHIFT = 4, 2
 VECTOR = 16
 """Bytes of the longest vector that is polled."""
 
@@ -66,19 +67,25 @@ class OldValues:
             and (allocation.kind == "symmetric" or allocation.rank != group.warp.grid.launch.rank)
         )
 
-    def replace(self, access: Access, allocation: Allocation, address: Any, epoch: int) -> None:
+    def replace(self, access: Access, allocation: Allocation, low: int, spread: Spread, epoch: int) -> None:
         """A store is about to be made."""
         kept = self._replaced.get(allocation.base)
         if kept is None:
             kept = self._replaced[allocation.base] = Replaced(allocation)
-        cells = _bytes(allocation, address, access.size)
+        cells, words = spread.units(low - allocation.base, 0), _words(allocation, low, spread)
         kept.raw[cells] = allocation.raw[cells]
-        words = cells[..., ::WORD] // WORD
         kept.epochs[words] = epoch
         kept.widths[words] = access.size if access.whole else access.width
 
     def found(
-        self, access: Access, group: Group, allocation: Allocation, address: Any, unknown: list[int], now: Any
+        self,
+        access: Access,
+        group: Group,
+        allocation: Allocation,
+        low: int,
+        spread: Spread,
+        unknown: list[int],
+        now: Any,
     ) -> Any:
         """What a load finds; of a strong one the agent keeps where something of it is old.
 
@@ -86,21 +93,22 @@ class OldValues:
             access: The load.
             group: Whose it is.
             allocation: Where.
-            address: Of each lane, or one of all.
+            low: The lowest address.
+            spread: How the lanes lie from there.
             unknown: Epochs of stores that are not ordered before it.
             now: What is there, `[lanes, elements]` or, for one address, bytes.
         """
         kept = self._replaced.get(allocation.base)
         if kept is None or access.publishes or not self.wants(access, allocation, group):
             return now
-        cells = _bytes(allocation, address, access.size)
-        words = cells[:, ::WORD] // WORD
-        epochs = kept.epochs[words]
+        epochs = kept.epochs[_words(allocation, low, spread)].reshape(len(spread.offsets), -1)
         late = epochs == unknown[0]
         for epoch in unknown[1:]:
             late |= epochs == epoch
-        if not late.any():
+        if not np.logical_or.reduce(late, None):
             return now
+        cells = (spread.offsets + (low - allocation.base))[:, None] + np.arange(access.size)
+        widths = kept.widths[_words(allocation, low, spread)].reshape(late.shape)
         new, old = np.array(now).view(np.uint8).reshape(len(cells), access.size), set()
         for at in {
             int(row[0]): n for n, row in enumerate(cells)
@@ -109,7 +117,7 @@ class OldValues:
                 place = allocation.base, int(cells[at, 0])
                 width = access.size if access.whole else access.width
                 if self._random is not None:
-                    width = min(width, int(kept.widths[words[at]][late[at]].min()))
+                    width = min(width, int(widths[at][late[at]].min()))
                 hidden = self._hidden(access, place, epochs[at].tobytes(), access.size // width)
                 hide = np.repeat(hidden, access.size // len(hidden)) & np.repeat(late[at], WORD)
                 same = cells[:, 0] == cells[at, 0]
@@ -142,7 +150,6 @@ def _orders(parts: int) -> list[tuple[int, ...]]:
     return list(permutations(first)) if parts <= 4 else [first[n:] + first[:n] for n in first]
 
 
-def _bytes(allocation: Allocation, address: Any, size: int) -> NDArray[np.int64]:
-    """Places of the bytes of an access in an allocation, `[lanes, size]`."""
-    first = np.atleast_1d(np.asarray(address, np.uint64) - np.uint64(allocation.base)).view(np.int64)
-    return first[:, None] + np.arange(size)
+def _words(allocation: Allocation, low: int, spread: Spread) -> Places:
+    """Numbers in an allocation of the words of an access."""
+    return spread.units(low - (allocation.base & -WORD), WORD_SHIFT)

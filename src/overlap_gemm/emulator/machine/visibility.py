@@ -12,18 +12,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.memory import Allocation
     from overlap_gemm.emulator.machine.order import Agent
-
-
-def span(address: Any, size: int) -> tuple[int, int]:
-    """The lowest address of an access of lanes, and the end of the highest."""
-    if address.__class__ is int:
-        return address, address + size
-    return int(address.min()), int(address.max()) + size
 
 
 _PAGE = 10  # binary logarithm of the bytes by which stores are looked up

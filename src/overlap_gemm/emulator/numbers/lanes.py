@@ -56,6 +56,14 @@ def lane_list(mask: int) -> tuple[int, ...]:
     return tuple(i for i in range(LANES) if mask >> i & 1)
 
 
+@lru_cache(maxsize=4096)
+def lane_index(mask: int) -> Any:
+    """What picks the lanes of a mask out of an array, fastest: a slice or an index."""
+    numbers = np.flatnonzero(lane_array(mask))
+    first, end = int(numbers[0]), int(numbers[-1]) + 1
+    return slice(first, end) if end - first == len(numbers) else numbers
+
+
 def first_lane(mask: int) -> int:
     """The lowest lane in a mask."""
     return (mask & -mask).bit_length() - 1
@@ -203,7 +211,10 @@ def pair64(lo: Value, hi: Value) -> Value:
 
 def pair64_run(los: tuple[Value, ...], his: tuple[Value, ...]) -> list[Value]:
     """Several `pair64` as one operation."""
-    if int in map(type, los + his):
+    kinds = set(map(type, los + his))
+    if int in kinds:
+        if len(kinds) == 1:
+            return [lo | hi << 32 for lo, hi in zip(los, his, strict=True)]
         return [pair64(lo, hi) for lo, hi in zip(los, his, strict=True)]
     halves = np.concatenate(los + his).reshape(2, -1)
     return list(halves.T.copy().view(np.uint64).reshape(-1, LANES))
