@@ -18,7 +18,7 @@ from overlap_gemm.emulator.instructions import (  # noqa: F401  their import reg
     tensor_map,
     warpgroup,
 )
-from overlap_gemm.emulator.instructions.control import make_call
+from overlap_gemm.emulator.instructions.control import Call
 from overlap_gemm.emulator.instructions.registry import INLINE, make, unsupported
 
-__all__ = ["INLINE", "make", "make_call", "unsupported"]
+__all__ = ["INLINE", "Call", "make", "unsupported"]

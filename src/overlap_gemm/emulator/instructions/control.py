@@ -63,82 +63,88 @@ def _setmaxnreg(program: Any, f: Function, ins: Instruction) -> Op:
 # -- calls ---------------------------------------------------------------------------------------
 
 
-def make_call(program: Any, f: Function, ins: Instruction) -> Callable[[Group, Any, int], int]:
-    """The tail of `call`: `run(group, target, item)` returns the callee's first item."""
-    lists = [o for o in ins.operands if isinstance(o, Args)]
-    position = next(n for n, o in enumerate(ins.operands) if not isinstance(o, Args))
-    returns = lists[0].items if lists and position > 0 else ()
-    arguments = lists[-1].items if lists and (position == 0 or len(lists) > 1) else ()
+Param = tuple[str, str]
+"""A .param variable: its function and its name."""
 
-    def name_of(operand: Any) -> str:
-        if not isinstance(operand, Sym):
-            raise EmulatorError(f"line {ins.line}: call argument {operand} is no .param variable")
-        return operand.name
 
-    def run(group: Group, target: Any, item: int) -> int:
-        name = target
-        if target.__class__ is not str:
-            index = one(target, group.mask) - FUNCTION
-            if not 0 <= index < len(program.functions):
-                raise EmulatorError(
-                    f"{group.where()}, line {ins.line}: call of {target:#x}, which is no function"
-                )
-            name = program.functions[index]
+class Call:
+    """The tail of a `call`: given the target and the call's item, it returns the callee's first item."""
+
+    def __init__(self, program: Any, caller: Function, ins: Instruction) -> None:
+        self._program, self._caller, self._line = program, caller.name, ins.line
+        target = next(n for n, o in enumerate(ins.operands) if not isinstance(o, Args))
+        self._results = [x for o in ins.operands[:target] if isinstance(o, Args) for x in o.items]
+        self._arguments = [x for o in ins.operands[target:] if isinstance(o, Args) for x in o.items]
+        self._returns: dict[tuple[str, int], int] = {}
+
+    def __call__(self, group: Group, target: Any, item: int) -> int:
+        """`target` is a function's name, or an address by lane."""
+        program, name = self._program, self._name(group, target)
         handler = group.warp.grid.machine.intercepts.get(name) or BUILTIN.get(name)
         if handler is not None:
-            return _intercepted(group, handler, item)
+            return self._intercepted(group, handler, item)
         if name not in program.module.functions:
-            raise EmulatorError(f"{group.where()}, line {ins.line}: call of the external function {name}")
+            raise EmulatorError(f"{group.where()}, line {self._line}: call of the external function {name}")
         callee = program.unit(name)
         group.grow()
-        _copy(
-            group, [(f.name, name_of(a)) for a in arguments], [(name, p.name) for p in callee.function.params]
-        )
-        group.stack = (*group.stack, returning(name, callee, item))
+        self._copy(group, self._own(self._arguments), [(name, p.name) for p in callee.function.params])
+        group.stack = (*group.stack, self._return_item(callee.function, item))
         return int(callee.start)
 
-    continuations: dict[tuple[str, int], int] = {}
+    def _name(self, group: Group, target: Any) -> str:
+        if target.__class__ is str:
+            return str(target)
+        functions, index = self._program.functions, one(target, group.mask) - FUNCTION
+        if not 0 <= index < len(functions):
+            what = f"call of {one(target, group.mask):#x}, which is no function"
+            raise EmulatorError(f"{group.where()}, line {self._line}: {what}")
+        return str(functions[index])
 
-    def returning(name: str, callee: Any, item: int) -> int:
-        """An item that copies the results back and goes on after the call."""
-        key = (name, item)
-        if key not in continuations:
-            pairs = [(name, p.name) for p in callee.function.returns]
-            targets = [(f.name, name_of(r)) for r in returns]
+    def _own(self, operands: list[Any]) -> list[Param]:
+        """The caller's variables that a list of operands names."""
+        for operand in operands:
+            if not isinstance(operand, Sym):
+                raise EmulatorError(f"line {self._line}: call argument {operand} is no .param variable")
+        return [(self._caller, operand.name) for operand in operands]
 
-            def back(group: Group) -> int:
-                _copy(group, pairs, targets)
-                return item + 1
-
-            continuations[key] = program.append(back)
-        return continuations[key]
-
-    def _copy(group: Group, sources: list[tuple[str, str]], targets: list[tuple[str, str]]) -> None:
+    def _copy(self, group: Group, sources: list[Param], targets: list[Param]) -> None:
         for source, target in zip(sources, targets, strict=True):
-            have = program.pieces(*source)
-            for piece, slot in program.pieces(*target).items():
+            have = self._program.pieces(*source)
+            for piece, slot in self._program.pieces(*target).items():
                 if piece not in have:
                     raise EmulatorError(
-                        f"line {ins.line}: parameter {target[1]} is read in pieces that were not stored"
+                        f"line {self._line}: parameter {target[1]} is read in pieces that were not stored"
                     )
                 group.R[slot] = group.R[have[piece]]
 
-    def _intercepted(group: Group, handler: Callable[..., Any], item: int) -> int:
-        values = []
-        for a in arguments:
-            pieces = sorted(program.pieces(f.name, name_of(a)).items())
-            values.append(group.R[pieces[0][1]] if len(pieces) == 1 else tuple(group.R[s] for _, s in pieces))
+    def _return_item(self, callee: Function, item: int) -> int:
+        """An item that copies the results back and goes on after the call."""
+        key = (callee.name, item)
+        if key not in self._returns:
+            results, own = [(callee.name, p.name) for p in callee.returns], self._own(self._results)
+
+            def back(group: Group) -> int:
+                self._copy(group, results, own)
+                return item + 1
+
+            self._returns[key] = self._program.append(back)
+        return self._returns[key]
+
+    def _intercepted(self, group: Group, handler: Callable[..., Any], item: int) -> int:
+        """A function that the emulator serves."""
+        program, values = self._program, []
+        for param in self._own(self._arguments):
+            pieces = [group.R[slot] for _, slot in sorted(program.pieces(*param).items())]
+            values.append(pieces[0] if len(pieces) == 1 else tuple(pieces))
         result = handler(group, *values)
         if result is BLOCK_RESULT:
             # The call is the end of its item, whose straight-line part must not run twice.
-            group.pc = program.append(lambda g: _intercepted(g, handler, item))
+            group.pc = program.append(lambda g: self._intercepted(g, handler, item))
             return DIVERGED
-        for r in returns:
-            for slot in program.pieces(f.name, name_of(r)).values():
+        for param in self._own(self._results):
+            for slot in program.pieces(*param).values():
                 group.R[slot] = result if result is not None else 0
         return item + 1
-
-    return run
 
 
 # -- printf --------------------------------------------------------------------------------------

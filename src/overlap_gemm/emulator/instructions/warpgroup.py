@@ -53,73 +53,31 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("wgmma.mma_async")
 def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
-    if "sp" in ins.parts:
-        raise Unsupported(ins.opcode)
-    size = next(p for p in ins.parts if p.startswith("m64n"))
-    types = ins.parts[ins.parts.index(size) + 1 :]
-    d_type, a_type, b_type = types[:3]
-    if a_type == "b1":
-        raise Unsupported(ins.opcode)
-    d, a, b, scale_d, *immediates = ins.operands
-    numbers = [o.value for o in immediates if isinstance(o, Imm)] or [1, 1]  # integers have none
-    in_registers = isinstance(a, Vec)
-    transposed = numbers[2:]
-    shape = Wgmma(
-        int(size[4:].split("k")[0]), a_type, b_type, d_type,
-        a_mn_major=bool(transposed[0]) if transposed and not in_registers else False,
-        b_mn_major=bool(transposed[-1]) if transposed else False,
-        negate_a=numbers[0] == -1, negate_b=numbers[1] == -1, saturate="satfinite" in ins.parts,
-    )  # fmt: skip
+    d, a, b, scale_d = ins.operands[:4]
     assert isinstance(d, Vec)
+    shape, in_registers = _static(ins), isinstance(a, Vec)
     registers = tuple(r for r in d.items if isinstance(r, Reg))
     slots = tuple(program.base + r.slot for r in registers)
 
     def run(group: Group, mask: int, a: Any, b: Any, scale_d: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        warp, R = group.warp, group.R
-        state, w, cta = warp.wgmmas, warp.index % 4, warp.cta
-        reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
-        key = (warp.index // 4, state.sequence)
-        state.sequence += 1
+        warp, cta = group.warp, group.warp.cta
+        key = (warp.index // 4, warp.wgmmas.sequence)
+        warp.wgmmas.sequence += 1
         product = cta.products.get(key)
-        flying = state.flying.get(slots)
         if product is None:
-            accumulator = flying or Accumulator(shape)
+            accumulator = warp.wgmmas.flying.get(slots) or Accumulator(shape)
             try:
                 left = None if in_registers else smem_desc.decode_wgmma(one(a, 1))
-                product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)), reads_d)
+                product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)))
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
+            product.reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
             cta.products[key] = product
-            if cta.grid.checks.shared is not None:
-                product.number = state.commits + 1
-                product.reads = tuple(tile.atoms(*form) for tile, form in shape.smem_tiles(left, product.b))
-            if "proxy" in cta.grid.checks.enabled:
-                for tile, form in shape.smem_tiles(left, product.b):
-                    if cta.written_in([tile.span(*form)]):
-                        reads = tile.chunk_addresses(*form) >> 4
-                        cta.grid.checks.smem_read(group, cta, reads, "wgmma", ins.line)
-        if cta.grid.checks.shared is not None:
-            for atoms in product.reads:
-                if (atoms.start, atoms.stop) not in state.told:  # once for all K steps of a group
-                    state.told.add((atoms.start, atoms.stop))
-                    by = _unit(warp).number, product.number, warp.index // 4 & 1
-                    cta.grid.checks.shared.async_read(warp.agent, cta, atoms, ins.line, *by)
-        accumulator = product.accumulator
-        touched = flying is None and not (reads_d and all(state.returned.get(s) is R[s] for s in slots))
-        if (touched or in_registers) and not state.fenced:
-            cta.grid.checks.wgmma_unfenced(warp, ins.line)
-        if flying is None:
-            state.flying[slots] = accumulator
-            if reads_d:
-                accumulator.parts[w] = rows_of([R[s] for s in slots])
-            for s in slots:
-                R[s] = POISON
-        if in_registers:
-            product.a_parts[w] = rows_of(a)
-        product.warps += 1
-        state.open.append(product)
+            _check_proxy(group, product, ins.line)
+        _note_reads(warp, product, ins.line)
+        _hand_over(group, product, slots, rows_of(a) if in_registers else None, ins.line)
         if product.warps == 4:
             del cta.products[key]
             what = f"the wgmma of line {ins.line}"
@@ -128,6 +86,69 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         return None
 
     return Op(run, (a, b, scale_d), (), head=True, uses=registers, defs=registers)
+
+
+def _static(ins: Instruction) -> Wgmma:
+    """What an instruction says of itself: shape, types, and the immediates behind its operands."""
+    size = next(p for p in ins.parts if p.startswith("m64n"))
+    types = ins.parts[ins.parts.index(size) + 1 :]
+    d_type, a_type, b_type = types[:3]
+    if "sp" in ins.parts or a_type == "b1":
+        raise Unsupported(ins.opcode)
+    numbers = [o.value for o in ins.operands[4:] if isinstance(o, Imm)] or [1, 1]  # integers have none
+    negations, transposed = numbers[:2], numbers[2:]
+    return Wgmma(
+        int(size[4:].split("k")[0]), a_type, b_type, d_type,
+        a_mn_major=bool(transposed[0]) if transposed and not isinstance(ins.operands[1], Vec) else False,
+        b_mn_major=bool(transposed[-1]) if transposed else False,
+        negate_a=negations[0] == -1, negate_b=negations[1] == -1, saturate="satfinite" in ins.parts,
+    )  # fmt: skip
+
+
+def _check_proxy(group: Group, product: Product, line: int) -> None:
+    """What a product reads must have been fenced since ordinary stores wrote it."""
+    cta = group.warp.cta
+    checks = cta.grid.checks
+    if "proxy" in checks.enabled:
+        for tile, form in product.shape.smem_tiles(product.a, product.b):
+            if cta.written_in([tile.span(*form)]):
+                checks.smem_read(group, cta, tile.chunk_addresses(*form) >> 4, "wgmma", line)
+
+
+def _note_reads(warp: Warp, product: Product, line: int) -> None:
+    """Tells the race detector what a product reads: once for all K steps of a group."""
+    shared, state = warp.grid.checks.shared, warp.wgmmas
+    if shared is None:
+        return
+    if not product.warps:
+        product.number = state.commits + 1
+        tiles = product.shape.smem_tiles(product.a, product.b)
+        product.reads = tuple(tile.atoms(*form) for tile, form in tiles)
+    for atoms in product.reads:
+        if (atoms.start, atoms.stop) not in state.told:
+            state.told.add((atoms.start, atoms.stop))
+            by = _unit(warp).number, product.number, warp.index // 4 & 1
+            shared.async_read(warp.agent, warp.cta, atoms, line, *by)
+
+
+def _hand_over(
+    group: Group, product: Product, slots: tuple[int, ...], a: np.ndarray | None, line: int
+) -> None:
+    """A warp issues its part: D's registers are the product's until it comes back; `a` are those of A."""
+    warp, R, state = group.warp, group.R, group.warp.wgmmas
+    w, flying = warp.index % 4, slots in state.flying
+    touched = not flying and not (product.reads_d and all(state.returned.get(s) is R[s] for s in slots))
+    if (touched or a is not None) and not state.fenced:
+        warp.grid.checks.wgmma_unfenced(warp, line)
+    if not flying:
+        state.flying[slots] = product.accumulator
+        if product.reads_d:
+            product.accumulator.parts[w] = rows_of([R[s] for s in slots])
+        for s in slots:
+            R[s] = POISON
+    product.a_parts[w] = a
+    product.warps += 1
+    state.open.append(product)
 
 
 def _multiply(cta: Cta, product: Product) -> None:

@@ -55,7 +55,7 @@ class Product:
     shape: Wgmma
     a: SmemDescriptor | None
     b: SmemDescriptor
-    reads_d: bool
+    reads_d: bool = False
     warps: int = 0
     number: int = 0
     reads: tuple[slice, ...] = ()

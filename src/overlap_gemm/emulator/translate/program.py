@@ -277,7 +277,7 @@ class Program:
             callee = _call_target(ins)
             value = e.i(callee) if isinstance(callee, Reg) else repr(callee.name)
             e.flush(live)
-            call = e.constant(instructions.make_call(self, f, ins), "h")
+            call = e.constant(instructions.Call(self, f, ins), "h")
             e.lines.append(f"return {call}(g, {value}, {number})")
         else:
             e.flush(live)
