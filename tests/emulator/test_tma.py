@@ -143,6 +143,8 @@ LEGAL = {
         ({"swizzle_mode": 5}, "modelled"),
         ({"interleave": 1}, "modelled"),
         ({"data_type": 2, "oob_fill": 1}, "float"),
+        ({"data_type": 14}, "inner box of 128 elements"),
+        ({"data_type": 14, "dims": [128, 64], "box": [128, 8], "strides": [80]}, "multiples of 32 bytes"),
         ({"data_type": 99}, "CUtensorMapDataType"),
         ({"strides": []}, "needs 1 strides"),
     ],

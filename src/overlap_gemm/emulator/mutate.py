@@ -258,69 +258,120 @@ def run(
         Exception: what the unmodified check raised.
         ValueError: the check launched no kernel.
     """
+    modules, longest = _launched(check, tried[part[0] :: part[1]] or tried[:1])
+    trials = _Trials(check, _Watchdog(20 * max(longest, 1_000_000)), exhaustive)
+    work = _chosen(modules, select)[part[0] :: part[1]]
+    say = progress if progress is not None else lambda number, total, mutation: None
+    detections: dict[tuple[str, Mutation], list[tuple[Setting, str]]] = {}
+    for number, (ptx, mutation) in enumerate(work):
+        say(number, 2 * len(work), mutation)
+        detections[ptx, mutation] = trials.detect(ptx, mutation, tried[:1])
+    # What is not executed cannot be noticed, under no setting: only the others are tried on.
+    reached = {
+        ptx: trials.reached(ptx, [m for p, m in work if p == ptx and not detections[p, m]], tried)
+        for ptx in modules
+    }
+    outcomes = []
+    for number, (ptx, mutation) in enumerate(work, len(work)):
+        say(number, 2 * len(work), mutation)
+        found = detections[ptx, mutation]
+        is_reached = bool(found) or mutation.start in reached[ptx]
+        if is_reached and (exhaustive or not found):
+            found += trials.detect(ptx, mutation, tried[1:])
+        reason = "" if found else _reason(mutation, reasons or {})
+        outcomes.append(Outcome(mutation, tuple(found), trials.runs[mutation], is_reached, reason))
+    return outcomes
+
+
+def _launched(check: Check, tried: Sequence[Setting]) -> tuple[list[str], int]:
+    """The modules that a check launches, and the most warp instructions that it executes."""
     modules: dict[str, None] = {}
-    limit = _Watchdog(None)
+    watchdog = _Watchdog(None)
 
     def keep(ptx: str) -> str:
         modules.setdefault(ptx)
         return ptx
 
-    for setting in tried[part[0] :: part[1]] or tried[:1]:
-        check({**setting.options(), "rewrite": keep, "progress": limit})
+    for setting in tried:
+        check({**setting.options(), "rewrite": keep, "progress": watchdog})
     if not modules:
         raise ValueError("the check launched no kernel in the emulator")
-    limit = _Watchdog(20 * max(limit.most, 1_000_000))
+    return list(modules), watchdog.most
 
-    def attempt(setting: Setting, ptx: str, changed: str) -> Exception | None:
-        def rewrite(text: str) -> str:
-            return changed if text == ptx else text
 
-        try:
-            check({**setting.options(), "rewrite": rewrite, "progress": limit})
-        except Exception as error:  # whatever the check says is a detection
-            return error
-        return None
-
+def _chosen(modules: Iterable[str], select: str | Sequence[str]) -> list[tuple[str, Mutation]]:
+    """The mutations of modules whose key matches one of some patterns."""
     patterns = [select] if isinstance(select, str) else select
-    work = [
+    return [
         (ptx, mutation)
         for ptx in modules
         for mutation in enumerate_mutations(ptx)
         if any(fnmatch.fnmatchcase(mutation.key, pattern) for pattern in patterns)
-    ][part[0] :: part[1]]
-    runs: Counter[Mutation] = Counter()
+    ]
 
-    def detect(ptx: str, mutation: Mutation, under: Sequence[Setting]) -> list[tuple[Setting, str]]:
+
+@dataclass
+class _Trials:
+    """A check, run with one module changed.
+
+    Attributes:
+        check: The check.
+        watchdog: Ends what a mutation made endless.
+        exhaustive: Whether to go on after the first setting that notices.
+        runs: Settings tried, by mutation.
+    """
+
+    check: Check
+    watchdog: _Watchdog
+    exhaustive: bool
+    runs: Counter[Mutation] = field(default_factory=Counter)
+
+    def attempt(self, setting: Setting, ptx: str, changed: str) -> Exception | None:
+        """What the check raises where the module `ptx` is `changed`."""
+
+        def rewrite(text: str) -> str:
+            return changed if text == ptx else text
+
+        try:
+            self.check({**setting.options(), "rewrite": rewrite, "progress": self.watchdog})
+        except Exception as error:  # whatever the check says is a detection
+            return error
+        return None
+
+    def detect(self, ptx: str, mutation: Mutation, under: Iterable[Setting]) -> list[tuple[Setting, str]]:
+        """The settings that notice a mutation, and how."""
         changed, found = apply(ptx, mutation), []
         for setting in under:
-            runs[mutation] += 1
-            if (error := attempt(setting, ptx, changed)) is not None:
+            self.runs[mutation] += 1
+            if (error := self.attempt(setting, ptx, changed)) is not None:
                 found.append((setting, describe(error)))
-                if not exhaustive:
+                if not self.exhaustive:
                     break
         return found
 
-    detections: dict[tuple[str, Mutation], list[tuple[Setting, str]]] = {}
-    for number, (ptx, mutation) in enumerate(work):
-        if progress is not None:
-            progress(number, 2 * len(work), mutation)
-        detections[ptx, mutation] = detect(ptx, mutation, tried[:1])
-    # What is not executed cannot be noticed, under no setting: only the others are tried on.
-    reached = {
-        ptx: _reached(attempt, tried, ptx, [m for p, m in work if p == ptx and not detections[p, m]])
-        for ptx in modules
-    }
-    outcomes = []
-    for number, (ptx, mutation) in enumerate(work):
-        if progress is not None:
-            progress(len(work) + number, 2 * len(work), mutation)
-        found = detections[ptx, mutation]
-        is_reached = bool(found) or mutation.start in reached[ptx]
-        if is_reached and (exhaustive or not found):
-            found += detect(ptx, mutation, tried[1:])
-        reason = "" if found else _reason(mutation, reasons or {})
-        outcomes.append(Outcome(mutation, tuple(found), runs[mutation], is_reached, reason))
-    return outcomes
+    def reached(self, ptx: str, mutations: Iterable[Mutation], tried: Iterable[Setting]) -> set[int]:
+        """Where the statements begin that are executed under some setting.
+
+        All of them trap; the one that a run ends at is taken out, until a run ends by itself.
+        """
+        traps = {}
+        for mutation in mutations:
+            statement = _STATEMENT.match(ptx, mutation.start)
+            assert statement is not None
+            traps[mutation.start] = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
+        every = set(traps)
+        for setting in tried:
+            while traps:
+                changed = ptx
+                for start in sorted(traps, reverse=True):
+                    changed = apply(changed, traps[start])
+                error = self.attempt(setting, ptx, changed)
+                line = error.line if isinstance(error, KernelTrap) else None
+                ends = [start for start in sorted(traps) if traps[start].line == line]
+                if not ends:
+                    break
+                del traps[ends[0]]
+        return every - set(traps)
 
 
 def describe(error: Exception) -> str:
@@ -332,36 +383,6 @@ def describe(error: Exception) -> str:
         return "wrong result"
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return f"{type(error).__name__}: {first[:100]}"
-
-
-def _reached(
-    attempt: Callable[[Setting, str, str], Exception | None],
-    tried: Iterable[Setting],
-    ptx: str,
-    mutations: Iterable[Mutation],
-) -> set[int]:
-    """Where the statements begin that are executed under some setting.
-
-    All of them trap; the one that a run ends at is taken out, until a run ends by itself.
-    """
-    traps = {}
-    for mutation in mutations:
-        statement = _STATEMENT.match(ptx, mutation.start)
-        assert statement is not None
-        traps[mutation.start] = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
-    every = set(traps)
-    for setting in tried:
-        while traps:
-            changed = ptx
-            for start in sorted(traps, reverse=True):
-                changed = apply(changed, traps[start])
-            error = attempt(setting, ptx, changed)
-            line = error.line if isinstance(error, KernelTrap) else None
-            ends = [start for start in sorted(traps) if traps[start].line == line]
-            if not ends:
-                break
-            del traps[ends[0]]
-    return every - set(traps)
 
 
 def _reason(mutation: Mutation, reasons: Mapping[str, str]) -> str:

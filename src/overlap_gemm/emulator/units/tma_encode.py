@@ -57,59 +57,81 @@ def encode_tiled(
     Raises:
         ValueError: where the driver returns `CUDA_ERROR_INVALID_VALUE`, with the rule.
     """
-    if not 0 <= data_type < len(API_TYPES):
-        raise ValueError(
-            f"{data_type=} is no CUtensorMapDataType this emulator knows (0..{len(API_TYPES) - 1})"
-        )
-    api = API_TYPES[data_type]
-    name = _HARDWARE.get(api, api)
-    bits = TYPES[CODES[name]][1]
-    rank = len(dims)
-    if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
-        raise ValueError(
-            f"rank {rank} (1..5) needs {rank - 1} strides, {rank} box extents, {rank} element strides, got "
-            f"{len(strides)}, {len(box)} and {len(element_strides)}"
-        )
+    name, tf32 = _element(data_type)
     if address % 16:
         raise ValueError(f"{address=:#x} must be a multiple of 16")
-    for what, values, low, high in (("dims", dims, 1, 1 << 32), ("box", box, 1, 256)):
-        if any(not low <= v <= high for v in values):
-            raise ValueError(f"{what}={tuple(values)}: each must be in {low}..{high}")
-    if any(not 1 <= v <= 8 for v in element_strides):
-        raise ValueError(f"element_strides={tuple(element_strides)}: each must be in 1..8")
-    if any(s % 16 or not 0 <= s < 1 << 40 for s in strides):
-        raise ValueError(f"strides={tuple(strides)}: each must be a multiple of 16 below 2**40")
+    _check_extents(dims, strides, box, element_strides)
     if interleave:
         raise ValueError(f"{interleave=}: only CU_TENSOR_MAP_INTERLEAVE_NONE (0) is modelled")
     if not 0 <= swizzle_mode < len(SWIZZLES):
         raise ValueError(
             f"{swizzle_mode=}: none, 32B, 64B, 128B and 128B in 32-byte units (0..4) are modelled"
         )
-    width = box[0] * (8 if name in PADDED else bits) // 8
-    if width % 16:
-        raise ValueError(f"inner box of {width} bytes must be a multiple of 16 bytes")
-    if name in PADDED and (box[0] != 128 or dims[0] % 128 or any(s % 32 for s in (address, *strides))):
-        raise ValueError(
-            f"{name} needs an inner box of 128 elements, an inner extent of a multiple of them, and address "
-            f"and strides of multiples of 32 bytes; got {box[0]}, {dims[0]}, {address:#x}, {tuple(strides)}"
-        )
-    mode = SWIZZLES[swizzle_mode]
-    if mode.bits and width > mode.row_bytes:
-        raise ValueError(f"inner box of {width} bytes exceeds the {mode.row_bytes} of swizzle {mode.name}")
     if oob_fill and name not in FLOAT_NAN:
-        raise ValueError(f"oob_fill NaN needs a float type, not {api}")
-    return TensorMap(
+        raise ValueError(f"oob_fill NaN needs a float type, not {name}")
+    found = TensorMap(
         address=address,
         type=name,
         dims=tuple(dims),
         strides=tuple(strides),
         box=tuple(box),
         element_strides=tuple(element_strides),
-        swizzle=mode,
-        tf32=api.startswith("tf32"),
+        swizzle=SWIZZLES[swizzle_mode],
+        tf32=tf32,
         fill_nan=bool(oob_fill),
         l2_promotion=l2_promotion,
     )
+    _check_rows(found)
+    return found
+
+
+def _element(number: int) -> tuple[str, bool]:
+    """A `CUtensorMapDataType` as the hardware names it, and whether it is tf32."""
+    if not 0 <= number < len(API_TYPES):
+        known = f"0..{len(API_TYPES) - 1}"
+        raise ValueError(f"{number} is no CUtensorMapDataType this emulator knows ({known})")
+    api = API_TYPES[number]
+    return _HARDWARE.get(api, api), api.startswith("tf32")
+
+
+def _check_extents(
+    dims: Sequence[int], strides: Sequence[int], box: Sequence[int], element_strides: Sequence[int]
+) -> None:
+    """What each extent and stride must be, whatever the type."""
+    rank = len(dims)
+    if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
+        raise ValueError(
+            f"rank {rank} (1..5) needs {rank - 1} strides, {rank} box extents, {rank} element strides, got "
+            f"{len(strides)}, {len(box)} and {len(element_strides)}"
+        )
+    for what, values, high in (
+        ("dims", dims, 1 << 32),
+        ("box", box, 256),
+        ("element_strides", element_strides, 8),
+    ):
+        if any(not 1 <= v <= high for v in values):
+            raise ValueError(f"{what}={tuple(values)}: each must be in 1..{high}")
+    if any(s % 16 or not 0 <= s < 1 << 40 for s in strides):
+        raise ValueError(f"strides={tuple(strides)}: each must be a multiple of 16 below 2**40")
+
+
+def _check_rows(tmap: TensorMap) -> None:
+    """What a row of the box must be, by type and swizzle."""
+    name, row, padded = tmap.type, tmap.box[0], tmap.type in PADDED
+    width = row * (8 if padded else TYPES[CODES[name]][1]) // 8
+    if width % 16:
+        raise ValueError(f"inner box of {width} bytes must be a multiple of 16 bytes")
+    places = (tmap.address, *tmap.strides)
+    if padded and (row != 128 or tmap.dims[0] % 128 or any(place % 32 for place in places)):
+        raise ValueError(
+            f"{name} needs an inner box of 128 elements, an inner extent of a multiple of them, address and "
+            f"strides of multiples of 32 bytes; got {row}, {tmap.dims[0]}, {tmap.address:#x}, {tmap.strides}"
+        )
+    swizzle = tmap.swizzle
+    if swizzle.bits and width > swizzle.row_bytes:
+        raise ValueError(
+            f"inner box of {width} bytes exceeds the {swizzle.row_bytes} of swizzle {swizzle.name}"
+        )
 
 
 # Fields of tensormap.replace that lie in one place for each ordinal: 32-bit word and shift of ordinal 0,
@@ -152,11 +174,8 @@ def field_bits(name: str, ordinal: int, value: int) -> list[tuple[int, int, int,
     if name == "global_address":
         return [(0, 0, 32, value & 0xFFFFFFFF), (1, 0, 32, value >> 32)]
     if name == "elemtype":
-        if not 0 <= value < len(API_TYPES):
-            raise ValueError(f"element type {value} is not one of 0 to {len(API_TYPES) - 1}")
-        api = API_TYPES[value]
-        code = CODES[_HARDWARE.get(api, api)]
-        return [(word, shift, bits, code), (2, 16, 1, int(api.startswith("tf32")))]
+        element, tf32 = _element(value)
+        return [(word, shift, bits, CODES[element]), (2, 16, 1, int(tf32))]
     field &= 0xFFFFFFFF if name == "global_dim" else -1  # 0 stands for 2**32
     if not 0 <= field < 1 << bits:
         raise ValueError(f"{name} of {value} does not fit its {bits} bits")
