@@ -36,7 +36,7 @@ class WaitBound(NamedTuple):
 
 
 @cute.jit
-def release_flag(address: Int64, value: Uint32, word: cutlass.Constexpr = Uint32) -> None:
+def release_flag(address: Int64, value: Any, word: cutlass.Constexpr = Uint32) -> None:
     """``st.release.sys``: who acquires ``value`` at ``address``, a ``word``, sees all that this thread has.
 
     After bulk stores, call it only behind a full ``wait_group`` (never ``.read``) of the same thread.
@@ -54,7 +54,7 @@ def release_fence() -> None:
 
 
 @cute.jit
-def raise_flag(address: Int64, value: Uint32, word: cutlass.Constexpr = Uint32) -> None:
+def raise_flag(address: Int64, value: Any, word: cutlass.Constexpr = Uint32) -> None:
     """``st.relaxed.sys``, behind a `release_fence`; the flag is a ``word``."""
     cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="relaxed", scope="sys")
 

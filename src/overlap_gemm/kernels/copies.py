@@ -146,7 +146,7 @@ class ResultCopies:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Waits for one unit, copies it; one without rows is sent only if all are (`Results.every_unit`)."""
+        """Waits for one unit, copies it; of one that does not exist see `Results.every_unit`."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
@@ -210,7 +210,7 @@ class Results:
 
     @property
     def every_unit(self) -> bool:
-        """Whether units without rows are sent, too: who puts them knows nothing of rows."""
+        """Whether peers are told of units that do not exist, too: a relay waits for every flag."""
         return self.transport.puts
 
     @property
@@ -250,8 +250,12 @@ class Results:
                 self.transport.store(exchange.peers, peer, offset, values)
 
     @cute.jit
-    def publish(self, call: Call, work: Work, tile: Int32, unit: Int32) -> None:
+    def publish(
+        self, call: Call, work: Work, tile: Int32, unit: Int32, exists: cutlass.Constexpr = True
+    ) -> None:
         """All lanes, behind their stores: each releases the unit's flag at a peer, if there are flags.
+
+        Of a unit that does not exist nothing is put.
 
         A peer reads the sum by its own address, and everybody's next tiles are stored by such: each lane's
         fence lies between these and its loads and stores through the multicast address.
@@ -261,10 +265,10 @@ class Results:
         if cutlass.const_expr(not self.transport.words):
             cute.arch.sync_warp()
             (peers, rank, world, *_), base = call.exchange, call.base
-            num_bytes = self.config.result_bytes // self.config.units
-            slot = self.slot(call, work, rank, tile) + unit * num_bytes
+            unit_bytes = self.config.result_bytes // self.config.units
+            slot = self.slot(call, work, rank, tile) + unit * unit_bytes
             flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
             for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
                 if peer != rank:
                     route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
-                    self.transport.publish(route, num_bytes, call.epoch)
+                    self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)

@@ -50,6 +50,11 @@ def allocate_stages(config: GemmConfig, dtype: str, smem: Any) -> RingStages:
     )
 
 
+def has_empty_subtiles(config: GemmConfig) -> bool:
+    """Whether a tile that has columns may have subtiles without: else nobody need ask."""
+    return config.cluster_tile[1] > config.epi_tile[1]
+
+
 @dataclass(frozen=True)
 class StageChunks:
     """The wire format: where the 16-byte chunks of a subtile lie in the tile.
@@ -78,6 +83,10 @@ class StageChunks:
     def per_subtile(self) -> int:
         """Chunks of a subtile."""
         return self.config.epi_tile[0] * self.per_row
+
+    def first_column(self, chunk: Any) -> Any:
+        """First column in the CTA tile of the subtile in which a chunk lies."""
+        return chunk // self.per_subtile % self.config.epi_columns * self.config.epi_tile[1]
 
     def locate(self, chunk: Any) -> tuple[Any, Any]:
         """(row, first column) in the CTA tile of its ``chunk``-th chunk, counted over its subtiles."""

@@ -35,7 +35,7 @@ from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer, stor
 from overlap_gemm.device.words import load_words, take_words
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import StageChunks
+from overlap_gemm.kernels.epilogue import StageChunks, has_empty_subtiles
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number, num_ctas
 
 LANES = 32
@@ -158,9 +158,13 @@ class Window(NamedTuple):
 
 
 def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) -> Any:
-    """Whether some row of the unit lies in the window: no other unit is sent (`send.Parcel`)."""
-    row, _ = StageChunks(config).locate(unit * (config.lane_chunks * LANES))
-    return tile.row + row < window.rows
+    """Whether the unit has a row, its subtile a column in the window: no other is sent (`send.Parcel`)."""
+    chunks, first = StageChunks(config), unit * (config.lane_chunks * LANES)
+    row, _ = chunks.locate(first)
+    exists = tile.row + row < window.rows
+    if has_empty_subtiles(config):
+        exists = exists & (chunks.first_column(first) < window.columns - tile.column)
+    return exists
 
 
 def result_bound(call: Call, waits: int) -> WaitBound:

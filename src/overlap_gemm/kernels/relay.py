@@ -102,6 +102,7 @@ class Relay:
     def _put(self, call: Call, op: Int32, puts: Puts, piece: Int32, to: Int32) -> None:
         exchange = call.exchange
         start = piece * puts.piece
+        num_bytes = Int64(cutlass.min(puts.piece, puts.nbytes - start))
         flag = Int32(puts.flag) + piece
         staged = call.base + puts.staged + puts.staged_pitch * to + FLAG_BYTES * Int64(piece * exchange.world)
         if puts.staged != 0:
@@ -109,6 +110,7 @@ class Relay:
                 site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), piece, to, flag)
                 wait_flag(staged, call.epoch, call.bound, site, self.transport.flag)
             cute.arch.sync_warp()
+            num_bytes = self.transport.staged_bytes(staged)
         route = Route(
             exchange.peers,
             exchange.rank,
@@ -118,4 +120,4 @@ class Relay:
             call.flag(Int64(0), flag, exchange.rank),
             staged,
         )
-        self.transport.relay(route, cutlass.min(puts.piece, puts.nbytes - start), call.epoch)
+        self.transport.relay(route, num_bytes, call.epoch)

@@ -13,9 +13,11 @@ from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
+from overlap_gemm.kernels.epilogue import has_empty_subtiles
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
+from overlap_gemm.schedules import ceil_div
 
 
 @cute.jit
@@ -51,24 +53,40 @@ class Parcel(NamedTuple):
     """A tile on its way: its route, and how much of it there is.
 
     Rows that do not exist are not sent: rows of a subtile lie one behind the other on the wire
-    (`StageChunks`), so those that exist are its first bytes. They are sent by whole units, of which a
-    receiver takes those that have rows (`receive.unit_exists`): it loads nothing that was not sent.
+    (`StageChunks`), so those that exist are its first bytes. They are sent by whole units. Columns that do
+    not exist are not sent by whole subtiles. A receiver takes the units that have both
+    (`receive.unit_exists`): it loads nothing that was not sent.
 
     Attributes:
         route: the way.
         rows: rows of the product from the tile's first one on, of its owner; not more than 0 where the tile
             lies behind them all.
+        columns: its columns, likewise.
     """
 
     route: Route
     rows: Any
+    columns: Any
 
     def num_bytes(self, config: GemmConfig, subtile: Any) -> Any:
-        """Bytes of a subtile's units that have rows: 0 or less where none has."""
+        """Bytes of a subtile's units that have rows and columns: 0 or less where none has."""
         tall, wide = config.epi_tile
         rows = cutlass.min(self.rows - subtile // config.epi_columns * tall, tall)
+        if has_empty_subtiles(config):
+            # A column stands for more rows than a subtile has, none for none.
+            rows = cutlass.min(rows, (self.columns - subtile % config.epi_columns * wide) * tall)
         unit_rows = config.unit_bytes // (wide * DTYPE_BYTES[config.slot_dtype])
         return (rows + (unit_rows - 1)) // unit_rows * config.unit_bytes
+
+    def put_bytes(self, config: GemmConfig) -> Any:
+        """Bytes of the tile's slot to the end of what is sent, which is put as one; 0 or less: nothing is."""
+        tall, wide = config.epi_tile
+        row = cutlass.min(ceil_div(self.rows, tall), config.subtiles // config.epi_columns) - 1
+        column = cutlass.min(ceil_div(self.columns, wide), config.epi_columns) - 1
+        last = row * config.epi_columns + column
+        exists = cutlass.max(cutlass.min(cutlass.min(self.rows, self.columns), 1), 0)
+        nbytes = last * config.slot_subtile_bytes + self.num_bytes(config, last)
+        return cutlass.min(nbytes, exists * config.tile_bytes)
 
 
 @dataclass(frozen=True)
@@ -98,8 +116,7 @@ class OwnerSender:
         route = route_of(self.config, self.call, work.slots, at.index, at.owner)
         if self.transport.multicast:
             route = route._replace(slot=place_of(self.config, self.call, work.slots, at.index, at.owner))
-        rows = cutlass.min(work.shards.rows, work.rows - at.owner * work.shards.row_step)
-        return Parcel(route, rows - at.row)
+        return Parcel(route, *work.left(at))
 
     @cute.jit
     def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
@@ -111,7 +128,8 @@ class OwnerSender:
 
     def publish(self, tile: Any) -> None:
         """Tells the owner that the tile's slot is complete, or completes it."""
-        self.transport.publish(self.locate(tile).route, self.config.tile_bytes, self.call.epoch)
+        parcel = self.locate(tile)
+        self.transport.publish(parcel.route, parcel.put_bytes(self.config), self.call.epoch)
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,7 @@ class BroadcastSender:
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
         route = route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
         own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
-        return Parcel(own, self.work.rows - at.row)
+        return Parcel(own, *self.work.left(at))
 
     @cute.jit
     def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
@@ -162,12 +180,13 @@ class BroadcastSender:
     @cute.jit
     def publish(self, tile: Int32) -> None:
         """Tells every rank that the tile's slot is complete."""
-        route, epoch = self.locate(tile).route, self.call.epoch
+        parcel, epoch = self.locate(tile), self.call.epoch
+        route, nbytes = parcel.route, parcel.put_bytes(self.config)
         rank = Int32(route.rank)
         release_fence()
         for _ in cutlass.range(self.call.exchange.world, unroll=1):
             rank = _next(rank, self.call.exchange.world)
-            self.transport.publish(route._replace(owner=rank), self.config.tile_bytes, epoch, fenced=True)
+            self.transport.publish(route._replace(owner=rank), nbytes, epoch, fenced=True)
 
 
 @cute.jit

@@ -109,7 +109,7 @@ class Sums:
 
     @cute.jit
     def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Sums one unit; one without rows has nobody's partials and no sum, but may have to be sent."""
+        """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         work, out = given.work, given.out
         tile = CtaTile.numbered(self.config, self.order, work.whole, index)
         window = Window.whole(out)
@@ -120,7 +120,7 @@ class Sums:
             self._sum(given, index, unit, tile, window)
         if cutlass.const_expr(self.results is not None and self.results.every_unit):  # noqa: SIM102
             if not exists:
-                self.results.publish(given.call, work, index, unit)
+                self.results.publish(given.call, work, index, unit, exists=False)
 
     @cute.jit
     def _sum(self, given: Given, index: Int32, unit: Int32, tile: CtaTile, window: Window) -> None:

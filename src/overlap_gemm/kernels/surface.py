@@ -66,9 +66,10 @@ class Transport(Protocol):
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a contiguous stage's first bytes; the caller commits and waits."""
 
-    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
+    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
         """Makes the tile's arrival known to its owner, behind a full wait for its stores.
 
+        ``num_bytes``: of its slot, what there is to put to an owner beyond reach; 0 or less: nothing.
         ``fenced``: behind a `device.flags.release_fence`, too, which may serve several flags.
         """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Int32, cute
 
 from overlap_gemm.kernels.config import GemmConfig
@@ -31,6 +32,7 @@ class Share(NamedTuple):
 
     Attributes:
         rows: rows of the product.
+        cols: its columns.
         rank: this rank, among the owners.
         owners: ranks that own a shard.
         shards: how it is cut.
@@ -38,6 +40,7 @@ class Share(NamedTuple):
     """
 
     rows: Any
+    cols: Any
     rank: Any
     owners: Any
     shards: Shards
@@ -46,17 +49,17 @@ class Share(NamedTuple):
     @staticmethod
     def by_rows(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
         """All of it, in shards of ``shard`` rows."""
-        return Share(rows, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
+        return Share(rows, cols, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
 
     @staticmethod
     def by_columns(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
         """All of it, in shards of ``shard`` columns."""
-        return Share(rows, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
+        return Share(rows, cols, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
 
     @staticmethod
     def whole(rows: Any, cols: Any, block_cols: Any) -> Share:
         """``cols`` columns as one shard, of ``block_cols`` at most."""
-        return Share(rows, 0, 1, Shards(rows, cols, 0, 0), block_cols)
+        return Share(rows, cols, 0, 1, Shards(rows, cols, 0, 0), block_cols)
 
 
 class Work(NamedTuple):
@@ -70,6 +73,7 @@ class Work(NamedTuple):
         shards: how it is cut.
         slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
         rows: rows of the product.
+        cols: its columns.
     """
 
     first: Any
@@ -79,10 +83,18 @@ class Work(NamedTuple):
     shards: Shards
     slots: Any
     rows: Any
+    cols: Any
 
     def place(self, order: Any, j: Any) -> Place:
         """Place of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
+
+    def left(self, at: CtaTile) -> tuple[Any, Any]:
+        """(rows, columns) of its owner's shard from a tile's first ones on; 0 or less where it has none."""
+        shards = self.shards
+        rows = cutlass.min(shards.rows, self.rows - at.owner * shards.row_step)
+        columns = cutlass.min(shards.cols, self.cols - at.owner * shards.col_step)
+        return rows - at.row, columns - at.column
 
 
 def cta_number() -> Any:
@@ -114,7 +126,7 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     total = Int32(order.num_tiles(whole))
     # Not negative, also where there are more clusters than tiles: ``first < stride``.
     num_tiles = (total - first + stride - 1) // stride
-    return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows)
+    return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows, share.cols)
 
 
 def _grid(config: GemmConfig, rows: Any, cols: Any) -> TileGrid:

@@ -29,6 +29,12 @@ SIGNAL_SET = 9
 """``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""
 
 
+STAGED_SHIFT = 32
+"""A staged tile's own flag is its epoch and, so many bits higher, the bytes of it that are to be put."""
+
+FLAG_BYTES = 8
+
+
 @dataclass(frozen=True)
 class Staged:
     """The GEMM's half where NVSHMEM calls must stay out of it: a relay kernel puts what is staged.
@@ -49,14 +55,17 @@ class Staged:
 
     @cute.jit
     def publish(
-        self, route: Route, tile_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+        self, route: Route, num_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for."""
+        """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for.
+
+        Which says in its high half how much there is to put: who waits for a flag looks at the low one.
+        """
         peer = route.peers[route.owner]
         address = peer + route.flag
         if peer < 0:
             address = route.staged
-        _tell(address, epoch, fenced)
+        _tell(address, Uint64(epoch) | (Uint64(cutlass.max(num_bytes, 0)) << STAGED_SHIFT), fenced)
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
@@ -96,19 +105,21 @@ class Nvshmem:
 
     @cute.jit
     def publish(
-        self, route: Route, tile_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+        self, route: Route, num_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag; beyond reach, puts the staged tile and its flag."""
+        """Releases the tile's flag; beyond reach, puts what is staged of it, and its flag."""
         import nvshmem.core.device.cute as nv
 
         peer = route.peers[route.owner]
         if peer >= 0:
             _tell(peer + route.flag, epoch, fenced)
+        elif num_bytes <= 0:
+            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
         else:
             own = route.peers[route.rank]
             nv.put_signal_nbi(
-                _words(own + route.slot, tile_bytes),
-                _words(route.staging, tile_bytes),
+                _words(own + route.slot, num_bytes),
+                _words(route.staging, num_bytes),
                 _word(own + route.flag),
                 Uint64(epoch),
                 SIGNAL_SET,
@@ -117,18 +128,27 @@ class Nvshmem:
 
     @cute.jit
     def relay(self, route: Route, num_bytes: Int64, epoch: Uint32) -> None:
-        """Puts what is staged, and its flag; called by all threads of a warp."""
+        """All threads of a warp: puts what is staged, and its flag; that alone where nothing is."""
         import nvshmem.core.device.cute as nv
 
         own = route.peers[route.rank]
-        nv.put_signal_nbi_warp(
-            _words(own + route.slot, num_bytes),
-            _words(route.staging, num_bytes),
-            _word(own + route.flag),
-            Uint64(epoch),
-            SIGNAL_SET,
-            Int32(-1 - route.peers[route.owner]),
-        )
+        if num_bytes > 0:
+            nv.put_signal_nbi_warp(
+                _words(own + route.slot, num_bytes),
+                _words(route.staging, num_bytes),
+                _word(own + route.flag),
+                Uint64(epoch),
+                SIGNAL_SET,
+                Int32(-1 - route.peers[route.owner]),
+            )
+        elif cute.arch.lane_idx() == 0:
+            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+
+    @cute.jit
+    def staged_bytes(self, staged: Int64) -> Int64:
+        """How much there is to put of what the flag at ``staged`` tells of; behind the wait for it."""
+        flag = cute.arch.load(global_pointer(Uint64, staged, FLAG_BYTES), Uint64, sem="relaxed", scope="sys")
+        return Int64(Uint64(flag) >> STAGED_SHIFT)
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
@@ -153,19 +173,18 @@ class Nvshmem:
 def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
     peer = route.peers[route.owner]
     address = peer + route.slot
-    if peer < 0:  # a tile is put whole
+    if peer < 0:
         address = route.staging
-        num_bytes = Int32(cute.size(stage) * stage.element_type.width // 8)
     bulk_store(stage, address + offset, num_bytes)
 
 
 @cute.jit
-def _tell(address: Int64, epoch: Uint32, fenced: cutlass.Constexpr) -> None:
+def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
     """Raises a flag for what this thread has seen, unless a fence in front of it already releases that."""
     if cutlass.const_expr(fenced):
-        raise_flag(address, epoch, Uint64)
+        raise_flag(address, word, Uint64)
     else:
-        release_flag(address, epoch, Uint64)
+        release_flag(address, word, Uint64)
 
 
 @cute.jit

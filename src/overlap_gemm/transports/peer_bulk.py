@@ -32,7 +32,7 @@ class PeerBulk:
         """
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
-    def publish(self, route: Route, tile_bytes: int, epoch: Any, fenced: bool = False) -> None:
+    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
         """Releases the tile's flag at system scope.
 
         The calling thread has executed a full ``wait_group`` over the tile's stores and, if ``fenced``, a

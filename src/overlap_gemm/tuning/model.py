@@ -263,7 +263,7 @@ def fused_time(
     tile_m, tile_n = config.cluster_tile
     resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
-    shard = m
+    shard, block = m, n
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
     owners = 0
     if pattern == "reduce_scatter":
@@ -279,6 +279,7 @@ def fused_time(
     link_share = machine.bulk_rate / sms
     # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
     exist = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
+    exist *= _sent_columns(config, block)
     tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
     mainloop = _mainloop_seconds(config, k, machine)
@@ -313,6 +314,12 @@ def fused_time(
         receive=(0.0 if world == 1 else arrivals * arrival + received) + HANDOVER * (config.k_split - 1),
         launch=machine.launch,
     )
+
+
+def _sent_columns(config: GemmConfig, columns: int) -> float:
+    """Of the columns of a shard's tiles, the part that travels: whole subtiles that have some."""
+    wide, tile = config.epi_tile[1], config.cluster_tile[1]
+    return ceil_div(columns, wide) * wide / (ceil_div(columns, tile) * tile)
 
 
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
