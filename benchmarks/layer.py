@@ -7,9 +7,10 @@ sharded in front of and behind it (sequence parallel). Attention is left out: it
 
 - ``ours``: overlap_gemm.parallel's styles with ``backend="auto"``
 - ``torch``: torch.distributed.tensor.parallel's ColwiseParallel and RowwiseParallel
-- ``async-tp``: the same compiled, with Inductor's asynchronous tensor parallelism, where torch has it
+- ``ours, compiled``: ours by torch.compile, on GPUs
+- ``async-tp``: torch's, compiled with Inductor's asynchronous tensor parallelism, where torch has it
 
-Calls are eager; interleaved rounds, slowest rank, medians (`overlap_gemm.tuning.timing`). Every way's output
+No CUDA graphs; interleaved rounds, slowest rank, medians (`overlap_gemm.tuning.timing`). Every way's output
 is compared with the first one's, so that no time is that of something else.
 """
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 import typer
 from rich import box
 from rich.table import Table
+from timeline import record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -71,6 +73,13 @@ def ours(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], T
     return parallelize_module(module, mesh, {"qkv": column, "gate_up": column, "o": row, "down": row})
 
 
+def ours_compiled(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
+    """The same, compiled: what is between the projections is fused as it is for `async_tp`."""
+    if mesh.device_type != "cuda":
+        raise RuntimeError("compiled layers are timed on GPUs")
+    return torch.compile(ours(module, mesh, rows))
+
+
 def torchs(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
     """Torch's own styles."""
     column, row = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
@@ -94,7 +103,7 @@ def async_tp(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor
     return torch.compile(torchs(module, mesh, rows))
 
 
-WAYS = {"ours": ours, "torch": torchs, "async-tp": async_tp}
+WAYS = {"ours": ours, "torch": torchs, "ours, compiled": ours_compiled, "async-tp": async_tp}
 
 
 def main(
@@ -102,20 +111,28 @@ def main(
     rows: Annotated[list[int] | None, typer.Option(help="Tokens over all ranks; [8192 and 2048].")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="What rank 0's streams do in each last pass, for timeline.py.")
+    ] = None,
 ) -> None:
     """Time the projections of Llama layers, tokens per second and memory."""
     world = overlap_gemm.init()
     console = rank_zero_console(world.rank)
     mesh = init_device_mesh(world.device.type, (world.size,))
+    if timeline is not None and world.device.type != "cuda":
+        raise typer.BadParameter("only GPUs have streams", param_hint="--timeline")
+    traces: dict[str, Any] | None = None if timeline is None else {}
     results = [
         result
         for name in model or ("70B", "8B")
         for count in rows or (8192, 2048)
-        for result in run(name, count, mesh, world.device, rounds)
+        for result in run(name, count, mesh, world.device, rounds, traces)
     ]
+    if timeline is not None and world.rank == 0:
+        timeline.write_text(json.dumps(traces) + "\n")
     report = {
         "machine": describe(world),
-        "protocol": f"eager, medians of {rounds} interleaved rounds, the maximum over {world.size} ranks",
+        "protocol": f"no graphs, medians of {rounds} interleaved rounds, the maximum over {world.size} ranks",
         "results": results,
     }
     overlap_gemm.finalize()
@@ -128,9 +145,9 @@ def main(
 
 
 def run(
-    model: str, rows: int, mesh: DeviceMesh, device: torch.device, rounds: int
+    model: str, rows: int, mesh: DeviceMesh, device: torch.device, rounds: int, traces: dict[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
-    """One result per pass."""
+    """One result per pass; the spans of the last one go into `traces`."""
     if rows % mesh.size():
         raise typer.BadParameter(
             f"{rows} rows are not divisible by {mesh.size()} ranks, as torch's styles want"
@@ -158,6 +175,9 @@ def run(
         memory = {name: peak_memory(call, device) for name, call in calls.items()}
         timings = measure(calls, device=device, rounds=rounds, burst_seconds=0.02)
         yield row(model, rows, passes, timings, memory, skipped)
+    if traces is not None:
+        spans = {name: [vars(span) for span in record(call)] for name, call in calls.items()}
+        traces[f"Llama-{model}, projections of a layer, {passes}, {rows} tokens, {mesh.size()} GPUs"] = spans
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor, forward_only: bool) -> Callable[[], object]:

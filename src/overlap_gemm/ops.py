@@ -4,12 +4,12 @@ Everything here is 2-D and validated; `functional` is the door for users. Groups
 ops are plain graph nodes to torch.compile. Gradients follow the duality of the ops:
 
     all_gather_gemm     <->  gemm_reduce_scatter
-    gemm_all_reduce     <->  local_gemm (a product of replicated rows whose input gradient is a
-    gemm_all_reduce) gemm_all_gather      ->  slice of the output gradient, then gemm_all_reduce
+    gemm_all_reduce     <->  local_gemm
+    gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
 
-A replicated output's gradient must be the same on every rank, as it is when every rank computes the same
-loss; a replicated input gets its whole gradient on every rank.
-
+(`local_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce.) A replicated
+output's gradient must be the same on every rank, as it is when every rank computes the same loss; a
+replicated input gets its whole gradient on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from .backends.base import Op, Problem
+from .backends.collectives import all_gather_rows as gather_rows
 from .backends.collectives import gemm
+from .backends.copies import pays_beside
+from .backends.copies import plan_for as copies_for
 from .backends.select import announce, choose, preferring
 from .moves import new, own_rows
 from .registered import Registered, Run
@@ -43,7 +46,23 @@ def _bind(
     how: tuple[str, str, bool | None, int | None],
     keep: bool = False,
 ) -> Run:
-    """Chooses the backend, in debug mode after all ranks have compared notes; it says what there is to do.
+    """What the backend that is chosen says there is to do; see `_chosen`."""
+    return _chosen(op, x, weight, bias, rows, features, across, shards, how, keep)[1]
+
+
+def _chosen(
+    op: Op,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    rows: int,
+    features: int,
+    across: int | None,
+    shards: Callable[[int], Shards],
+    how: tuple[str, str, bool | None, int | None],
+    keep: bool = False,
+) -> tuple[str, Run]:
+    """Chooses the backend, in debug mode after all ranks have compared notes; its name, and what it does.
 
     Args:
         op: Of the backend.
@@ -67,7 +86,8 @@ def _bind(
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
-    return _ranged(f"overlap_gemm {op} {extents} {choice.backend.name}", run)
+    name = choice.backend.name
+    return name, _ranged(f"overlap_gemm {op} {extents} {name}", run)
 
 
 def _ranged(name: str, run: Run) -> Run:
@@ -141,6 +161,11 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
     ]
     grad_x = None
     grad_weights: list[Tensor | None] = [None] * len(weights)
+    grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
+    if needs_x and all(needs_weights) and not ctx.kept and not torch.is_grad_enabled():
+        how = (ctx.rows, ctx.chunk, ctx.across, ctx.group, *_for_backward(ctx.how))
+        grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *how)
+        return grad_x, found, grad_biases
     if needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
         how = (ctx.group, *_for_backward(ctx.how))
@@ -154,7 +179,6 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
             grad.t() @ gathered if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
         ]
-    grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
     return grad_x, grad_weights, grad_biases
 
 
@@ -166,6 +190,64 @@ all_gather_gemm = Registered(
     fake=_fake_all_gather_gemm,
     save=_save_all_gather_gemm,
     backward=_backward_all_gather_gemm,
+)
+
+
+# --- all_gather_gemm_gradients: of x and of every weight, where all are wanted and no gathered x was kept ---
+# The gather of x, which the weights' gradients wait for, goes by copy engines beside the fused kernel that
+# makes x's gradient, where there is one and the shards are not small. Its memory is the gather buffer of
+# `all_gather_gemm` itself.
+
+
+def _bind_all_gather_gemm_gradients(
+    x: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rows: int,
+    chunk: int,
+    across: int | None,
+    group: str,
+    *how: Any,
+) -> Run:
+    ranks, depth = resolve(group), x.shape[1]
+    shards = Shards(rows, ranks.size, chunk)
+    stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
+    name, scatter = _chosen(
+        "gemm_reduce_scatter", stacked, weight, None, rows, depth, across, lambda _: shards, (group, *how)
+    )
+    beside = False
+    if name == "fused":
+        problem = Problem.of("all_gather_gemm", rows, depth, across, x, ranks, how[1], "decomposed")
+        beside = pays_beside(problem, shards)
+
+    def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        own = x.contiguous()
+
+        def scattered() -> Tensor:
+            result: Tensor = scatter(_joined(grads, 1), _joined(weights, 0).t(), None)
+            return result
+
+        if not beside:
+            grad_x = scattered()
+            gathered = gather_rows(own, shards, ranks)
+            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+        with copies_for(ranks, own, shards).beside(own, scattered, *grads) as (grad_x, gathered):
+            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+
+    return run
+
+
+def _no_second_gradient(*_: Any) -> Any:
+    raise RuntimeError("all_gather_gemm_gradients is for a backward pass that has none of its own")
+
+
+all_gather_gemm_gradients = Registered(
+    "all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, SymInt rows, SymInt chunk, "
+    "SymInt? across, str group, str backend, bool? deterministic, int? reserve_sms) -> Tensor[]",
+    bind=_bind_all_gather_gemm_gradients,
+    fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
+    save=lambda ctx, inputs, output: None,
+    backward=_no_second_gradient,
 )
 
 

@@ -1,6 +1,7 @@
 """Shards by copy engines and a gate in front of each: `backends.copies`, with copies instead of products."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def gather(world, emulator, rows, depth, seed):
                 place = out[slice(*shards.range(source))]
                 plan.executor.copy(stream, place.data_ptr(), block.data_ptr(), block.numel() * 2)
         outs.append(out)
-    return x, outs
+    return [(out, x) for out in outs]
 
 
 def fused(world, emulator, rows, depth, seed):
@@ -46,7 +47,31 @@ def fused(world, emulator, rows, depth, seed):
         own = x[slice(*shards.range(group.rank))].clone()
         options = {"rows": rows, "group": group.name, "backend": "fused"}
         outs.append(overlap_gemm.all_gather_gemm(own, weight, **options))
-    return x, outs
+    return [(out, x) for out in outs]
+
+
+def beside(world, emulator, rows, depth, seed):
+    """Shards travel beside a fused reduce-scatter, whose results are wanted, too; copied out behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks, shards = len(world.ranks), Shards.even(rows, len(world.ranks))
+    x = torch.randn(rows, depth, generator=generator).bfloat16()
+    grad, pairs = torch.randn(rows, depth, generator=generator).bfloat16(), []
+    for group in world.ranks:
+        own = emulator.empty((max(shards.size(group.rank), 1), depth), torch.bfloat16, group.rank)
+        own, out = own[: shards.size(group.rank)], emulator.empty((rows, depth), torch.bfloat16, group.rank)
+        own.copy_(x[slice(*shards.range(group.rank))])
+        out.fill_(torch.nan)
+        plan = copies.plan_for(group, own, shards)
+        # Every rank adds its own columns of `grad` times those of the unit matrix: together they are `grad`.
+        part = torch.zeros(depth, depth).bfloat16()
+        part[:, group.rank :: ranks] = torch.eye(depth)[:, group.rank :: ranks]
+        options = {"k": depth * ranks, "group": group.name, "backend": "fused"}
+        scatter = partial(overlap_gemm.gemm_reduce_scatter, grad.clone(), part, **options)
+        with plan.executor.active() as stream, plan.beside(own, scatter) as (summed, gathered):
+            plan.executor.copy(stream, out.data_ptr(), gathered.data_ptr(), gathered.numel() * 2)
+        pairs.append((out, x))
+        pairs.append((summed, grad[slice(*shards.range(group.rank))]))
+    return pairs
 
 
 def run(arch, ranks, calls, *, mode="immediate", seed=0, starved=None, dead=None):
@@ -62,16 +87,16 @@ def run(arch, ranks, calls, *, mode="immediate", seed=0, starved=None, dead=None
         if dead is not None:
             emulator.faults.kill(dead)
         world.synchronize()
-        for x, outs in results:
-            for out in outs:
-                assert torch.equal(out, x)
+        for result in results:
+            for out, wanted in result:
+                assert torch.equal(out, wanted)
 
 
 def random_calls(seed):
     draw = random.Random(seed)
     ranks = draw.choice([2, 3, 4])
     rows = [1, 2, ranks - 1, ranks, 40, 130]
-    calls = [(draw.choice([gather, gather, fused]), draw.choice(rows)) for _ in range(7)]
+    calls = [(draw.choice([gather, beside, fused]), draw.choice(rows)) for _ in range(7)]
     return ranks, calls, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
 
 
@@ -84,12 +109,29 @@ def test_random_sequences_with_the_fused_op(arch, seed):
 
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize("what", ["await_piece", "await_peers"])
-def test_a_gate_without_its_waits_is_noticed(what, monkeypatch):
+@pytest.mark.parametrize("how", [gather, beside])
+def test_a_gate_without_its_waits_is_noticed(how, what, monkeypatch):
     """Shards are read before they are there; a peer's next ones arrive while they are read."""
     monkeypatch.setattr(gate, what, lambda *_: None)
     with pytest.raises((EmulatorError, AssertionError)):
         for starved in range(3):
-            run("sm_90a", 3, [(gather, 130)] * 4, mode="lazy", starved=starved)
+            run("sm_90a", 3, [(how, 130)] * 4, mode="lazy", starved=starved)
+
+
+def failing(world, emulator, rows, depth, seed):
+    """On every rank, what should run beside the gather raises."""
+    shards = Shards.even(rows, len(world.ranks))
+    for group in world.ranks:
+        own = emulator.empty((shards.size(group.rank), depth), torch.bfloat16, group.rank).zero_()
+        plan = copies.plan_for(group, own, shards)
+        with pytest.raises(ZeroDivisionError), plan.beside(own, lambda: 1 / 0):
+            raise AssertionError("the block has nothing to read")
+    return []
+
+
+def test_a_gather_ends_where_what_ran_beside_it_fails():
+    """Otherwise peers would wait for it, and so would the calls behind it."""
+    run("sm_90a", 3, [(gather, 130), (failing, 130), (beside, 130), (fused, 130)])
 
 
 def test_a_dead_rank_is_named():

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,14 @@ from ..runtime.group import Group
 from ..runtime.peers import Peers
 from ..runtime.workspace import Workspace, obtain
 from ..sharding import Shards
+from ..tuning.model import COPY_ENGINE_BYTES
 from . import gather
 from .base import Problem
 from .collectives import gemm
 from .compiled import compiled_gate
 from .plans import exchange_arguments, keep_plan, peers_for
+
+R = TypeVar("R")
 
 
 def why_not(problem: Problem) -> str | None:
@@ -40,6 +43,12 @@ def why_not(problem: Problem) -> str | None:
     if problem.reach is None:
         return "nobody asked what the ranks' GPUs reach"
     return problem.reach.why_not
+
+
+def pays_beside(problem: Problem, shards: Shards) -> bool:
+    """Whether shards should go by copy engines beside a fused kernel: if they can, and are not small."""
+    nbytes = shards.chunk * problem.features * problem.dtype.itemsize
+    return problem.world_size > 1 and why_not(problem) is None and nbytes >= COPY_ENGINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class CopyPlan:
         rank: this one.
         nbytes: of the own shard.
         places: see `gather.places_at_peers`; none where the own shard is empty.
+        own_place: address of the own shard's place in the own buffer.
+        gathered: `[rows, K]`: all shards' places in the own buffer.
         blocks: (rank, where its shard comes to lie) in the order of arrival, of those that have rows.
     """
 
@@ -64,6 +75,8 @@ class CopyPlan:
     rank: int
     nbytes: int
     places: tuple[tuple[int, int], ...]
+    own_place: int
+    gathered: Tensor
     blocks: tuple[tuple[int, Tensor], ...]
 
     @property
@@ -85,21 +98,70 @@ class CopyPlan:
         Raises:
             CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
         """
-        executor, order = self.executor, self.executor.order
-        with executor.active(own, *others) as stream:
+        with self._active(own, *others) as stream, self._sending(own, stream), self._ending(stream) as call:
+            arrivals = self._arrivals(own, call, stream)
+            try:
+                yield arrivals
+            finally:
+                deque(arrivals, maxlen=0)
+
+    @contextmanager
+    def beside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
+        """One call whose shards travel beside another fused one's kernel: copies take no SM.
+
+        Gives what `run` returned, and the gathered shards `[rows, K]`, which what is queued in the block on
+        the current stream may read. They lie in the gather buffer: nothing may read them behind the block.
+
+        Args:
+            own: The own shard, `[rows, K]`, contiguous.
+            run: Queues the other call, or several.
+            *others: What else is read by what the caller queues.
+
+        Raises:
+            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+        """
+        with self._active(own, *others) as stream:
+            try:
+                with self._sending(own, stream) as second:
+                    if len(own):
+                        self.executor.copy(second, self.own_place, own.data_ptr(), self.nbytes)
+                    result = run()
+            except BaseException:
+                with self._ending(stream) as call:
+                    deque(self._arrivals(own, call, stream), maxlen=0)
+                raise
+            with self._ending(stream) as call:
+                deque(self._arrivals(own, call, stream), maxlen=0)
+                yield result, self.gathered
+
+    @contextmanager
+    def _active(self, *used: Tensor | None) -> Iterator[int]:
+        """`Executor.active`, where the plan may be launched."""
+        with self.executor.active(*used) as stream:
             assert self.workspace.is_open, "a plan of a closed workspace"
             self.workspace.raise_if_failed()
-            with order.lock:
-                self.workspace.captured |= order.follow(stream)
-                exchange = self.exchange._replace(call=order.next_call())
-                with executor.fork() as second:
-                    gather.send(executor, second, self.workspace, self.places, own, self.nbytes)
-                    arrivals = self._arrivals(own, exchange, stream)
-                    try:
-                        yield arrivals
-                    finally:
-                        deque(arrivals, maxlen=0)
-                        self.gate(END, exchange, stream)
+            yield stream
+
+    @contextmanager
+    def _sending(self, own: Tensor, stream: int) -> Iterator[int]:
+        """In the block the own shard is under way; gives the handle of its stream."""
+        with self.executor.order.lock:
+            self.workspace.captured |= self.executor.order.follow(stream)
+        with self.executor.fork() as second:
+            gather.send(self.executor, second, self.workspace, self.places, own, self.nbytes)
+            yield second
+
+    @contextmanager
+    def _ending(self, stream: int) -> Iterator[Any]:
+        """In the block are all of the call's gates, which take what is given; behind it, the call's end."""
+        order = self.executor.order
+        with order.lock:
+            order.follow(stream)
+            exchange = self.exchange._replace(call=order.next_call())
+            try:
+                yield exchange
+            finally:
+                self.gate(END, exchange, stream)
 
     def _arrivals(self, own: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
         if len(own):
@@ -166,11 +228,10 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     places = gather.places_at_peers(workspace, full) if nbytes else ()
     exchange = exchange_arguments(workspace, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    blocks = []
-    for source in ((rank + i) % group.size for i in range(1, group.size)):
-        start = workspace.size.zeroed + source * full
-        block = workspace.memory.local[start : start + shards.size(source) * row_bytes]
-        if shards.size(source):
-            blocks.append((source, block.view(dtype).view(-1, depth)))
+    start = workspace.size.zeroed
+    buffer = workspace.memory.local[start : start + shards.total * row_bytes].view(dtype).view(-1, depth)
+    others = [(rank + i) % group.size for i in range(1, group.size)]
+    blocks = tuple((s, buffer[slice(*shards.range(s))]) for s in others if shards.size(s))
+    own_place = buffer.data_ptr() + rank * full
     gate = compiled_gate(executor)
-    return CopyPlan(executor, workspace, exchange, gate, rank, nbytes, places, tuple(blocks))
+    return CopyPlan(executor, workspace, exchange, gate, rank, nbytes, places, own_place, buffer, blocks)
