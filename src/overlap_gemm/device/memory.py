@@ -1,4 +1,4 @@
-"""Raw addresses: typed pointers to any rank's memory, bulk stores from shared memory.
+"""Raw addresses: typed pointers to any rank's memory, loads and stores of whole chunks, bulk stores.
 
 A peer's memory is reached through its 64-bit address in this process (from the host), so one kernel serves
 any number of peers without a tensor map for each.
@@ -6,14 +6,18 @@ any number of peers without a tensor map for each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 
 CHUNK_BYTES = 16
 """The widest load or store of one thread."""
+
+CHUNK_WORDS = CHUNK_BYTES // 4
+"""Registers of 32 bits that it takes."""
 
 DTYPES: dict[str, Any] = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
 """The DSL's numeric type for a configuration's dtype name."""
@@ -46,6 +50,30 @@ def bulk_store(stage: Any, address: Any, num_bytes: Any = None) -> None:
     atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), dtype, num_bits_per_copy=size * dtype.width)
     cute.copy(
         atom, stage, cute.make_tensor(global_pointer(dtype, address, CHUNK_BYTES), cute.make_layout(size))
+    )
+
+
+def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
+    """Loads a chunk's four words by one instruction, ``ld.relaxed.sys.global.v4.b32`` for example.
+
+    Args:
+        instruction: the load's name.
+        address: a multiple of 16.
+        words: registers of 32 bits.
+    """
+    loaded = cute.arch.inline_ptx(
+        instruction + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * CHUNK_WORDS,
+        read_only_args=[address],
+    )
+    for i in range(CHUNK_WORDS):
+        words[i] = loaded[i]
+
+
+def store_chunk(instruction: str, address: Int64, words: Sequence[Any]) -> None:
+    """Stores a chunk's four words by one instruction; arguments as for `load_chunk`."""
+    cute.arch.inline_ptx(
+        instruction + " [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 

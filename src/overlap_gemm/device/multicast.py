@@ -20,9 +20,7 @@ from typing import Any
 import cutlass
 from cutlass import Int64, Uint32, cute
 
-from overlap_gemm.device.memory import CHUNK_BYTES
-
-CHUNK_WORDS = CHUNK_BYTES // 4
+from overlap_gemm.device.memory import CHUNK_WORDS, load_chunk, store_chunk
 
 
 def alias_fence() -> None:
@@ -38,26 +36,16 @@ def load_sum(address: Int64, values: cute.Tensor) -> None:
         address: multicast, a multiple of 16.
         values: registers, 8 values of bfloat16 or float16.
     """
-    words = cute.recast_tensor(values, Uint32)
-    loaded = cute.arch.inline_ptx(
-        f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{_pair(values)} "
-        "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * CHUNK_WORDS,
-        read_only_args=[address],
-    )
-    for i in cutlass.range_constexpr(CHUNK_WORDS):
-        words[i] = loaded[i]
+    load = f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{_pair(values)}"
+    load_chunk(load, address, cute.recast_tensor(values, Uint32))
 
 
 @cute.jit
 def store_everywhere(address: Int64, values: cute.Tensor) -> None:
     """Stores a chunk on every rank: ``multimem.st.relaxed.sys``; arguments as for `load_sum`."""
     words = cute.recast_tensor(values, Uint32)
-    cute.arch.inline_ptx(
-        f"multimem.st.relaxed.sys.global.v4.{_pair(values)} "
-        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *(words[i] for i in range(CHUNK_WORDS))],
-    )
+    store = f"multimem.st.relaxed.sys.global.v4.{_pair(values)}"
+    store_chunk(store, address, [words[i] for i in range(CHUNK_WORDS)])
 
 
 def _pair(values: Any) -> str:

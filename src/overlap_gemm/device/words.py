@@ -25,7 +25,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import NOTHING, FailureSite
 from overlap_gemm.device.flags import WaitBound, fail
-from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.device.memory import CHUNK_WORDS, load_chunk, store_chunk
 
 EMPTY_BYTE = 0xFF
 """What a block of memory is filled with before its first use."""
@@ -33,8 +33,6 @@ EMPTY_BYTE = 0xFF
 EMPTY = EMPTY_BYTE * 0x01010101
 
 OTHER_NANS = 0x7FFF7FFF
-
-CHUNK_WORDS = CHUNK_BYTES // 4
 
 
 @cute.jit
@@ -45,19 +43,13 @@ def store_words(address: Int64, words: cute.Tensor) -> None:
         address: a multiple of 16.
         words: registers of 32 bits.
     """
-    _store(address, *(_filled(words[i]) for i in range(CHUNK_WORDS)))
+    _store(address, [_filled(words[i]) for i in range(CHUNK_WORDS)])
 
 
 @cute.jit
 def load_words(address: Int64, words: cute.Tensor) -> None:
     """Loads a chunk's four words, whether or not they have arrived: ``ld.relaxed.sys``."""
-    loaded = cute.arch.inline_ptx(
-        "ld.relaxed.sys.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * CHUNK_WORDS,
-        read_only_args=[address],
-    )
-    for i in cutlass.range_constexpr(CHUNK_WORDS):
-        words[i] = loaded[i]
+    load_chunk("ld.relaxed.sys.global.v4.b32", address, words)
 
 
 @cute.jit
@@ -111,11 +103,8 @@ def _filled(word: Any) -> Any:
 
 
 def _clear(address: Any) -> None:
-    _store(address, *[Uint32(EMPTY)] * CHUNK_WORDS)
+    _store(address, [Uint32(EMPTY)] * CHUNK_WORDS)
 
 
-def _store(address: Any, *words: Any) -> None:
-    cute.arch.inline_ptx(
-        "st.relaxed.sys.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[Int64(address), *words],
-    )
+def _store(address: Any, words: list[Any]) -> None:
+    store_chunk("st.relaxed.sys.global.v4.b32", Int64(address), words)

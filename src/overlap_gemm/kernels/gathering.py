@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
-from overlap_gemm.device.memory import CHUNK_BYTES, global_pointer
+from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, global_pointer
 from overlap_gemm.kernels.call import Call, announce, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
@@ -196,7 +196,7 @@ def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride
     chunks = UNIT_BYTES // (CHUNK_BYTES * LANES)
     units = Int32((nbytes + (UNIT_BYTES - 1)) // UNIT_BYTES)
     for unit in cutlass.range(first, units, stride, unroll=1):
-        loaded = cute.make_rmem_tensor((CHUNK_BYTES // 4, chunks), cutlass.Uint32)
+        loaded = cute.make_rmem_tensor((CHUNK_WORDS, chunks), cutlass.Uint32)
         start = Int64(unit) * UNIT_BYTES + cute.arch.lane_idx() * CHUNK_BYTES
         for c in cutlass.range_constexpr(chunks):
             at = start + c * LANES * CHUNK_BYTES
@@ -210,4 +210,4 @@ def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride
 
 
 def _chunk(address: Any) -> cute.Tensor:
-    return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_BYTES // 4))
+    return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_WORDS))
