@@ -14,7 +14,7 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.base import OPS
+from ..backends.base import OPS, Op
 from ..backends.select import check_name
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
@@ -63,16 +63,7 @@ def bench(
     those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
     the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
     """
-    if unknown := set(op or ()) - set(OPS):
-        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint="--op")
-    ops = [o for o in OPS if not op or o in op]
-    wanted = backends.split(",") if backends else []
-    for name in wanted:
-        check_name(name)
-    if named := set(wanted) & set(OTHERS):
-        raise typer.BadParameter(
-            f"{', '.join(named)} is timed in any case, by calling torch", param_hint="--backends"
-        )
+    ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)
     on_cuda = world.device.type == "cuda"
     operand = getattr(torch, dtype or ("bfloat16" if on_cuda else "float32"))
@@ -105,6 +96,33 @@ def bench(
         from .plots import draw_bounds  # matplotlib is slow to import
 
         draw_bounds(report, plot)
+
+
+def chosen_ops(named: Sequence[str]) -> list[Op]:
+    """The ops named, or all if none is, in the library's order.
+
+    Raises:
+        BadParameter: one that there is not.
+    """
+    if unknown := set(named) - set(OPS):
+        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint="--op")
+    return [op for op in OPS if not named or op in named]
+
+
+def chosen_backends(names: str | None) -> list[str]:
+    """Our backends among names separated by commas.
+
+    Raises:
+        BadParameter: one of torch's.
+        ValueError: one that there is not.
+    """
+    wanted = names.split(",") if names else []
+    for name in wanted:
+        check_name(name)
+    if torchs := set(wanted) & set(OTHERS):
+        what = f"{', '.join(torchs)} is timed in any case, by calling torch"
+        raise typer.BadParameter(what, param_hint="--backends")
+    return wanted
 
 
 def read_shapes(file: Path, m: list[int] | None, dtype: torch.dtype) -> Iterator[Workload]:

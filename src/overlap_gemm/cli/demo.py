@@ -23,7 +23,7 @@ from ..runtime.spans import Span, record
 from ..testing.cases import Case
 from .bench import measure_all
 from .console import rank_zero_console
-from .emulate import run_emulated
+from .emulate import Emulated, run_emulated
 from .machine import processor
 from .results import EAGER, GRAPH, Mode, table
 from .workload import Workload
@@ -113,11 +113,10 @@ def demo(
         f"1. Train a Llama ({layers} layers, hidden {model.config.hidden_size}, {size}, {sizes.dtype}) on "
         f"{text.name}, {batch} x {sequence} bytes a step"
     )
-    group, hidden, inner = resolve(group_name(None)), model.config.hidden_size, model.config.intermediate_size
-    for layer in (
-        Workload("MLP up", "all_gather_gemm", batch * sequence, inner, hidden, sizes.dtype),
-        Workload("MLP down", "gemm_reduce_scatter", batch * sequence, hidden, inner, sizes.dtype),
+    for layer in _mlp(
+        batch * sequence, model.config.hidden_size, model.config.intermediate_size, sizes.dtype
     ):
+        group = resolve(group_name(None))
         taken = layer.taken_by(backend, *layer.operands(group, world.device), group)
         console.print(f"   backend={backend!r} carries {layer.op} out as {taken!r}")
     data = llama.batches(text, batch, sequence, world.device)
@@ -152,9 +151,16 @@ def demo(
 def _emulate(console: Console, picture: Path) -> bool:
     """GEMM reduce-scatter in one kernel: the comm warp stores a tile while the next one is multiplied."""
     case = Case("gemm_reduce_scatter", 1024, 128, 512, torch.bfloat16)
-    return run_emulated(
-        console, case, "sm_100a", 2, "random", 1, {"mma": "1cta", "tile": (128, 128)}, picture, num_sms=1
-    )
+    device = Emulated("sm_100a", 2, "random", num_sms=1)
+    return run_emulated(console, case, device, 1, {"mma": "1cta", "tile": (128, 128)}, picture)
+
+
+def _mlp(rows: int, hidden: int, inner: int, dtype: torch.dtype) -> list[Workload]:
+    """The two ops of a tensor-parallel MLP."""
+    return [
+        Workload("MLP up", "all_gather_gemm", rows, inner, hidden, dtype),
+        Workload("MLP down", "gemm_reduce_scatter", rows, hidden, inner, dtype),
+    ]
 
 
 def _mesh(world: World) -> DeviceMesh:
@@ -204,8 +210,7 @@ def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: i
     group = resolve(group_name(None))
     hidden, inner = sizes.hidden, sizes.inner
     workloads = [
-        Workload("MLP up", "all_gather_gemm", rows, inner, hidden, sizes.dtype),
-        Workload("MLP down", "gemm_reduce_scatter", rows, hidden, inner, sizes.dtype),
+        *_mlp(rows, hidden, inner, sizes.dtype),
         Workload("MLP down, decode", "gemm_all_reduce", 16, hidden, inner, sizes.dtype),
         Workload("vocabulary, decode", "gemm_all_gather", 16, inner, hidden, sizes.dtype),
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -20,6 +22,10 @@ from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
 from ..tuning.space import choose_config, constants, default_config, settle
 from .console import rank_zero_console
+
+if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
+    from ..emulator.errors import Report
+    from ..testing.emulated import Judgement
 
 Op = Literal["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce", "gemm_all_gather"]
 Arch = Literal["sm_90a", "sm_100a"]
@@ -71,37 +77,47 @@ def emulate(
         raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
     if transport is not None and not beyond_reach:
         fields["transport"] = transport
-    if not run_emulated(
-        console, case, arch, world_size, mode, launches, fields, trace, num_sms, beyond_reach
-    ):
+    device = Emulated(arch, world_size, mode, num_sms, beyond_reach)
+    if not run_emulated(console, case, device, launches, fields, trace):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What a case runs on.
+
+    Attributes:
+        arch: To compile for and to emulate.
+        ranks: P.
+        mode: When asynchronous operations complete.
+        num_sms: SMs that the device claims; default: those of the real one.
+        beyond_reach: Whether NVSHMEM puts carry the tiles, over an emulated network.
+    """
+
+    arch: Arch
+    ranks: int
+    mode: Mode
+    num_sms: int | None = None
+    beyond_reach: bool = False
 
 
 def run_emulated(
     console: Console,
     case: Case,
-    arch: str,
-    ranks: int,
-    mode: str,
+    device: Emulated,
     launches: int,
     fields: dict[str, Any],
     trace: Path | None = None,
-    num_sms: int | None = None,
-    beyond_reach: bool = False,
 ) -> bool:
     """Runs a case on virtual ranks in the emulator and prints how it went.
 
     Args:
         console: where to.
         case: op, sizes, dtype; its seed is the emulator's, too.
-        arch: to compile for and to emulate.
-        ranks: P.
-        mode: when asynchronous operations complete.
+        device: ranks to run it on.
         launches: calls on changing data, queued together.
         fields: what `configured` takes, instead of the default's.
         trace: file for a Perfetto trace (.json) or a picture.
-        num_sms: SMs the emulated device claims; default: those of the real one.
-        beyond_reach: whether NVSHMEM puts carry the tiles, over an emulated network.
 
     Returns:
         Whether every result is right and the emulator found nothing.
@@ -118,18 +134,18 @@ def run_emulated(
     with (
         configured(**fields),
         Emulator(
-            arch,
-            ranks,
-            mode,  # type: ignore[arg-type]
+            device.arch,
+            device.ranks,
+            device.mode,
             case.seed,
-            num_sms=num_sms,
-            network=beyond_reach,
+            num_sms=device.num_sms,
+            network=device.beyond_reach,
             collect=True,
             trace=recorder,
         ) as emulator,
-        VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond_reach) as world,
+        VirtualWorld(device.ranks, emulator=emulator, beyond_reach=device.beyond_reach) as world,
     ):
-        config, pattern = config_of(case, arch, ranks, emulator.device.num_sms)
+        config, pattern = config_of(case, device.arch, device.ranks, emulator.device.num_sms)
         try:
             verdicts = [
                 judge(case, given, outs, case.dtype, summed)
@@ -138,11 +154,25 @@ def run_emulated(
         except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
-        report = emulator.report
     seconds = time.perf_counter() - start
-
     way = f" {pattern}" if case.op == "gemm_all_reduce" else ""
-    table = Table(title=f"{case}{way} on {ranks} emulated {arch} ranks, kernel {config.name}")
+    what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
+    right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
+    if recorder is not None and trace is not None:
+        from ..kernels.build import warp_names
+
+        recorder.roles = warp_names(config)
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recorder.save_json(trace) if trace.suffix == ".json" else recorder.save_png(trace, max_ctas=2)
+        console.print(f"what each warp did when: {trace}")
+    return right
+
+
+def _show(
+    console: Console, what: str, verdicts: Sequence[Judgement], report: Report, how: str, seconds: float
+) -> bool:
+    """Prints the launches' verdicts and the emulator's findings; whether there is nothing wrong."""
+    table = Table(title=what)
     for heading in ("launch", "largest error", "share of bound", "bit-equal to recipe", "right"):
         table.add_column(heading, justify="right")
     for number, verdict in enumerate(verdicts):
@@ -158,16 +188,9 @@ def run_emulated(
         console.print(f"[red]finding[/]: {finding}")
     right = all(verdict.holds for verdict in verdicts) and not report.findings
     console.print(
-        f"{'right' if right else '[red]wrong[/]'}: {len(verdicts)} launches, mode {mode}, seed {case.seed}, "
+        f"{'right' if right else '[red]wrong[/]'}: {len(verdicts)} launches, {how}, "
         f"{report.instructions:,} warp-instructions, {len(report.findings)} findings, {seconds:.1f} s"
     )
-    if recorder is not None and trace is not None:
-        from ..kernels.build import warp_names
-
-        recorder.roles = warp_names(config)
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        recorder.save_json(trace) if trace.suffix == ".json" else recorder.save_png(trace, max_ctas=2)
-        console.print(f"what each warp did when: {trace}")
     return right
 
 
