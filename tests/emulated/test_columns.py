@@ -57,7 +57,7 @@ def expected(config, shape, rank):
         "reduce_scatter": (ROWS * wide, RANKS * ROWS * wide),
         "one_shot": (ROWS * wide, RANKS * ROWS * wide),
         "two_shot": (ROWS * (other + own), ROWS * (RANKS * own + other)),
-        "output_gather": (ROWS * whole(config, own), ROWS * (whole(config, own) + whole(config, other))),
+        "output_gather": (ROWS * whole(config, own), ROWS * whole(config, other)),
     }[shape.pattern]
     return [2 * number for number in elements]
 

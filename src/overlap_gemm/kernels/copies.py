@@ -40,10 +40,10 @@ SHOTS = 2
 
 @dataclass(frozen=True)
 class TileCopies:
-    """Every source's tiles, from its slots into its columns of the output (a ``receive.Part``).
+    """Every peer's tiles, from its slots into its columns of the output (a ``receive.Part``).
 
     Tiles are taken in the order in which the sources compute them, of all sources in turn, beginning with
-    this rank.
+    the next rank.
 
     Attributes:
         config: the kernel's configuration.
@@ -59,7 +59,7 @@ class TileCopies:
 
     def tiles(self, given: Given) -> Any:
         """As many of each source that has columns as the first one has."""
-        return self._sources(given) * Int32(self._slots(given))
+        return self._others(given) * Int32(self._slots(given))
 
     @cute.jit
     def await_tile(self, given: Given, index: Int32) -> None:
@@ -104,10 +104,16 @@ class TileCopies:
         """Ranks that have columns."""
         return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
 
+    def _others(self, given: Given) -> Any:
+        """Of these, all but this rank; no two of ``rank + 1, ...`` are the same modulo the sources then."""
+        sources = self._sources(given)
+        return sources - (given.call.exchange.rank < sources) * 1
+
     def _locate(self, given: Given, index: Any) -> tuple[Any, Any]:
         """(source, its tile) of the part's tile ``index``."""
-        sources = self._sources(given)
-        return (given.call.exchange.rank + index) % sources, index // sources
+        others = self._others(given)
+        source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
+        return source, index // others
 
     def _columns(self, given: Given, source: Any) -> tuple[Any, Any]:
         """(first, number) of the source's columns of the output."""

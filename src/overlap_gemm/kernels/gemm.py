@@ -52,14 +52,7 @@ class PlainGemm:
 
     def output(self, out: cute.Tensor, exchange: Any) -> Output:
         """By TMA, from the ring's stages."""
-        return Output(
-            *cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileS2GOp(),
-                out,
-                stage_layout(self.config, self.stage_dtype),
-                self.config.epi_tile,
-            )
-        )
+        return output_store(self.config, self.stage_dtype, out)
 
     def begin(self, exchange: Any) -> None:
         """There is no call to share."""
@@ -102,6 +95,12 @@ class OutputSender:
 
     def publish(self, tile: Any) -> None:
         """Nobody waits for the output but the kernel's end."""
+
+
+def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
+    """Host side: how ring stages of ``dtype`` are stored to ``out`` by TMA."""
+    layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
+    return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))
 
 
 @cute.jit

@@ -6,7 +6,7 @@ base address, which every rank knows for every peer; a workspace has the same si
     0                 control words (local to the rank)
     CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and behind them as many again, of this rank's own
                       staged tiles (transport ``staged``)
-    slots_offset      slot buffer of even epochs: ``[source][tile]``, the own ones included, and behind them
+    slots_offset      slot buffer of even epochs: ``[source][tile]``, with room for own ones, and behind them
                       (two-shot all-reduce) ``[owner][summed tile]``
     + buffer_bytes    slot buffer of odd epochs
     + 2, 3 x          staging buffers, even and odd, if some peer has no address: ``[owner][tile]``

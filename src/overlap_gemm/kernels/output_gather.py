@@ -5,12 +5,17 @@ all ranks get.
 
     epilogue        adds the bias (an accumulator is a complete sum), rounds each tile to the output's type
                     -> ring; waits for no peer
-    comm lane       bulk stores into every rank's slot[source][tile], its own among them; when they are
-                    written, releases flag[tile][source] at every rank
-    receive role    per source and tile: waits for the flag, copies the slot into the source's columns
+    comm lane       of each subtile: a clipped TMA store into the own columns of the output, bulk stores into
+                    every peer's slot[source][tile]; when they are written, releases flag[tile][source] there
+    receive role    per peer and tile: waits for the flag, copies the slot into the source's columns
 
-Own tiles go the same way as everybody's: one format and one path, at the cost of writing and reading 1 / P of
-the output once more in local memory.
+Own tiles go straight from the ring to the output, always: what `kernels.build` asks of an output, and that
+full shards have multiples of 8 columns, is what TMA needs of the own columns. They go to the own slot as
+well only where peers beyond reach may have them put from there. (By way of the slot, 1 / P of the output
+would be written and read once more in local memory.)
+
+With words that are their own flag the comm warp's lanes store them at the peers, and its first lane the own
+subtile by TMA, for which it waits before the stage is free.
 
 Shards are those of ``torch.chunk``: the last ones are shorter, or empty. A source with fewer columns numbers
 its tiles by its own grid, which everybody can tell from N and the full shard; slots are counted by the full
@@ -22,27 +27,30 @@ else, and nobody waits for it but the call's end.
 
 Reuse of slots and flags: the rule of :mod:`overlap_gemm.kernels.call`, which looks at nothing that is
 different here. Slots are written by bulk stores of comm lanes, read by ordinary loads of receive roles, in
-the buffer of the call's parity; every rank announces its entry and waits for everybody's.
+the buffer of the call's parity; every rank announces its entry and waits for everybody's. The output is this
+rank's alone: its own columns are written by TMA, the others by ordinary stores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 
 from overlap_gemm.device.failure import Op
+from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import TileCopies
 from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.gemm import output_store, store_subtile
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import BroadcastSender, send_role
+from overlap_gemm.kernels.send import BroadcastSender, Parcel, send_role
 from overlap_gemm.kernels.surface import Output, Transport
-from overlap_gemm.kernels.work import Share, Work
+from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
 
 
@@ -85,7 +93,7 @@ class OutputGather:
 
     @property
     def receive(self) -> Receiver:
-        """Stores every source's columns."""
+        """Stores every peer's columns."""
         copies = TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER, self.transport)
         return Receiver(self.config, (copies,))
 
@@ -99,8 +107,16 @@ class OutputGather:
         """A is all there is to load."""
 
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """By ordinary stores."""
-        return Output(None, out)
+        """The own columns, by TMA; the others' by ordinary stores.
+
+        A rank without columns gets the last ones' descriptor, and stores nothing.
+        """
+        columns, shard = cute.size(out, mode=[1]), exchange.shard_rows
+        first = cutlass.min(exchange.rank, (columns - 1) // shard) * shard
+        first = cute.assume(first, divby=CHUNK_BYTES // 2)
+        own = cutlass.min(shard, columns - first)
+        layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
+        return output_store(self.config, self.stage_dtype, cute.make_tensor(out.iterator + first, layout))
 
     def begin(self, exchange: Exchange) -> Call:
         """Reads the epoch."""
@@ -111,6 +127,69 @@ class OutputGather:
         end_warp(call, tally, warps)
 
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
-        """Sends every tile to everybody."""
-        sender = BroadcastSender(self.config, self.order, self.transport, work, call, stages)
-        send_role(ring, sender, work, call, Op.GEMM_ALL_GATHER)
+        """Stores every tile, and sends it to everybody."""
+        transport = self.transport
+        peers = BroadcastSender(self.config, self.order, transport, work, call, stages, transport.puts)
+        send_role(ring, GatherSender(peers, output), work, call, Op.GEMM_ALL_GATHER)
+
+
+class Placed(NamedTuple):
+    """A tile on its way.
+
+    Attributes:
+        at: its place in the own columns.
+        parcel: to the peers.
+    """
+
+    at: CtaTile
+    parcel: Parcel
+
+
+@dataclass(frozen=True)
+class GatherSender:
+    """Stores each tile in the own columns of the output, and sends it to the peers (a ``TileSender``).
+
+    Attributes:
+        peers: sends it.
+        output: the own columns.
+    """
+
+    peers: BroadcastSender
+    output: Output
+
+    @property
+    def config(self) -> GemmConfig:
+        """The kernel's configuration."""
+        return self.peers.config
+
+    @property
+    def transport(self) -> Transport:
+        """How a tile reaches a rank."""
+        return self.peers.transport
+
+    def locate(self, tile: Any) -> Placed:
+        """The tile's place, and its route."""
+        at = CtaTile.at(self.config, self.peers.work.place(self.peers.order, tile))
+        return Placed(at, self.peers.locate(tile))
+
+    @cute.jit
+    def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile; where all lanes call this, none of it is under way behind it."""
+        if cutlass.const_expr(self.transport.words):
+            if cute.arch.lane_idx() == 0:
+                self._store(place.at, subtile, stage)
+                cute.arch.cp_async_bulk_commit_group()
+            self.peers.send(place.parcel, subtile, stage)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+        else:
+            self.peers.send(place.parcel, subtile, stage)
+            self._store(place.at, subtile, stage)
+
+    def _store(self, at: CtaTile, subtile: Any, stage: Any) -> None:
+        tma, tensor = self.output
+        store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
+
+    def publish(self, tile: Any) -> None:
+        """Tells the peers that the tile's slot is complete."""
+        self.peers.publish(tile)

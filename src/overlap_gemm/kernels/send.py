@@ -146,7 +146,7 @@ class OwnerSender:
 
 @dataclass(frozen=True)
 class BroadcastSender:
-    """Sends each tile to this rank's slot at every rank, itself among them (a ``TileSender``).
+    """Sends each tile to this rank's slot at every rank (a ``TileSender``).
 
     A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them, and one
     fence the flags that say so. To ranks beyond reach the tile is put from the own slot, when it is complete.
@@ -158,6 +158,7 @@ class BroadcastSender:
         work: this cluster's work.
         call: the call's run-time values.
         stages: the ring's stages.
+        to_itself: whether this rank itself is among them.
     """
 
     config: GemmConfig
@@ -166,6 +167,7 @@ class BroadcastSender:
     work: Work
     call: Call
     stages: Any
+    to_itself: bool = True
 
     def locate(self, tile: Any) -> Parcel:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
@@ -176,12 +178,12 @@ class BroadcastSender:
 
     @cute.jit
     def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile to every rank, the next one first."""
+        """Starts moving one subtile to every rank, the next one first, this one last."""
         route, num_bytes = place.route, place.num_bytes(self.config, subtile)
         if num_bytes > 0:
             offset = subtile * self.config.slot_subtile_bytes
             rank = Int32(route.rank)
-            for _ in cutlass.range(self.call.exchange.world, unroll=1):
+            for _ in cutlass.range(self._ranks, unroll=1):
                 rank = _next(rank, self.call.exchange.world)
                 stage_bytes = self.stages.flat[(None, stage)]
                 if cutlass.const_expr(not self.transport.puts):  # noqa: SIM114
@@ -196,9 +198,13 @@ class BroadcastSender:
         route, nbytes = parcel.route, parcel.put_bytes(self.config)
         rank = Int32(route.rank)
         release_fence()
-        for _ in cutlass.range(self.call.exchange.world, unroll=1):
+        for _ in cutlass.range(self._ranks, unroll=1):
             rank = _next(rank, self.call.exchange.world)
             self.transport.publish(route._replace(owner=rank), nbytes, epoch, fenced=True)
+
+    @property
+    def _ranks(self) -> Any:
+        return self.call.exchange.world - (not self.to_itself)
 
 
 @cute.jit
