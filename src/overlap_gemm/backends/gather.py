@@ -44,6 +44,7 @@ from .compiled import compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import (
     DTYPES,
+    SMALLEST_BUFFER,
     both,
     exchange_arguments,
     keep_plan,
@@ -53,8 +54,6 @@ from .plans import (
     resident_clusters,
     sums_in_switch,
 )
-
-SMALLEST_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)

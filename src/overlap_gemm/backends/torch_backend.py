@@ -19,7 +19,7 @@ from .base import VIRTUAL, Problem, bind_method
 from .collectives import all_gather_rows, collective, gemm, gemms
 
 # The name since torch 2.13, where the older one warns.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Torch:
@@ -108,7 +108,7 @@ def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, g
     out = padded.new_empty(shards.chunk, padded.shape[1])
     if out.numel():
         with collective("reduce-scatter", group):
-            _reduce_scatter_single(out, padded, group=group.process_group)
+            reduce_scatter_single(out, padded, group=group.process_group)
     if (rows := shards.size(group.rank)) < shards.chunk:
         out = out[:rows]
     return out if bias is None else out.add_(bias)

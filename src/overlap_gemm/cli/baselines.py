@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..backends.torch_backend import reduce_scatter_single
 from ..runtime.group import Group
 from ..runtime.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
 from .workload import Call, Workload
-
-# The name since torch 2.13, where the older one warns.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LINK_BYTES = 768 << 20
 """Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for
@@ -89,7 +87,7 @@ def _beside(product: Tensor, workload: Workload, group: Group) -> Tensor:
 def _scattered(product: Tensor, group: Group) -> Tensor:
     _require_even(product.shape[0], group)
     own = product.new_empty(product.shape[0] // group.size, product.shape[1])
-    reduce_scatter(own, product, group=group.process_group)
+    reduce_scatter_single(own, product, group=group.process_group)
     return own
 
 

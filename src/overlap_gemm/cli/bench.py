@@ -15,6 +15,7 @@ from torch import Tensor
 import overlap_gemm
 
 from ..backends.base import OPS, Op
+from ..backends.plans import DTYPES
 from ..backends.select import check_name
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
@@ -24,7 +25,7 @@ from .baselines import baselines, link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
-from .workload import DTYPES, Call, Workload
+from .workload import Call, Workload
 
 DType = Literal["float32", "bfloat16", "float16"]
 

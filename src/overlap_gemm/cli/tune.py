@@ -17,6 +17,7 @@ import overlap_gemm
 
 from ..backends.collectives import reduce_scatter_rows
 from ..backends.fused import Fused
+from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
 from ..runtime.group import LOCAL, Group, group_name, resolve
 from ..sharding import Shards
@@ -24,7 +25,7 @@ from ..tuning.calibrate import calibrate
 from ..tuning.machine import MACHINE_VARIABLE, Machine, load, machine_for, save, user_file
 from ..tuning.settings import configured
 from ..tuning.timing import captured, measure
-from .baselines import link_rates, reduce_scatter
+from .baselines import link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
 from .workload import Call
@@ -179,7 +180,7 @@ class GpuProbe:
         own, every = self._random(rows, COLUMNS), self._random(rows * self.world, COLUMNS)
         shards = Shards.even(rows * self.world, self.world)
         calls: dict[str, Call] = {
-            "reduce_scatter": lambda: reduce_scatter(own, every, group=self.group.process_group),
+            "reduce_scatter": lambda: reduce_scatter_single(own, every, group=self.group.process_group),
             "all_gather": lambda: self.group.all_gather(every, own),
             "all_reduce": lambda: dist.all_reduce(every, group=self.group.process_group),
             "sum": lambda: reduce_scatter_rows(every, None, shards, self.group),

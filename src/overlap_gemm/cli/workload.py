@@ -10,15 +10,13 @@ from torch import Tensor
 import overlap_gemm
 
 from ..backends.base import Op
+from ..backends.plans import DTYPES
 from ..runtime.group import Group
 from ..sharding import Shards
 from ..testing.cases import LAYOUTS
 from ..tuning.plan import Facts
 
 Call = Callable[[], object]
-
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""What the model has constants for."""
 
 
 @dataclass(frozen=True)

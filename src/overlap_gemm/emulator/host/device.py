@@ -9,6 +9,8 @@ from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.run.grid import max_smem
 
 L2_BYTES = 126 << 20
+ALIGNMENT = 256
+"""Of device memory, as `cudaMalloc` gives it."""
 
 
 @dataclass(frozen=True)

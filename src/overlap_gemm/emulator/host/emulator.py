@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,11 +23,10 @@ from overlap_gemm.emulator.host.graphs import Capture
 from overlap_gemm.emulator.host.memory import Symmetric, SymmetricHeap, extent, poison_
 from overlap_gemm.emulator.host.network import Network
 from overlap_gemm.emulator.host.registry import ARGUMENT, Registry
+from overlap_gemm.emulator.machine.asyncq import Mode
 from overlap_gemm.emulator.machine.inject import Faults
 from overlap_gemm.emulator.machine.streams import StreamEvent
 from overlap_gemm.emulator.run.launch import Launch, Machine
-
-Mode = Literal["immediate", "random", "lazy"]
 
 
 class FindingsError(EmulatorError):

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
@@ -23,7 +22,7 @@ from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.barrier import MBarrier
 from overlap_gemm.emulator.machine.order import BULK, SCOPES
 from overlap_gemm.emulator.machine.races import WEAK
-from overlap_gemm.emulator.machine.shared_races import Unit
+from overlap_gemm.emulator.machine.shared_races import Unit, Where
 from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cta, Group, Warp
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import lane_list, one
@@ -50,10 +49,6 @@ def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any
 
 
 # -- moving bytes --------------------------------------------------------------------------------
-
-
-Where = slice | NDArray[np.int64]
-"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
 
 
 def granules_of(where: Where, chunk: int) -> Where:

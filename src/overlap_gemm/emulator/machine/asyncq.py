@@ -14,14 +14,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from overlap_gemm.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.trace import Trace
 
-MODES = ("immediate", "random", "lazy")
+Mode = Literal["immediate", "random", "lazy"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 # What `lazy` lets happen first when it must let something happen; by seed, because a late load hides what a
 # late product shows, and the other way round. Global writes are always last.
 _ORDERS = (

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from overlap_gemm.emulator.machine.window import SMEM_BASE
+
 if TYPE_CHECKING:
     from overlap_gemm.emulator.ptx.ir import Function
     from overlap_gemm.emulator.run.grid import Grid
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 CTAS_PER_SM = 32
 THREADS_PER_SM = 2048
 SMEM_PER_SM = 233_472  # bytes
-SMEM_RESERVED = 1024  # bytes of each CTA
 REGISTERS_PER_SM = 65_536
 GRID_ORDERS = ("submission", "random")
 
@@ -52,7 +53,7 @@ class Footprint:
         each = entry.directives.get("maxnreg", (0,))[0]
         if not each and any(ins.parts[0] == "setmaxnreg" for ins in entry.instructions):
             each = REGISTERS_PER_SM // threads // 8 * 8
-        return Footprint(threads, smem + SMEM_RESERVED, each * threads)
+        return Footprint(threads, smem + SMEM_BASE, each * threads)
 
     def per_sm(self) -> int:
         """CTAs that fit on one SM."""

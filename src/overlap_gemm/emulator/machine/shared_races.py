@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Cta
 
 Where = slice | NDArray[np.int64]
+"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
 
 # An entry: party, clock (23 bits), PTX line (20 bits), whether the access was strong.
 _PARTY, _CLOCK, _CLOCK_MASK, _LINE_MASK = 44, 21, (1 << 23) - 1, (1 << 20) - 1

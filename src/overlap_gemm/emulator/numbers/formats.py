@@ -16,8 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[np.unsignedinteger]
-F32 = NDArray[np.float32]
+from overlap_gemm.emulator.numbers.arrays import F32, Bits
 
 # NumPy scalars made once: building one costs as much as an operation on 32 lanes.
 _1, _13, _16 = np.uint32(1), np.uint32(13), np.uint32(16)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers.arrays import F32
 
-F32 = NDArray[np.float32]
 BLOCKS = {"scale_vec::1X": 32, "scale_vec::2X": 32, "scale_vec::4X": 16, "block32": 32, "block16": 16}
 """Elements of K that share a factor, by the instruction's modifier; 32 where it has none."""
 

@@ -22,11 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers.arrays import F32, U32, Bits
 
-U32 = NDArray[np.uint32]
-F32 = NDArray[np.float32]
 Matrix = NDArray[np.float32] | NDArray[np.int32]
-Bits = NDArray[np.unsignedinteger]
 
 
 def a_matrix(registers: U32, element_bytes: int) -> Bits:

@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.numbers import formats
-
-Bits = NDArray[np.unsignedinteger]
-F32 = NDArray[np.float32]
+from overlap_gemm.emulator.numbers.arrays import F32, Bits
 
 BITS = {"e2m1": 4, "e2m3": 6, "e3m2": 6}
 """Bits of the formats that are narrower than a byte."""

@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.numbers.arrays import I64
 from overlap_gemm.emulator.units import swizzle
 from overlap_gemm.emulator.units.swizzle import Swizzle
-
-I64 = NDArray[np.int64]
 
 _UMMA_SWIZZLES = {
     0: swizzle.NONE,

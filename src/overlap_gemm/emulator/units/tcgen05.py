@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers.arrays import F32, I64
 from overlap_gemm.emulator.units import operands
 from overlap_gemm.emulator.units.block_scale import Scaling
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_umma, gather_steps
@@ -32,8 +33,6 @@ TMEM_LANES, TMEM_COLUMNS = 128, 512
 
 Tmem = NDArray[np.uint32]
 Smem = NDArray[np.uint8]
-F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
 _Any = TypeVar("_Any", bound=np.generic)
 
 _F8F6F4 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}

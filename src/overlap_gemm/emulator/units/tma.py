@@ -26,10 +26,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.numbers.arrays import I64
 from overlap_gemm.emulator.units import swizzle
 from overlap_gemm.emulator.units.swizzle import Swizzle
-
-I64 = NDArray[np.int64]
 
 # Hardware type code -> (name, bits). Signed and 8-bit float types are moved as unsigned ones of their size,
 # except where a reduction must know the type. The order is that of CuTe DSL's TmaDataFormat.

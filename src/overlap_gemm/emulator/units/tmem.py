@@ -21,12 +21,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.numbers.arrays import I64, U32
 from overlap_gemm.emulator.units import operands
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
 from overlap_gemm.emulator.units.tcgen05 import TMEM_COLUMNS, TMEM_LANES, Tmem
 
-I64 = NDArray[np.int64]
-U32 = NDArray[np.uint32]
 _REGISTERS_PER_REPEAT = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
 
 

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers.arrays import F32, U32
 from overlap_gemm.emulator.units import mma
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
-
-U32 = NDArray[np.uint32]
-F32 = NDArray[np.float32]
 
 WARP_ROWS = 16
 _K_BYTES = 32

@@ -29,7 +29,7 @@ from typing import Any
 
 from overlap_gemm.emulator.errors import CooperativeLaunchTooLargeError, EmulatorError
 from overlap_gemm.emulator.host.device import DeviceProperties
-from overlap_gemm.emulator.host.dsl import tvm_ffi
+from overlap_gemm.emulator.host.dsl import dlpack, tvm_ffi
 from overlap_gemm.emulator.host.dsl.capture import keep_ptx
 from overlap_gemm.emulator.host.dsl.elf import absolute_symbols, rename_undefined
 from overlap_gemm.emulator.host.dsl.jax_calls import JaxCalls
@@ -221,15 +221,6 @@ def _refusing_unbound(call: Callable[..., Any]) -> Callable[..., Any]:
     return check_and_call
 
 
-_DLTENSOR, _DEVICE_TYPE, _CUDA = b"dltensor", 8, 2  # capsule name, offset in DLTensor, kDLCUDA (dlpack.h)
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi)
-)
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-
-
 def _on_device(init: Callable[..., None]) -> Callable[..., None]:
     """The DSL's tensor of a CPU tensor says that it lies on device 0, save a script's own CPU tensors."""
 
@@ -238,9 +229,8 @@ def _on_device(init: Callable[..., None]) -> Callable[..., None]:
         init(tensor, *args, **kwargs)
         if args and plays_host_memory(args[0]):
             return
-        if not kwargs.get("enable_tvm_ffi") and _is_valid(tensor._dlpack_data, _DLTENSOR):
-            address = _get_pointer(tensor._dlpack_data, _DLTENSOR)
-            (ctypes.c_int32 * 2).from_address((address or 0) + _DEVICE_TYPE)[:] = [_CUDA, 0]
+        if not kwargs.get("enable_tvm_ffi"):
+            dlpack.on_device(tensor._dlpack_data)
 
     return init_on_device
 

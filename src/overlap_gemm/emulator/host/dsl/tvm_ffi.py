@@ -7,17 +7,11 @@ One that is loaded from an object file is TVM-FFI's own, none of the DSL's: `Loa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from overlap_gemm.emulator.host.dsl import dlpack
 from overlap_gemm.emulator.host.replace import replaced
-
-_CUDA = 2  # kDLCUDA
-_DEVICE_OFFSET = 8  # DLManagedTensor begins with DLTensor: void* data, then DLDevice {i32 type, i32 index}
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype = ctypes.c_void_p
-_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 class _OnDevice:
@@ -27,13 +21,12 @@ class _OnDevice:
         self._tensor = tensor
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA, 0
+        return dlpack.CUDA, 0
 
     def __dlpack__(self, **_: Any) -> Any:
         tensor = self._tensor  # TVM-FFI takes tensors that require a gradient
         capsule = (tensor.detach() if hasattr(tensor, "detach") else tensor).__dlpack__()
-        address = _get_pointer(capsule, b"dltensor")
-        ctypes.c_int32.from_address(address + _DEVICE_OFFSET).value = _CUDA
+        dlpack.on_device(capsule)
         return capsule
 
 

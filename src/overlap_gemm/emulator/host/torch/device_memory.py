@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-ALIGNMENT = 256
+from overlap_gemm.emulator.host.device import ALIGNMENT
 
 
 class DeviceMemory:

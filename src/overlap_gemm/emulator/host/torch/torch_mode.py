@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from overlap_gemm.emulator.host.device import ALIGNMENT
 from overlap_gemm.emulator.host.graphs import Capture
 from overlap_gemm.emulator.host.torch import half_products, scaled_mm
 
@@ -44,7 +45,6 @@ _METADATA = {
     "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "as_strided", "empty_like", "new_empty",
 }  # fmt: skip
 """Names of functions that do not touch a tensor's data, or not that of their arguments."""
-ALIGNMENT = 256
 _MARK = "_overlap_gemm_device_memory"
 
 
