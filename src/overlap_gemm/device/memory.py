@@ -19,6 +19,9 @@ CHUNK_BYTES = 16
 CHUNK_WORDS = CHUNK_BYTES // 4
 """Registers of 32 bits that it takes."""
 
+LANES = 32
+"""Threads of a warp."""
+
 DTYPES: dict[str, Any] = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
 """The DSL's numeric type for a configuration's dtype name."""
 

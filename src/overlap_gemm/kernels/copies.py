@@ -14,14 +14,13 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.memory import DTYPES, LANES
 from overlap_gemm.device.multicast import alias_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.receive import (
-    LANES,
     Awaited,
     Given,
     Window,

@@ -13,7 +13,7 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
-from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, global_pointer
+from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
 from overlap_gemm.kernels.call import Call, announce, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
@@ -22,7 +22,6 @@ from overlap_gemm.kernels.geometry import (
     SENDERS_OFFSET,
     shard_piece,
 )
-from overlap_gemm.kernels.receive import LANES
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
 from overlap_gemm.schedules import ceil_div

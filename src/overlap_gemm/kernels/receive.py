@@ -31,14 +31,12 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import WaitBound, wait_flag
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer, store_run
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer, store_run
 from overlap_gemm.device.words import load_words, take_words
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, has_empty_subtiles
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number, num_ctas
-
-LANES = 32
 
 
 class Given(NamedTuple):

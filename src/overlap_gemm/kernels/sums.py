@@ -17,11 +17,11 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, global_pointer
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer
 from overlap_gemm.device.multicast import alias_fence, load_sum
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, StageChunks
-from overlap_gemm.kernels.receive import LANES, Awaited, Given, Window, unit_exists
+from overlap_gemm.kernels.receive import Awaited, Given, Window, unit_exists
 from overlap_gemm.kernels.send import place_of
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, shard_tiles

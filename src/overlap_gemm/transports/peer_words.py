@@ -8,12 +8,10 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.device.memory import CHUNK_BYTES, LANES
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.words import store_words
 from overlap_gemm.transports.peer_bulk import PeerBulk
-
-LANES = 32
 
 
 @dataclass(frozen=True)
