@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 from overlap_gemm.emulator import check_command, mutate_command
-from overlap_gemm.emulator.commands import ARCHS, as_user_error, with_line_information
+from overlap_gemm.emulator.commands import (
+    Arch,
+    Arguments,
+    Ignore,
+    NumSms,
+    Ranks,
+    RoleNames,
+    Strict,
+    as_user_error,
+    with_line_information,
+)
 from overlap_gemm.emulator.host.emulator import Emulator
 from overlap_gemm.emulator.host.script import run_script
 from overlap_gemm.emulator.machine.inject import WORDS
@@ -43,22 +53,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="Python script to run.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
-    ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
+    arguments: Arguments = None,
+    arch: Arch = "sm_100a",
+    ranks: Ranks = 1,
     mode: Annotated[str, typer.Option(help="When async operations complete: immediate, random, lazy.")] = (
         "immediate"
     ),
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
-    num_sms: Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")] = None,
+    num_sms: NumSms = None,
     schedule: Annotated[str, typer.Option(help=f"How warps take turns: {SCHEDULES}.")] = "round_robin",
-    strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
+    strict: Strict = False,
     limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
     keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
-    roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
+    roles: RoleNames = "",
     fault: Annotated[list[str] | None, typer.Option(help=f"A fault on purpose: {WORDS}.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
-    ignore: Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")] = None,
+    ignore: Ignore = None,
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
     ] = False,

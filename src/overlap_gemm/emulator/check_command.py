@@ -16,7 +16,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from overlap_gemm.emulator.commands import ARCHS, as_user_error, with_line_information
+from overlap_gemm.emulator.commands import (
+    Arch,
+    Arguments,
+    Ignore,
+    NumSms,
+    Ranks,
+    RoleNames,
+    Script,
+    Strict,
+    Warps,
+    as_user_error,
+    with_line_information,
+)
 from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.host.emulator import Emulator, FindingsError
 from overlap_gemm.emulator.host.script import run_script
@@ -63,19 +75,17 @@ def attempt(run: Callable[[], None]) -> tuple[str, list[str]]:
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def main(
-    script: Annotated[
-        str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")
-    ],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
-    ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
-    num_sms: Annotated[int | None, typer.Option(help="Multiprocessors of a device.")] = None,
+    script: Script,
+    arguments: Arguments = None,
+    arch: Arch = "sm_100a",
+    ranks: Ranks = 1,
+    num_sms: NumSms = None,
     seeds: Annotated[int, typer.Option(help="Seeds per mode of shuffled turns.")] = 2,
-    warps: Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")] = 0,
+    warps: Warps = 0,
     limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
-    strict: Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")] = False,
-    roles: Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")] = "",
-    ignore: Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")] = None,
+    strict: Strict = False,
+    roles: RoleNames = "",
+    ignore: Ignore = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
 ) -> None:
     """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.

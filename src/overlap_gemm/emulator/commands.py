@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
 from overlap_gemm.emulator.host.replace import environment
 from overlap_gemm.emulator.run.launch import SM_COUNT
 
-ARCHS = ", ".join(SM_COUNT)
+# Their arguments and options.
+Script = Annotated[str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
+Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")]
+Ranks = Annotated[int, typer.Option(help="Run the script once per rank.")]
+NumSms = Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")]
+Strict = Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")]
+Warps = Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")]
+RoleNames = Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")]
+Ignore = Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")]
 
 
 def with_line_information() -> contextlib.AbstractContextManager[None]:

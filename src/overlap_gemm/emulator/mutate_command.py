@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from overlap_gemm.emulator import mutate
-from overlap_gemm.emulator.commands import ARCHS
+from overlap_gemm.emulator.commands import Arch, Arguments, Ranks, Script, Warps
 from overlap_gemm.emulator.host.emulator import Emulator
 from overlap_gemm.emulator.host.script import run_script
 
@@ -29,14 +29,12 @@ class ScriptFailed(Exception):
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def main(
-    script: Annotated[
-        str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")
-    ],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    arch: Annotated[str, typer.Option(help=f"Architecture: {ARCHS}.")] = "sm_100a",
-    ranks: Annotated[int, typer.Option(help="Run the script once per rank.")] = 1,
+    script: Script,
+    arguments: Arguments = None,
+    arch: Arch = "sm_100a",
+    ranks: Ranks = 1,
     seeds: Annotated[int, typer.Option(help="Seeds per mode, besides one run in round robin.")] = 2,
-    warps: Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")] = 0,
+    warps: Warps = 0,
     select: Annotated[str, typer.Option(help="Only mutations whose name matches, e.g. 'fence*'.")] = "*",
     reasons: Annotated[
         Path | None, typer.Option(help="JSON object: pattern of names -> why going undetected is right.")
