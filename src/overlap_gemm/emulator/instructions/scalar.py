@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from overlap_gemm.emulator.instructions.emit import Emitter, Unsupported, width_of
 from overlap_gemm.emulator.instructions.registry import Emit, inline
-from overlap_gemm.emulator.numbers.lanes import MASK
+from overlap_gemm.emulator.numbers.lanes import LANE_BITS, MASK
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Imm, Instruction, Pair, Reg, Special, Sym, Vec
 
 
@@ -184,8 +184,12 @@ def _shl(e: Emitter, ins: Instruction) -> None:
 def _shr(e: Emitter, ins: Instruction) -> None:
     width, sign = _integer(ins)
     d, a, n = ins.operands
-    if isinstance(n, Imm) and n.value < width and not sign:
-        e.assign(d, f"{e.i(a, width)} >> {n.value}", width)
+    if isinstance(n, Imm) and n.value < width and (not sign or n.value >= LANE_BITS):
+        value = e.i(a, width)
+        value = e.new(f"shr({value}, {n.value}, {width}, True)" if sign else f"{value} >> {n.value}")
+        if n.value >= LANE_BITS:
+            value = e.new(f"{value} if {value}.__class__ is int else uniform({value})")
+        e.assign(d, value, width, sign)
     else:
         e.assign(d, f"shr({e.i(a, width)}, {e.i(n, 32)}, {width}, {sign})", width, sign)
 

@@ -6,6 +6,7 @@ A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps h
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.access import Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.shared_races import Unit
-from overlap_gemm.emulator.machine.warp import Cta, Group, Warp
+from overlap_gemm.emulator.machine.warp import Group, Warp
 from overlap_gemm.emulator.machine.wgmmas import Accumulator, Product
-from overlap_gemm.emulator.numbers.lanes import FULL, as_array, one
+from overlap_gemm.emulator.numbers.lanes import FULL, LANES, as_array, one
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Reg, Vec
 from overlap_gemm.emulator.units import mma, smem_desc
 from overlap_gemm.emulator.units.wgmma import WARP_ROWS, Wgmma
@@ -30,7 +31,9 @@ POISON = 0x7FFFDEAD  # a NaN, in accumulator registers that are in flight
 def rows_of(values: Any) -> np.ndarray:
     """Registers of a warp as `uint32 [registers, 32]`."""
     values = values if isinstance(values, tuple | list) else (values,)
-    return np.stack([as_array(v, 32) for v in values])
+    if int in map(type, values):
+        values = [as_array(v, 32) for v in values]
+    return np.concatenate(values).reshape(-1, LANES)
 
 
 # -- wgmma ---------------------------------------------------------------------------------------
@@ -38,9 +41,13 @@ def rows_of(values: Any) -> np.ndarray:
 
 def _unit(warp: Warp) -> Unit:
     """The wgmmas of a warp's warpgroup, as readers of shared memory."""
-    cta, group = warp.cta, warp.index // 4
-    hint = "no wgmma.wait_group, passed on, retires the read"
-    return cta.cluster.unit(cta.wgmma_units, str(group), f"a wgmma of warpgroup {group} of {cta}", hint)
+    unit = warp.wgmmas.unit
+    if unit is None:
+        cta, group = warp.cta, warp.index // 4
+        hint = "no wgmma.wait_group, passed on, retires the read"
+        what = f"a wgmma of warpgroup {group} of {cta}"
+        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), what, hint)
+    return unit
 
 
 @instruction("wgmma.fence")
@@ -80,12 +87,15 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         _hand_over(group, product, slots, rows_of(a) if in_registers else None, ins.line)
         if product.warps == 4:
             del cta.products[key]
-            what = f"the wgmma of line {ins.line}"
-            event = Event(lambda: _multiply(cta, product), cta.grid, cta, what, "tensor", line=ins.line)
-            cta.grid.engine.enqueue(("wgmma", cta, warp.index // 4), event)
+            engine = cta.grid.engine
+            if not (isinstance(engine.held, _Products) and engine.held.take(product)):
+                engine.hold(("wgmma", cta, warp.index // 4), _Products(group, ins, product))
         return None
 
     return Op(run, (a, b, scale_d), (), head=True, uses=registers, defs=registers)
+
+
+_shape = lru_cache(Wgmma)  # K steps that are alike have one, which tells
 
 
 def _static(ins: Instruction) -> Wgmma:
@@ -97,7 +107,7 @@ def _static(ins: Instruction) -> Wgmma:
         raise Unsupported(ins.opcode)
     numbers = [o.value for o in ins.operands[4:] if isinstance(o, Imm)] or [1, 1]  # integers have none
     negations, transposed = numbers[:2], numbers[2:]
-    return Wgmma(
+    return _shape(
         int(size[4:].split("k")[0]), a_type, b_type, d_type,
         a_mn_major=bool(transposed[0]) if transposed and not isinstance(ins.operands[1], Vec) else False,
         b_mn_major=bool(transposed[-1]) if transposed else False,
@@ -123,7 +133,11 @@ def _note_reads(warp: Warp, product: Product, line: int) -> None:
     if not product.warps:
         product.number = state.commits + 1
         tiles = product.shape.smem_tiles(product.a, product.b)
-        product.reads = tuple(tile.atoms(*form) for tile, form in tiles)
+        product.reads = tuple([tile.atoms(*form) for tile, form in tiles])
+        product.told = tuple([edge for atoms in product.reads for edge in (atoms.start, atoms.stop)])
+    if product.told in state.told:
+        return
+    state.told.add(product.told)
     for atoms in product.reads:
         if (atoms.start, atoms.stop) not in state.told:
             state.told.add((atoms.start, atoms.stop))
@@ -151,20 +165,44 @@ def _hand_over(
     state.open.append(product)
 
 
-def _multiply(cta: Cta, product: Product) -> None:
-    shape, accumulator = product.shape, product.accumulator
-    b = shape.operand_b(cta.smem, product.b)
-    if product.a is None:
-        a = np.concatenate([shape.operand_a_registers(p) for p in product.a_parts])  # type: ignore[arg-type]
-    else:
-        a = shape.operand_a(cta.smem, product.a)
-    if product.reads_d and accumulator.matrix is None:
-        parts = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
-        accumulator.matrix = np.concatenate(parts)
-    accumulator.matrix = shape.accumulate(a, b, accumulator.matrix if product.reads_d else None)
-    product.done = True
-    for warp in cta.warps:
-        warp.wgmmas.wake()
+class _Products(Event):
+    """A wgmma of a warpgroup, or a run of them into one accumulator."""
+
+    def __init__(self, group: Group, ins: Instruction, product: Product) -> None:
+        cta, what = group.warp.cta, f"the wgmma of line {ins.line}"
+        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line)
+        self._group, self._ins = group, ins
+        self._products = [product]
+
+    def take(self, product: Product) -> bool:
+        """Whether another product has become part of this event."""
+        continues = product.continues(self._products[0])
+        if continues:
+            self._products.append(product)
+        return continues
+
+    def _multiply(self) -> None:
+        first, cta = self._products[0], self._group.warp.cta
+        shape, accumulator = first.shape, first.accumulator
+        try:
+            b = shape.operand_b(cta.smem, *[p.b for p in self._products])
+            if first.a is None:
+                parts = [shape.operand_a_registers(p) for p in first.a_parts if p is not None]
+                a = np.concatenate(parts)
+            else:
+                a = shape.operand_a(cta.smem, *[p.a for p in self._products if p.a is not None])
+        except (ValueError, IndexError) as why:
+            raise fail(self._group, self._ins, str(why)) from None
+        if first.reads_d and accumulator.matrix is None:
+            before = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
+            accumulator.matrix = np.concatenate(before)
+        for n, product in enumerate(self._products):  # K steps are added one by one: each sum is rounded
+            step = slice(n * shape.k, (n + 1) * shape.k)
+            d = accumulator.matrix if product.reads_d else None
+            accumulator.matrix = shape.accumulate(a[:, step], b[:, step], d)
+            product.done = True
+        for warp in cta.warps:
+            warp.wgmmas.wake()
 
 
 @instruction("wgmma.commit_group")
@@ -185,6 +223,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
         warp, state = group.warp, group.warp.wgmmas
+        warp.grid.engine.settle()
         due = [p for g in list(state.groups)[: max(0, len(state.groups) - allowed)] for p in g]
         if not all(p.done for p in due):
             state.park(group, "its wgmma groups")
@@ -304,9 +343,8 @@ def _stmatrix(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         registers = rows_of(values)
         rows = mma.stmatrix_bytes(registers) if of_bytes else mma.stmatrix(registers, trans)
-        full = np.zeros((4, 32), np.uint32)
-        full[:, :num_rows] = rows.view(np.uint32).reshape(num_rows, 4).T
-        access.store(group, (1 << num_rows) - 1, "shared", _lane_addresses(address), tuple(full))
+        words = rows.view(np.uint32).reshape(num_rows, 4)
+        access.store(group, (1 << num_rows) - 1, "shared", _lane_addresses(address), words)
         return None
 
     return Op(run, ins.operands[:2], (), head=True)

@@ -300,8 +300,8 @@ class Access:
         return values[0] if self.count == 1 else tuple(values)
 
     # -- stores ----------------------------------------------------------------------------------
-    def store(self, group: Group, mask: int, space: str, address: Any, values: tuple[Any, ...]) -> None:
-        """Stores `count` values per lane."""
+    def store(self, group: Group, mask: int, space: str, address: Any, values: Any) -> None:
+        """Stores `count` values per lane: as many registers, or rows `[lanes of mask, count]`."""
         group.effects += 1
         if space == "shared":
             self._store_shared(group, mask, address, values)
@@ -312,10 +312,11 @@ class Access:
         else:
             raise fault(group, self.ins, mask, f"a store to {space} memory")
 
-    def _rows(self, mask: int, values: tuple[Any, ...]) -> Any:
+    def _rows(self, mask: int, values: Any) -> Any:
         """`[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
-        dtype = DTYPE[self.bits]
-        n = mask.bit_count()
+        if values.__class__ is np.ndarray:
+            return values
+        dtype, n = DTYPE[self.bits], mask.bit_count()
         if self.count == 1:
             v = values[0]
             if v.__class__ is int:
@@ -333,7 +334,7 @@ class Access:
         last, keep = 1 << (mask.bit_length() - 1), MASK[self.bits]
         return self.words.pack(*[(v if v.__class__ is int else one(v, last)) & keep for v in values])
 
-    def _store_shared(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
+    def _store_shared(self, group: Group, mask: int, address: Any, values: Any) -> None:
         cta = group.warp.cta
         if address.__class__ is int:
             offset = address - cta.base
@@ -354,6 +355,7 @@ class Access:
             lanes = self._plan(active, cta.base)
             view = cta.rows(self.width, self.count)
             if not lanes.aligned or lanes.highest >> self.row_shift >= len(view):
+                values = values.T if values.__class__ is np.ndarray else values
                 for lane in lane_list(mask):
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)

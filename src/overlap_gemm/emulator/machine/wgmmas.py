@@ -15,6 +15,7 @@ import numpy as np
 from overlap_gemm.emulator.machine.barrier import Parked
 
 if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.shared_races import Unit
     from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
     from overlap_gemm.emulator.units.wgmma import Wgmma
 
@@ -47,6 +48,7 @@ class Product:
         warps: How many warps have issued it.
         number: Of its group among those of a warp, from 1; 0 unless races are looked for.
         reads: Granules of shared memory that it reads, likewise.
+        told: Those as a key.
         a_parts: Each warp's registers of A, where it lies there.
         done: Whether it has been carried out.
     """
@@ -59,8 +61,21 @@ class Product:
     warps: int = 0
     number: int = 0
     reads: tuple[slice, ...] = ()
+    told: tuple[int, ...] = ()
     a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
     done: bool = False
+
+    def continues(self, first: Product) -> bool:
+        """Whether it adds a further K step to what an earlier one begins."""
+        return (
+            self.accumulator is first.accumulator
+            and self.shape is first.shape
+            and self.reads_d
+            and self.a is not None
+            and first.a is not None
+            and self.a.differs_in_start(first.a)
+            and self.b.differs_in_start(first.b)
+        )
 
 
 class WarpWgmmas(Parked):
@@ -75,16 +90,18 @@ class WarpWgmmas(Parked):
         flying: Accumulators in flight, by their registers.
         open: Uncommitted products.
         groups: Committed ones, oldest first.
+        unit: Its warpgroup's wgmmas as readers of shared memory.
     """
 
-    __slots__ = ("commits", "fenced", "flying", "groups", "open", "returned", "sequence", "told")
+    __slots__ = ("commits", "fenced", "flying", "groups", "open", "returned", "sequence", "told", "unit")
 
     def __init__(self) -> None:
         super().__init__()
         self.sequence = 0
         self.fenced = False
         self.commits = 0
-        self.told: set[tuple[int, int]] = set()
+        self.told: set[tuple[int, ...]] = set()
+        self.unit: Unit | None = None
         self.returned: dict[int, Any] = {}
         self.flying: dict[tuple[int, ...], Accumulator] = {}
         self.open: list[Product] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-LANES = 32
+LANES, LANE_BITS = 32, 5
 FULL = 0xFFFFFFFF
 DTYPE: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -72,6 +72,16 @@ def first_lane(mask: int) -> int:
 def one(value: Value, mask: int) -> int:
     """The value in the lowest active lane, as an int."""
     return value if value.__class__ is int else int(value[(mask & -mask).bit_length() - 1])
+
+
+def uniform(value: np.ndarray) -> Value:
+    """An int where all lanes hold the same.
+
+    So does what a shift leaves of a thread's number, and all that code computes from it.
+    """
+    data, size = value.tobytes(), value.itemsize
+    first = data[:size]
+    return int.from_bytes(first, "little") if data == first * LANES else value
 
 
 def as_array(value: Value, width: int) -> np.ndarray:

@@ -43,13 +43,15 @@ def add(product: NDArray[np.floating], old: Matrix | None, dtype: str, saturate:
     """An accumulator, or zero, plus a product.
 
     Args:
-        product: of integers exact; where it is `float64`, the sum is rounded once.
+        product: of integers exact; where it is `float64`, the sum is rounded once. It may become the sum.
         old: the accumulator before, or `None`.
         dtype: `f32`, `f16` or `s32`.
         saturate: whether an integer sum saturates (`.satfinite`) rather than wraps.
     """
     if dtype != "s32":
-        return (product if old is None else product + old).astype(np.float32, copy=False)
+        if old is not None:
+            product += old
+        return product.astype(np.float32, copy=False)
     total = product.astype(np.int64) + (0 if old is None else old)
     if saturate:
         total = np.clip(total, -(1 << 31), (1 << 31) - 1)

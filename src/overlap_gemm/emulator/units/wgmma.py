@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.arrays import F32, U32
 from overlap_gemm.emulator.units import mma
-from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
+from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, gather_steps
 
 WARP_ROWS = 16
 _K_BYTES = 32
@@ -64,16 +64,17 @@ class Wgmma:
         """Registers of D per lane."""
         return self.n // 4 if self.d_type == "f16" else self.n // 2
 
-    def operand_b(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
-        """B as `float32 [n, k]`; the same for all warps of the warpgroup."""
+    def operand_b(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
+        """B of K steps as `float32 [n, steps * k]`; the same for all warps of the warpgroup."""
         size = formats.ELEMENT_BYTES[self.b_type]
-        b = formats.widen(descriptor.gather(smem, self.n, self.k, size, self.b_mn_major), self.b_type)
+        b = formats.widen(gather_steps(smem, steps, self.n, self.k, size, self.b_mn_major), self.b_type)
         return -b if self.negate_b else b
 
-    def operand_a(self, smem: NDArray[np.uint8], descriptor: SmemDescriptor) -> F32:
-        """A as `float32 [64, k]`; warp w uses rows 16 w and up."""
+    def operand_a(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
+        """A of K steps as `float32 [64, steps * k]`; warp w uses rows 16 w and up."""
         size = formats.ELEMENT_BYTES[self.a_type]
-        a = formats.widen(descriptor.gather(smem, 4 * WARP_ROWS, self.k, size, self.a_mn_major), self.a_type)
+        rows = 4 * WARP_ROWS
+        a = formats.widen(gather_steps(smem, steps, rows, self.k, size, self.a_mn_major), self.a_type)
         return -a if self.negate_a else a
 
     def operand_a_registers(self, registers: U32) -> F32:
