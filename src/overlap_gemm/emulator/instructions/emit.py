@@ -142,7 +142,7 @@ class Emitter:
             value = self._form(op, "i")
             own = width_of(op)
             if width and own and own != width:
-                return self.new(f"resize({value}, {min(own, width)}, {width}, {sign})")
+                return self.new(self.resized(str(value), min(own, width), width, sign))
             return str(value)
         if isinstance(op, Imm):
             value = op.value
@@ -229,8 +229,21 @@ class Emitter:
         if not op.offset:
             return value
         bits = width_of(op.base) if isinstance(op.base, Reg) else 64
-        return self.new(f"({value} + {op.offset}) & {MASK[bits]}" if op.offset > 0
-                        else f"({value} - {-op.offset}) & {MASK[bits]}")  # fmt: skip
+        return self.new(self.wrapped(f"{value} {op.offset:+d}", bits))
+
+    def wrapped(self, expression: str, width: int) -> str:
+        """A sum, a product or the like, modulo 2**width, as NumPy computes it by itself."""
+        return f"(t & {MASK[width]} if (t := {expression}).__class__ is int else t)"
+
+    def resized(self, value: str, source: int, target: int, sign: bool) -> str:
+        """A local's value, or a constant, of `source` bits, cut or extended to `target`."""
+        if value.isdigit():
+            return str(lanes.resize(int(value), source, target, sign))
+        number = f"{value} & {MASK[min(source, target)]}"
+        if sign and source < target:
+            half = 1 << source - 1
+            number = f"(({number} ^ {half}) - {half}) & {MASK[target]}"
+        return f"({number} if {value}.__class__ is int else resize({value}, {source}, {target}, {sign}))"
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -243,7 +256,7 @@ class Emitter:
         assert isinstance(dst, Reg)
         own = width_of(dst)
         if form == "i" and width and own and own != width:
-            expression = f"resize({expression}, {min(width, own)}, {own}, {sign})"
+            expression = self.resized(self.new(expression), min(width, own), own, sign)
         value = self.new(expression)
         if self.guard is not None:
             if form != "i":

@@ -324,7 +324,7 @@ def _cvt_integers(e: Emitter, ins: Instruction, target: str, source: str) -> Non
     if "sat" in ins.parts:
         expression = f"clamp_int({value}, {width}, {sign}, {own}, {target[0] == 's'})"
     else:
-        expression = f"resize({value}, {width}, {own}, {sign})" if own != width else value
+        expression = e.resized(e.new(value), width, own, sign) if own != width else value
     e.assign(ins.operands[0], expression, own, target[0] == "s")
 
 

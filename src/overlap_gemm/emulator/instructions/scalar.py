@@ -39,23 +39,19 @@ def only(ins: Instruction, *allowed: str) -> None:
         raise Unsupported(f"modifier .{unknown[0]}")
 
 
-def _binary(expression: str) -> Emit:
+def _binary(expression: str, wraps: bool = False) -> Emit:
     def emit(e: Emitter, ins: Instruction) -> None:
         only(ins)
         width, sign = _integer(ins)
         d, a, b = ins.operands
-        e.assign(
-            d,
-            expression.format(a=e.i(a, width), b=e.i(b, width), M=MASK[width], w=width, s=sign),
-            width,
-            sign,
-        )
+        value = expression.format(a=e.i(a, width), b=e.i(b, width), w=width, s=sign)
+        e.assign(d, e.wrapped(value, width) if wraps else value, width, sign)
 
     return emit
 
 
-add_int = _binary("({a} + {b}) & {M}")
-sub_int = _binary("({a} - {b}) & {M}")
+add_int = _binary("{a} + {b}", wraps=True)
+sub_int = _binary("{a} - {b}", wraps=True)
 
 
 def _extreme(largest: bool) -> Emit:
@@ -115,7 +111,7 @@ def _cnot(e: Emitter, ins: Instruction) -> None:
 def neg_int(e: Emitter, ins: Instruction) -> None:
     """`neg.sN`."""
     width, _ = _integer(ins)
-    e.assign(ins.operands[0], f"(0 - {e.i(ins.operands[1], width)}) & {MASK[width]}", width)
+    e.assign(ins.operands[0], e.wrapped(f"0 - {e.i(ins.operands[1], width)}", width), width)
 
 
 def abs_int(e: Emitter, ins: Instruction) -> None:
@@ -134,7 +130,7 @@ def mul_int(e: Emitter, ins: Instruction) -> None:
     elif "hi" in ins.parts:
         e.assign(d, f"mul_hi({x}, {y}, {width}, {sign})", width)
     else:
-        e.assign(d, f"({x} * {y}) & {MASK[width]}", width, sign)
+        e.assign(d, e.wrapped(f"{x} * {y}", width), width, sign)
 
 
 @inline("mul24")
@@ -143,7 +139,7 @@ def _mul24(e: Emitter, ins: Instruction) -> None:
     d, a, b = ins.operands
     sign = _integer(ins)[1]
     x, y = (e.new(f"shr(shl({e.i(o, 32)}, 8, 32), 8, 32, {sign})") for o in (a, b))
-    e.assign(d, f"({x} * {y}) & {MASK[32]}", 32)
+    e.assign(d, e.wrapped(f"{x} * {y}", 32), 32)
 
 
 def mad_int(e: Emitter, ins: Instruction) -> None:
@@ -154,11 +150,11 @@ def mad_int(e: Emitter, ins: Instruction) -> None:
     x, y = e.i(a, width), e.i(b, width)
     if "wide" in ins.parts:
         wide = 2 * width
-        e.assign(d, f"(mul_wide({x}, {y}, {width}, {sign}) + {e.i(c, wide)}) & {MASK[wide]}", wide)
+        e.assign(d, e.wrapped(f"mul_wide({x}, {y}, {width}, {sign}) + {e.i(c, wide)}", wide), wide)
     elif "hi" in ins.parts:
-        e.assign(d, f"(mul_hi({x}, {y}, {width}, {sign}) + {e.i(c, width)}) & {MASK[width]}", width)
+        e.assign(d, e.wrapped(f"mul_hi({x}, {y}, {width}, {sign}) + {e.i(c, width)}", width), width)
     else:
-        e.assign(d, f"({x} * {y} + {e.i(c, width)}) & {MASK[width]}", width)
+        e.assign(d, e.wrapped(f"{x} * {y} + {e.i(c, width)}", width), width)
 
 
 @inline("sad")
@@ -175,7 +171,7 @@ def _shl(e: Emitter, ins: Instruction) -> None:
     width, _ = _integer(ins)
     d, a, n = ins.operands
     if isinstance(n, Imm) and n.value < width:
-        e.assign(d, f"({e.i(a, width)} << {n.value}) & {MASK[width]}", width)
+        e.assign(d, e.wrapped(f"{e.i(a, width)} << {n.value}", width), width)
     else:
         e.assign(d, f"shl({e.i(a, width)}, {e.i(n, 32)}, {width})", width)
 
@@ -252,10 +248,7 @@ def _selp(e: Emitter, ins: Instruction) -> None:
     d, a, b, p = ins.operands
     width = 8 * TYPE_BYTES[type_of(ins)]
     x, y, c = e.i(a, width), e.i(b, width), e.p(p)
-    if x.isdigit() and y.isdigit():
-        e.assign(d, f"({x} if {c} else {y}) if {c}.__class__ is bool else sel({width}, {c}, {x}, {y})", width)
-    else:
-        e.assign(d, f"sel({width}, {c}, {x}, {y})", width)
+    e.assign(d, f"({x} if {c} else {y}) if {c}.__class__ is bool else sel({width}, {c}, {x}, {y})", width)
 
 
 @inline("slct")
@@ -264,7 +257,8 @@ def _slct(e: Emitter, ins: Instruction) -> None:
     kind = ins.parts[-1]
     width = 8 * TYPE_BYTES[ins.parts[-2]]
     p = e.new(f"truth({e.f(c)} >= 0)" if kind == "f32" else f"{e.i(c, 32)} < {1 << 31}")
-    e.assign(d, f"sel({width}, {p}, {e.i(a, width)}, {e.i(b, width)})", width)
+    x, y = e.i(a, width), e.i(b, width)
+    e.assign(d, f"({x} if {p} else {y}) if {p}.__class__ is bool else sel({width}, {p}, {x}, {y})", width)
 
 
 # -- movement ------------------------------------------------------------------------------------

@@ -60,9 +60,17 @@ def united(mine: Vector, other: Vector) -> Vector:
 
 
 class Snapshot:
-    """What an agent, or all participants of a barrier, knew when they released."""
+    """What an agent, or all participants of a barrier, knew when they released.
 
-    __slots__ = ("agent", "aliased", "fenced_grids", "grids", "nearby", "proxied", "vector")
+    Attributes:
+        agent: Who; of several the first.
+        clock: Of that agent.
+        joint: Whether it is what several knew.
+    """
+
+    __slots__ = (
+        "agent", "aliased", "clock", "fenced_grids", "grids", "joint", "nearby", "proxied", "vector",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class Snapshot:
         self.agent, self.vector, self.proxied, self.grids = agent, vector, proxied, grids
         self.nearby, self.fenced_grids = nearby, fenced_grids
         self.aliased = aliased
+        self.clock, self.joint = vector[agent.id], False
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
@@ -91,6 +100,7 @@ class Snapshot:
             first.fenced_grids,
             first.aliased,
         )
+        out.joint = bool(rest)
         for part in rest:
             merge(out.vector, part.vector)
             merge(out.nearby, part.nearby)
@@ -214,6 +224,8 @@ class Agent:
         last = self._seen.get(key)
         if last is snapshot or snapshot is self._latest:
             return
+        if last is not None and snapshot.clock <= last.clock and not snapshot.joint:
+            return  # of before that, when its agent knew no more
         self._seen[key] = snapshot
         self._latest = None
         merge(self.vector, snapshot.vector)
@@ -370,7 +382,7 @@ class SyncVariables:
         for released in (self._older if older else self._heads).get(place, ()):
             both = min(scope, released.scope)
             if not acquires:
-                agent.loads.append(released._replace(scope=both))
+                agent.loads.append(released if both == released.scope else released._replace(scope=both))
             elif includes(both, released.snapshot.agent.warp, agent.warp):
                 agent.observe(released)
         if len(agent.loads) > 256:

@@ -65,14 +65,15 @@ def _repeated(history: History, factor: int) -> np.ndarray:
 def distinct(epochs: NDArray[np.int64]) -> list[int]:
     """The different epochs of some granules but zero, which says that there was no access; ascending.
 
-    Nearly always there are none, or one.
+    Nearly always there are none, or one. The epochs are of one dimension.
     """
     data = epochs.tobytes()
     first = data[:8]
     if data == first * (len(data) >> 3):
         epoch = int.from_bytes(first, "little", signed=True)
         return [epoch] if epoch else []
-    return [epoch for epoch in np.unique(epochs).tolist() if epoch]
+    changes = epochs[1:][epochs[1:] != epochs[:-1]]  # neighbours are alike
+    return sorted({int(epochs[0]), *changes.tolist()} - {0})
 
 
 def _numbers(cells: Any) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap_gemm.emulator.machine.order import STRONG
+from overlap_gemm.emulator.machine.races import distinct
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.errors import Report
@@ -177,11 +178,6 @@ class SharedCells(Cells):
         return (chunks[:, None] * factor + _COUNT[:factor]).reshape(-1)
 
 
-def _distinct(entries: np.ndarray) -> list[int]:
-    """As `np.unique`, faster where neighbours are alike."""
-    return sorted({int(entries[0]), *entries[1:][entries[1:] != entries[:-1]].tolist()})
-
-
 class SharedRaces:
     """Told of every access to shared and tensor memory.
 
@@ -202,8 +198,9 @@ class SharedRaces:
         where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
         self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
-            first = plan.offsets
-            hit = [a for a in cells.words if ((first <= a) & (a < first + size)).any()]
+            low, high, first = plan.lowest, plan.highest + size, plan.offsets
+            near = [a for a in cells.words if low <= a < high]
+            hit = [a for a in near if np.logical_or.reduce((first <= a) & (a < first + size))]
             self._words(agent, cta, hit, line, strong, store)
 
     @staticmethod
@@ -381,11 +378,8 @@ class SharedRaces:
         uniform = data == first * (len(data) // _PACK.size)
         found = _PACK.unpack(first) if uniform else (0, 0, 0)
         for slot in range(1 + _READS if verb == "write" else 1):
-            if uniform:
-                distinct = [found[slot]]
-            else:
-                distinct = _distinct(np.frombuffer(data, np.int64)[slot :: 1 + _READS])
-            for entry in distinct:
+            column = None if uniform else np.frombuffer(data, np.int64)[slot :: 1 + _READS]
+            for entry in (found[slot],) if column is None else distinct(column):
                 if not entry or entry == mine or self.knows(agent, entry):
                     continue
                 if pipe is not None and entry >> _PARTY == pipe.number:

@@ -263,8 +263,19 @@ def split(value: Value, part_width: int, count: int) -> tuple[Value, ...]:
 
 def mul_wide(a: Value, b: Value, width: int, sign: bool) -> Value:
     """Full product of two `width`-bit values."""
-    a, b = resize(a, width, 2 * width, sign), resize(b, width, 2 * width, sign)
-    return (a * b) & MASK[2 * width]
+    a, b = _widened(a, width, sign), _widened(b, width, sign)
+    product = a * b
+    return product & MASK[2 * width] if product.__class__ is int else product.view(DTYPE[2 * width])
+
+
+def _widened(value: Value, width: int, sign: bool) -> Value:
+    """A number to multiply: an int, or an array of twice the width, signed if it is."""
+    if value.__class__ is int:
+        value &= MASK[width]
+        return signed(value, width) if sign else value
+    if width < 8 * value.dtype.itemsize:
+        value = value.astype(DTYPE[width])
+    return value.view(SIGNED[width]).astype(SIGNED[2 * width]) if sign else value.astype(DTYPE[2 * width])
 
 
 def mul_hi(a: Value, b: Value, width: int, sign: bool) -> Value:

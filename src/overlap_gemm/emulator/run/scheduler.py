@@ -194,7 +194,8 @@ class Scheduler:
         groups = warp.groups
         if len(groups) == 1:
             return groups[0] if not groups[0].why else None
-        self._merge(warp)
+        if len({group.pc for group in groups}) < len(groups):
+            self._merge(warp)
         runnable = [g for g in groups if not g.why]
         if not runnable:
             return None
