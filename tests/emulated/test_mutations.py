@@ -102,7 +102,7 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
 def test_every_weakened_entry_flag_shows(kind):
     """The flags by which ranks tell of their entry, which guard the slots of the call after next."""
     arch, fields, _, num_sms = KERNELS[kind]
-    check = checking(arch, fields, (1, 64, 64), num_sms, launches=4)
+    check = checking(arch, fields, (1, 128, 64), num_sms, launches=4)
     tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(3))]
     outcomes = mutate.run(check, tried, select="*.sys*", reasons=REASONS)
     print(*outcomes, sep="\n")

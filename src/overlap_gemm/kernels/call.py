@@ -242,7 +242,7 @@ def close(call: Call, op: cutlass.Constexpr) -> None:
     if cute.arch.lane_idx() == 0:
         ticket = call.base + TICKET_OFFSET
         site = call.site(op, Role.GRID_ENTERED, 0, call.exchange.rank, 0)
-        wait_flag(ticket, Uint32(num_ctas()), call.bound, site)
+        wait_flag(ticket, Uint32(num_ctas()), call.bound, site, scope="gpu")
         cute.arch.store(global_pointer(Uint32, ticket, 4), Uint32(0))
         due = call.exchange.in_call + IN_CALL_DUE
         ctas = _gpu_word(due) + Uint32(num_ctas())
