@@ -297,7 +297,8 @@ def fused_time(
         link, tail = 2 * link, 2 * tail
         memory += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     elif pattern != "reduce_scatter":  # every rank reads and writes what all send
-        copied = 2 * world * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        copies_of = world - 1 if pattern == "output_gather" else world  # own tiles go straight to the output
+        copied = 2 * copies_of * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
         received *= 2
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
