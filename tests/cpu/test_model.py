@@ -261,6 +261,18 @@ def test_few_rows_get_tiles_so_narrow_that_all_sms_read_the_weight(rows, tile):
     assert choose_config(call, machine, "sm_90a", 132, "one_shot", slot_dtype="f32").mma != "swapped"
 
 
+@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwell_has_kernels_for_few_rows(arch, op):
+    """By expected constants; of many rows they are none of the candidates."""
+    for rows in (1, 16, 64):
+        call = Facts(op, rows, 8192, 8192, "bf16", 8)
+        config = predict(call, arch, 148, captured=True).config
+        assert config.mma == "swapped" and config.tile[0] <= max(rows, 16)
+    call = Facts(op, FEW_ROWS + 1, 8192, 8192, "bf16", 8)
+    assert predict(call, arch, 148, captured=True).config.mma != "swapped"
+
+
 def test_k_is_cut_where_tiles_are_few():
     """2048 columns a rank make 32 tiles, so 32 SMs would read the weight."""
     call, machine = Facts("gemm_all_gather", 16, 8192, 8192, "bf16", 4), load("h200")

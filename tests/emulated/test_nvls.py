@@ -61,7 +61,10 @@ def test_every_world(arch, ranks, rows, mode):
     [
         ("sm_90a", {**NARROW, "cluster": (1, 1)}),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in LARGER),
-        pytest.param(("sm_90a", {**NARROW, "cluster": (1, 1), "k_split": 2}), marks=pytest.mark.slow),
+        *(
+            pytest.param((arch, {**NARROW, "cluster": (1, 1), "k_split": 2}), marks=pytest.mark.slow)
+            for arch in SMALL
+        ),
     ],
     ids=lambda kind: name(kind),
 )

@@ -134,10 +134,11 @@ def test_one_rank_alone_has_nobody_to_put_to(op):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", SMALL)
 @pytest.mark.parametrize("fields", [{"mma": "swapped", "tile": (16, 64), "k_split": 2}], ids=["few-rows"])
 @pytest.mark.parametrize("op", ["one-shot", "two-shot", "output-gather"])
-def test_kernels_for_few_rows(op, fields):
-    with by_puts(op, 3, fields=fields) as world:
+def test_kernels_for_few_rows(arch, op, fields):
+    with by_puts(op, 3, arch, fields=fields) as world:
         right(one_row(op, 3), world, 2)
         right(ragged(op, 3), world, 2)
 

@@ -5,7 +5,7 @@ import pytest
 from overlap_gemm.kernels.config import K_SPLITS, TILES, GemmConfig, may_split
 from overlap_gemm.kernels.send import Parcel
 
-from .op_runs import run
+from .op_runs import SMALL, run
 
 SENDERS = {
     "one_shot": ("gemm_all_reduce", {"algorithm": "one_shot"}),
@@ -32,29 +32,34 @@ SWEEP += [
 ]
 
 
+both = pytest.mark.parametrize("arch", SMALL)
+
+
+@both
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("sender", "world", "rows", "tile", "split"),
     [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in SWEEP if way not in QUICK)],
     ids=str,
 )
-def test_every_world_and_few_rows(sender, world, rows, tile, split):
+def test_every_world_and_few_rows(arch, sender, world, rows, tile, split):
     """N and K are no multiples of a tile and of a stage; two launches, on changing data."""
     op, fields = SENDERS[sender]
     columns = 72 * world if sender == "output_gather" else 136
     depth = 104 if sender in ("all_gather", "output_gather") else 104 * world
     kernel = {"mma": "swapped", "tile": tile, "k_split": split}
-    run(op, "sm_90a", world, (rows, columns, depth), kernel, launches=2, mode="lazy", num_sms=8, **fields)
+    run(op, arch, world, (rows, columns, depth), kernel, launches=2, mode="lazy", num_sms=8, **fields)
 
 
+@both
 @pytest.mark.parametrize(
     ("split", "depth"),
     [(2, 72), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((4, 8), (2, 328), (4, 328)))],
 )
-def test_parts_of_k_take_turns(split, depth):
-    """A CTA sums several tiles, of both its groups; K is less than the parts, or no multiple of them."""
+def test_parts_of_k_take_turns(arch, split, depth):
+    """A CTA sums several tiles, in turns; K is less than the parts, or no multiple of them."""
     kernel = {"mma": "swapped", "tile": (16, 64), "k_split": split}
-    run("gemm_all_reduce", "sm_90a", 1, (40, 136, depth), kernel, mode="random", seed=depth, num_sms=split)
+    run("gemm_all_reduce", arch, 1, (40, 136, depth), kernel, mode="random", seed=depth, num_sms=split)
 
 
 def test_rows_that_do_not_exist_are_not_sent():

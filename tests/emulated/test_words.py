@@ -15,7 +15,7 @@ from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
 
-from .op_runs import run
+from .op_runs import SMALL, run
 from .test_faults import World, flag_fault
 from .test_sequences import Call, run_sequence
 
@@ -34,6 +34,7 @@ def columns(op, ranks):
 
 # --- every op, world and kernel ---
 
+both = pytest.mark.parametrize("arch", SMALL)
 QUICK = [("two-shot", 3, 17, "lazy")]
 SWEEP = [
     (way, world, rows, mode)
@@ -43,17 +44,18 @@ SWEEP = [
 ]
 
 
+@both
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("way", "world", "rows", "mode"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP)],
     ids=str,
 )
-def test_every_world_and_few_rows(way, world, rows, mode):
+def test_every_world_and_few_rows(arch, way, world, rows, mode):
     """By themselves kernels for few rows send words: rows and columns are no multiples of a tile."""
     op, algorithm = WAYS[way]
     sizes = rows, columns(op, world), 104 * (1 if op == "gemm_all_gather" else world)
-    run(op, "sm_90a", world, sizes, dict(NARROW), launches=3, mode=mode, num_sms=8, algorithm=algorithm)
+    run(op, arch, world, sizes, dict(NARROW), launches=3, mode=mode, num_sms=8, algorithm=algorithm)
 
 
 KERNELS = [
@@ -101,13 +103,17 @@ def random_calls(seed):
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))])
 def test_random_sequences(seed):
+    """Of either architecture in turn."""
     ranks, calls, starved, mode = random_calls(seed)
-    run_sequence("sm_90a", ranks, calls, starved=starved, mode=mode, seed=seed, num_sms=2)
+    run_sequence(list(SMALL)[seed % 2], ranks, calls, starved=starved, mode=mode, seed=seed, num_sms=2)
 
 
-@pytest.mark.parametrize("starved", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_lagging_rank_and_calls_of_other_sizes(starved):
-    run_sequence("sm_90a", 3, SHRINKING, starved=starved, num_sms=2)
+@pytest.mark.parametrize(
+    ("arch", "starved"),
+    [("sm_90a", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("sm_90a", 1), ("sm_100a", 2)))],
+)
+def test_a_lagging_rank_and_calls_of_other_sizes(arch, starved):
+    run_sequence(arch, 3, SHRINKING, starved=starved, num_sms=2)
 
 
 @pytest.mark.usefixtures("changed_kernels")

@@ -32,8 +32,8 @@ TILE_UNITS = 4
 
 MMA_KINDS: dict[str, tuple[MmaKind, ...]] = {
     "sm_90a": ("pingpong", "cooperative", "swapped"),
-    "sm_100a": ("1cta", "2cta"),
-    "sm_103a": ("1cta", "2cta"),
+    "sm_100a": ("1cta", "2cta", "swapped"),
+    "sm_103a": ("1cta", "2cta", "swapped"),
 }
 TILES: dict[MmaKind, tuple[tuple[int, int], ...]] = {
     "1cta": ((128, 64), (128, 128), (128, 256)),
@@ -68,8 +68,9 @@ class GemmConfig:
         tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
         cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
         mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
-            ``"pingpong"`` (two warp groups work on alternate tiles), ``"cooperative"`` (both on one tile) or
-            ``"swapped"`` (ping-pong, with B as the MMA's 64-row operand: for few rows of A).
+            ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
+            Both: ``"swapped"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
+            A).
         in_dtype: element type of A and B. Accumulation is fp32.
         out_dtype: element type of the output.
         slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
@@ -159,7 +160,7 @@ class GemmConfig:
     @property
     def epilogue_groups(self) -> int:
         """Groups of epilogue warps that take turns on the tiles."""
-        return 2 if self.mma in ("pingpong", "swapped") else 1
+        return 2 if self.arch == "sm_90a" and self.mma in ("pingpong", "swapped") else 1
 
     @property
     def epilogue_threads(self) -> int:

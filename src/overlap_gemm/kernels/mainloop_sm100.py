@@ -11,6 +11,11 @@
 
 In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
 rows.
+
+Swapped: 1-CTA, with the operands' parts in the MMA exchanged: the rows of B (a weight's output features) are
+the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. An accumulator is
+the tile's transpose; that is undone on the way into the stage. (:mod:`overlap_gemm.kernels.mainloop_sm90` has
+the same, and why.)
 """
 
 from __future__ import annotations
@@ -24,10 +29,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import SubtileWriter
+from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.work import Work
 
 NUM_ACC_STAGES = 2
@@ -40,13 +47,14 @@ TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory al
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: pipelines, tensor memory and shared-memory tiles of A and B."""
+    """What the roles share: pipelines, tensor memory, shared-memory tiles of A and B, a split tile's."""
 
     ab: Any
     acc: Any
     tmem: Any
     sA: Any
     sB: Any
+    parts: Any
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,10 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class MainloopSm100:
-    """tcgen05 mainloop, 1-CTA 128 x {64, 128, 256} or 2-CTA 256 x {128, 256}.
+    """tcgen05 mainloop: the tiles of `config.TILES`.
 
     Attributes:
-        config: the kernel's configuration; ``config.mma`` is ``"1cta"`` or ``"2cta"``.
+        config: the kernel's configuration; ``config.mma`` is one of sm_100's.
     """
 
     config: GemmConfig
@@ -77,43 +85,40 @@ class MainloopSm100:
 
     def tiled_mma(self) -> cute.TiledMma:
         """One MMA instruction over the whole tile."""
-        cfg = self.config
-        major = OperandMajorMode
+        cfg, (first, second) = self.config, self._mma_order
+        major = [
+            OperandMajorMode.K if major == "k" else OperandMajorMode.MN
+            for major in (cfg.a_major, cfg.b_major)
+        ]
         return utils.sm100.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtype],
             DTYPES[cfg.in_dtype],
-            major.K if cfg.a_major == "k" else major.MN,
-            major.K if cfg.b_major == "k" else major.MN,
+            major[first],
+            major[second],
             cutlass.Float32,
             tcgen05.CtaGroup.TWO if cfg.cta_group == 2 else tcgen05.CtaGroup.ONE,
-            cfg.tile,
+            self._mma_tile,
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
-        cfg, mma = self.config, self.tiled_mma()
-        _, b_layout = self._smem_layouts(mma)
-        shape = self._cluster_layout(mma).shape
-        tma_a, a_view = self.tma_of_a(a)
-        tma_b, b_view = cute.nvgpu.make_tiled_tma_atom_B(
-            utils.sm100.cluster_shape_to_tma_atom_B(cfg.cluster, mma.thr_id),
-            b,
-            cute.slice_(b_layout, (None, None, None, 0)),
-            (*cfg.tile, TILE_K),
-            mma,
-            shape,
-        )
-        return Operands(mma, tma_a, a_view, tma_b, b_view)
+        return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1))
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """See `Mainloop.tma_of_a`."""
-        cfg, mma = self.config, self.tiled_mma()
-        a_layout, _ = self._smem_layouts(mma)
-        return cute.nvgpu.make_tiled_tma_atom_A(
-            utils.sm100.cluster_shape_to_tma_atom_A(cfg.cluster, mma.thr_id),
-            a,
-            cute.slice_(a_layout, (None, None, None, 0)),
-            (*cfg.tile, TILE_K),
+        return self._tma(a, 0)
+
+    def _tma(self, tensor: cute.Tensor, operand: int) -> tuple[Any, Any]:
+        """Atom and coordinate tensor of A (0) or B (1)."""
+        mma = self.tiled_mma()
+        make, op = cute.nvgpu.make_tiled_tma_atom_B, utils.sm100.cluster_shape_to_tma_atom_B
+        if operand == self._mma_order[0]:
+            make, op = cute.nvgpu.make_tiled_tma_atom_A, utils.sm100.cluster_shape_to_tma_atom_A
+        return make(
+            op(self.config.cluster, mma.thr_id),
+            tensor,
+            cute.slice_(self._smem_layouts(mma)[operand], (None, None, None, 0)),
+            (*self._mma_tile, TILE_K),
             mma,
             self._cluster_layout(mma).shape,
         )
@@ -123,7 +128,8 @@ class MainloopSm100:
     @property
     def num_barriers(self) -> int:
         """8-byte words of barrier storage ``setup`` needs."""
-        return 2 * self.config.ab_stages + 2 * NUM_ACC_STAGES + 2
+        split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
+        return 2 * self.config.ab_stages + 2 * NUM_ACC_STAGES + 2 + split_barriers
 
     def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
         """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
@@ -157,10 +163,11 @@ class MainloopSm100:
             is_two_cta=cfg.cta_group == 2,
             two_cta_tmem_dealloc_mbar_ptr=barriers + 1,
         )
+        parts = split.setup(cfg, barriers + 2, smem) if cfg.k_split > 1 else None
         dtype = DTYPES[cfg.in_dtype]
         sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        return Resources(ab, acc, tmem, sA, sB)
+        return Resources(ab, acc, tmem, sA, sB, parts)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """No register reallocation: 352 threads have enough each."""
@@ -175,17 +182,22 @@ class MainloopSm100:
     def load_tile(
         self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
     ) -> pipeline.PipelineState:
-        """Loads all k tiles of the cluster tile whose A rows begin at ``row`` and B rows at ``col``."""
-        tile = self.config.tile
+        """Loads this part's k tiles of the cluster tile whose A rows begin at ``row``, B rows at ``col``."""
+        cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
-        v, m, n, _ = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
         part = ops.mma.get_slice(v)
         mask_a, mask_b = self._multicast_masks(cluster)
         gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile)
         columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
-        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, part.partition_A(gA), mask_a)
-        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, part.partition_B(gB), mask_b)
-        return load_k_tiles(res.ab, state, a, b, Int32(0), cute.size(a.source, mode=[1]))
+        partition = (
+            (part.partition_B, part.partition_A) if self._is_swapped else (part.partition_A, part.partition_B)
+        )
+        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, partition[0](gA), mask_a)
+        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, partition[1](gB), mask_b)
+        number = self._k_tiles(ops)
+        first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
+        return load_k_tiles(res.ab, state, a, b, first, number)
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
@@ -208,12 +220,12 @@ class MainloopSm100:
         res.tmem.wait_for_alloc()
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         accumulators = cute.make_tensor(base, self._accumulator_layout(mma))
-        tCrA, tCrB = mma.make_fragment_A(res.sA), mma.make_fragment_B(res.sB)
+        stages, (first, second) = (res.sA, res.sB), self._mma_order
+        tCrA, tCrB = mma.make_fragment_A(stages[first]), mma.make_fragment_B(stages[second])
         ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_ACC_STAGES)
-        k_tiles = cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K)
-        rank_in_cluster = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        if rank_in_cluster % self.config.cta_group == 0:
+        k_tiles = self._k_tiles(ops)
+        if self._place_in_cluster % self.config.cta_group == 0:
             for _ in cutlass.range(work.num_tiles, unroll=1):
                 tCtAcc = accumulators[(None, None, None, acc_state.index)]
                 res.acc.producer_acquire(acc_state)
@@ -268,15 +280,38 @@ class MainloopSm100:
             if index == subtiles - 1:
                 with cute.arch.elect_one():
                     res.acc.consumer_release(state)
-            ring_state = writer.write(fragment, index, ring_state)
+            if cutlass.const_expr(self.config.k_split > 1):
+                ring_state = self._write_split(res, fragment, state, writer, ring_state)
+            else:
+                ring_state = writer.write(fragment, index, ring_state)
         state.advance()
         return state, ring_state
+
+    @cute.jit
+    def _write_split(
+        self,
+        res: Resources,
+        fragment: cute.Tensor,
+        state: pipeline.PipelineState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> pipeline.PipelineState:
+        """A split tile, which is one subtile, is the first part's to write, once it has added the others.
+
+        Tiles take turns at the accumulators, of which there are two: so at the phases of `split`'s barriers.
+        """
+        if part_of_k() == 0:
+            split.add(self.config, res.parts, fragment, state.index, writer.thread)
+            ring_state = writer.write(fragment, Int32(0), ring_state)
+        else:
+            split.send(self.config, res.parts, fragment, state.index, writer.thread)
+        return ring_state
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
-        dtype = stage.element_type
-        atom = utils.sm100.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32, copy)
+        dtype, stage = stage.element_type, self._as_accumulated(stage)
+        atom = utils.sm100.get_smem_store_op(self._accumulated_major, dtype, cutlass.Float32, copy)
         tiled = cute.make_tiled_copy_D(atom, copy)
         converted = cute.make_rmem_tensor(fragment.shape, dtype)
         converted.store(fragment.load().to(dtype))
@@ -285,7 +320,45 @@ class MainloopSm100:
     def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
-        return copy.get_slice(thread).partition_D(subtile)
+        return copy.get_slice(thread).partition_D(self._as_accumulated(subtile))
+
+    # -- which operand is whose part
+
+    @property
+    def _is_swapped(self) -> bool:
+        return self.config.mma == "swapped"
+
+    @property
+    def _mma_order(self) -> tuple[int, int]:
+        """Which operand of the op is the MMA's first, which the second: 0 for A, 1 for B."""
+        return (1, 0) if self._is_swapped else (0, 1)
+
+    @property
+    def _mma_tile(self) -> tuple[int, int]:
+        """(M, N) of the MMA."""
+        first, second = self._mma_order
+        return self.config.tile[first], self.config.tile[second]
+
+    @property
+    def _accumulated_major(self) -> LayoutEnum:
+        """How a subtile, row major, looks with the modes of the accumulator."""
+        return LayoutEnum.COL_MAJOR if self._is_swapped else LayoutEnum.ROW_MAJOR
+
+    def _as_accumulated(self, subtile: Any) -> Any:
+        """A tensor shaped as a subtile, with the modes of the accumulator."""
+        if not self._is_swapped:
+            return subtile
+        return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))
+
+    def _k_tiles(self, ops: Operands) -> Any:
+        """Of this part: as many as of every other, so that the last one may load zeros."""
+        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K * self.config.k_split)
+
+    @property
+    def _place_in_cluster(self) -> Any:
+        """This CTA's among those that have tiles of their own: the parts of K lie behind each other."""
+        place = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return place % self.config.cluster_size if self.config.k_split > 1 else place
 
     # -- layouts
 
@@ -293,12 +366,15 @@ class MainloopSm100:
         return cute.tiled_divide(cute.make_layout((*self.config.cluster, 1)), (mma.thr_id.shape,))
 
     def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
-        tiler, dtype = (*self.config.tile, TILE_K), DTYPES[self.config.in_dtype]
+        """Of A and of B."""
+        tiler, dtype = (*self._mma_tile, TILE_K), DTYPES[self.config.in_dtype]
         stages = self.config.ab_stages
-        return (
+        layouts = (
             utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
             utils.sm100.make_smem_layout_b(mma, tiler, dtype, stages),
         )
+        first, second = self._mma_order
+        return layouts[first], layouts[second]
 
     def _multicast_masks(self, cluster: cute.Layout) -> tuple[Any, Any]:
         if self.config.cluster_size == 1:
@@ -311,10 +387,10 @@ class MainloopSm100:
 
     @property
     def _tmem_columns(self) -> int:
-        return NUM_ACC_STAGES * self.config.tile[1]
+        return NUM_ACC_STAGES * self._mma_tile[1]
 
     def _accumulator_layout(self, mma: cute.TiledMma) -> Any:
-        shape = cute.append(mma.partition_shape_C(self.config.tile), NUM_ACC_STAGES)
+        shape = cute.append(mma.partition_shape_C(self._mma_tile), NUM_ACC_STAGES)
         return mma.make_fragment_C(shape).layout
 
     def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:
@@ -323,12 +399,16 @@ class MainloopSm100:
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))
         # ((atom_m, atom_n), 1, 1, stage) -> (m, n, stage): one MMA instruction covers the tile
-        acc = cute.make_tensor(acc.iterator, cute.select(cute.flatten(acc.layout), mode=[0, 1, 4]))
-        subtiles = cute.flat_divide(acc, cfg.epi_tile)  # (epi_m, epi_n, rows, columns, stage)
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(cfg.epi_tile[1])), cutlass.Float32)
+        acc = acc[((None, None), 0, 0, None)]
+        first, second = self._mma_order
+        epi_tile = cfg.epi_tile[first], cfg.epi_tile[second]
+        subtiles = cute.flat_divide(acc, epi_tile)  # (epi_m, epi_n, rows, columns, stage)
+        atom = utils.sm100.get_tmem_load_op(
+            self._mma_tile, self._accumulated_major, DTYPES[cfg.in_dtype], cutlass.Float32, epi_tile, False
+        )
         copy = tcgen05.make_tmem_copy(atom, subtiles[(None, None, 0, 0, 0)])
         thread, _, _ = cute.arch.thread_idx()
         part = copy.get_slice(thread)
         source = part.partition_S(subtiles)
-        shape = part.partition_D(cute.make_identity_tensor(cfg.epi_tile)).shape
+        shape = part.partition_D(cute.make_identity_tensor(epi_tile)).shape
         return copy, source, shape

@@ -49,7 +49,8 @@ class Machine:
         arrival: Seconds between a peer's last store and the first load of what it stored.
         step: Seconds that a point-to-point transfer of `decomposed` costs beside its bytes.
         efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swapped"`` kernel's follows from
-            what one SM loads, for which it waits (on H200 59 GB/s of A and B together).
+            what one SM loads, for which it waits (on H200 59 GB/s of A and B together; of B200 the same is
+            expected).
         collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum behind it.
         host: Backend or ``"product"`` -> seconds of host time of an eager call.
     """
