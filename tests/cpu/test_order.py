@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_gemm.kernels.geometry import IN_CALL_WORDS
 from overlap_gemm.runtime import executor, order
 from overlap_gemm.runtime.executor import CudaExecutor
 from overlap_gemm.runtime.order import CALLS, CaptureError, LaunchOrder, forbid_capture
@@ -56,7 +55,7 @@ def streams():
 
 @pytest.fixture
 def launches(streams):
-    return LaunchOrder(streams, torch.zeros(IN_CALL_WORDS, dtype=torch.int32))
+    return LaunchOrder(streams, torch.zeros(1, dtype=torch.int32))
 
 
 # --- eager ---

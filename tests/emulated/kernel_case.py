@@ -9,7 +9,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import IN_CALL_WORDS, ExchangeShape, slots_offset, workspace_bytes
+from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
 from overlap_gemm.schedules import owned_rows
 
 TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -99,9 +99,7 @@ class Workspaces:
             tensor[: self.slots] = 0
         self.config = config
         self.records = [emulator.register(torch.zeros(16, dtype=torch.int32), rank) for rank in range(world)]
-        self.words = [
-            emulator.register(torch.zeros(IN_CALL_WORDS, dtype=torch.int32), rank) for rank in range(world)
-        ]
+        self.words = [emulator.register(torch.zeros(1, dtype=torch.int32), rank) for rank in range(world)]
         self.peers = [
             emulator.register(
                 torch.tensor(

@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from overlap_gemm.backends import plans
-from overlap_gemm.emulator import Emulator, EmulatorError, FindingsError, Schedule
-from overlap_gemm.kernels import send
-from overlap_gemm.kernels.call import finish
-from overlap_gemm.kernels.geometry import (
-    IN_CALL_DUE,
-    IN_CALL_ENDED,
-    IN_CALL_LAST,
-    IN_CALL_NUMBER,
-    ExchangeShape,
-)
+from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -30,8 +22,6 @@ CASES = [
     Case("gemm_reduce_scatter", 256, 128, 64, torch.bfloat16, seed=1),
 ]
 """Of two size classes."""
-
-WORDS = (IN_CALL_NUMBER, IN_CALL_ENDED, IN_CALL_DUE, IN_CALL_LAST)
 
 
 @pytest.fixture
@@ -150,31 +140,3 @@ def test_a_call_beside_another_is_an_error_by_name(monkeypatch, first):
         pytest.raises(OverlappingCallsError, match=r"call 2 of rank . began while call 1 ran .*wait_stream"),
     ):
         calls_on_streams(world, [(CASES[first], 0), (CASES[1], 1)])
-
-
-def test_a_call_that_was_ended_has_not_ended_while_a_cta_runs():
-    """The grid's first CTA ends a call for those behind it, whatever the others still do."""
-    with (
-        configured(mma="1cta", tile=(128, 64)),
-        Emulator("sm_100a", 2, num_sms=4) as emulator,
-        VirtualWorld(2, emulator=emulator) as world,
-    ):
-        list(run_launches(CASES[1], world, 2))
-        record = world.executor(0).order.in_call
-        number, ended, due, last = (record[at // 4].item() for at in WORDS)
-        assert (number, ended, due, last) == (0, 8, 8, 2), "two calls of four CTAs"
-        record[IN_CALL_ENDED // 4] -= 1
-        with pytest.raises(OverlappingCallsError, match=r"call 3 of rank 0 began while call 2 ran"):
-            list(run_launches(CASES[0], world, 1))
-
-
-@pytest.mark.usefixtures("changed_kernels")
-def test_an_epoch_stored_before_every_cta_has_read_it_is_noticed(monkeypatch):
-    monkeypatch.setattr(send, "close", lambda call, op: finish(call))
-    with (
-        configured(mma="1cta", tile=(128, 64)),
-        Emulator("sm_100a", 2, num_sms=4) as emulator,
-        VirtualWorld(2, emulator=emulator) as world,
-        pytest.raises(FindingsError, match="race"),
-    ):
-        list(run_launches(CASES[1], world, 1))

@@ -359,6 +359,6 @@ def exchange_arguments(
         size.buffer,
         timeout_ns,
         workspace.record.data_ptr(),
-        executor.order.in_call.data_ptr(),
+        executor.order.word.data_ptr(),
         0,  # each launch has its own number
     )

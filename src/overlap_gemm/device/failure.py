@@ -36,8 +36,7 @@ class Role(IntEnum):
     LOAD_GATE = 5  # a shard of the gathered operand
     RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
     CALL_READ = 6  # that a peer has read everything it was sent
-    IN_CALL = 4  # nothing: another call (seen) was running where its own number (expected) was to go
-    GRID_ENTERED = 8  # that all CTAs of the own grid have begun
+    IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
 
 
 class FailureSite(NamedTuple):

@@ -66,9 +66,8 @@ def wait_flag(
     bound: WaitBound,
     site: FailureSite,
     word: cutlass.Constexpr = Uint32,
-    scope: cutlass.Constexpr = "sys",
 ) -> None:
-    """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it.
+    """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
 
     Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
     cache.
@@ -79,18 +78,17 @@ def wait_flag(
         bound: time limit and failure record.
         site: who waits for whom, for the record.
         word: the flag's type, ``Uint32`` or ``Uint64``.
-        scope: ``"sys"``, or ``"gpu"`` where this GPU alone raises the flag.
     """
     flag = global_pointer(word, address, word.width // 8)
-    seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope=scope))
+    seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
     if Int32(seen - target) < 0:
         start = cute.arch.globaltimer()
         while Int32(seen - target) < 0:
-            seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope=scope))
+            seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
                 fail(bound, site, target, seen)
                 start = cute.arch.globaltimer()
-    _acquire(flag, word, scope)
+    _acquire(flag, word)
 
 
 @cute.jit
@@ -105,10 +103,10 @@ def fail(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) ->
         trap()
 
 
-def _acquire(flag: Any, word: Any, scope: str) -> None:
-    """One acquire load. In PTX, because the DSL drops a load whose value nobody uses."""
+def _acquire(flag: Any, word: Any) -> None:
+    """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
     cute.arch.inline_ptx(
-        f"ld.acquire.{scope}.global.b{word.width} {{$w0}}, [{{$r0}}];",
+        f"ld.acquire.sys.global.b{word.width} {{$w0}}, [{{$r0}}];",
         write_only_types=[word],
         read_only_args=[flag],
     )

@@ -43,15 +43,7 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.kernels.call import (
-    Call,
-    await_peers,
-    close,
-    end_warp,
-    enter,
-    enter_grid,
-    order_async_writes,
-)
+from overlap_gemm.kernels.call import Call, await_peers, end_warp, enter, order_async_writes
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Bias, stage_layout
 from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
@@ -167,14 +159,11 @@ class AllGather:
         """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
         if cute.arch.lane_idx() == 0:
             enter(call.call, Op.ALL_GATHER_GEMM)
-            if call.given.is_last != 0:
-                enter_grid(call.call)
             sender = ShardSender(self, work, output, stages)
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
         cute.arch.sync_warp()
         if cta_number() == 0 and call.given.is_last != 0:
             await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ, self.transport.flag)
-            close(call.call, Op.ALL_GATHER_GEMM)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:

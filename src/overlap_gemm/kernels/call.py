@@ -27,15 +27,9 @@ Data that is its own flag (:mod:`overlap_gemm.device.words`) obeys the same rule
 part of its reading: it is complete before that rank announces its next call, so before anybody's call ``e +
 2`` stores there. Such calls have workspaces of their own, in which nobody stores other things.
 
-**A call's end** is stored by the grid's first CTA (`close`), and not by whichever CTA is last: a kernel's end
-waits for nothing but its stores. What is stored is for the calls behind this one, whose kernels begin when
-all CTAs have ended. The one thing that must come first is that every CTA has read the epoch, which each of
-them counts as it begins (`enter_grid`).
-
 **One call at a time.** The fused launches of a device run one after the other. Each CTA registers the
-launch's number in the device's *in call* record (`enter`), and counts there when it has ended (`end_warp`);
-`close` takes the number out and adds up the CTAs that are due. A launch that finds another one's number, or
-CTAs of an earlier one missing, ends in an error (`Role.IN_CALL`) instead of wrong data.
+launch's number in the device's *in call* word (`enter`), and the last one clears it: two launches that
+overlap end in an error (`Role.IN_CALL`) instead of wrong data.
 """
 
 from __future__ import annotations
@@ -56,10 +50,6 @@ from overlap_gemm.kernels.geometry import (
     ENTERED_OFFSET,
     EPOCH_OFFSET,
     FLAG_BYTES,
-    IN_CALL_DUE,
-    IN_CALL_ENDED,
-    IN_CALL_LAST,
-    IN_CALL_NUMBER,
     TICKET_OFFSET,
 )
 from overlap_gemm.kernels.work import num_ctas
@@ -143,34 +133,13 @@ def order_async_writes() -> None:
 
 @cute.jit
 def enter(call: Call, op: cutlass.Constexpr) -> None:
-    """One thread of each CTA, before it touches a peer: registers the launch; traps if another one runs.
-
-    The acquire pairs with `close`: who finds no number there knows how many CTAs are due.
-    """
-    number, record = Uint32(call.exchange.call), call.exchange.in_call
-    word = global_pointer(Uint32, record + IN_CALL_NUMBER, 4)
-    running = Uint32(cute.arch.atomic_cas(word, cmp=Uint32(0), val=number, sem="acquire", scope="gpu"))
-    missing = Int32(_gpu_word(record + IN_CALL_DUE) - _gpu_word(record + IN_CALL_ENDED))
-    if running == 0 or running == number:
-        running = _gpu_word(record + IN_CALL_LAST)
-    else:
-        missing = Int32(1)
-    if missing > 0:
+    """One thread of each CTA, before it touches a peer: registers the launch; traps if another one runs."""
+    number = Uint32(call.exchange.call)
+    word = global_pointer(Uint32, call.exchange.call_word, 4)
+    running = Uint32(cute.arch.atomic_cas(word, cmp=Uint32(0), val=number, sem="relaxed", scope="gpu"))
+    if running != 0 and running != number:
         site = call.site(op, Role.IN_CALL, 0, call.exchange.rank, 0)
         fail(call.bound, site, number, running)
-
-
-def enter_grid(call: Call) -> None:
-    """The thread that `enter` was for, of a CTA whose grid ends the call: the CTA has read the epoch.
-
-    All its threads had, before the CTA's first barrier. `close` waits for all CTAs.
-    """
-    ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
-    cute.arch.atomic_add(ticket, Uint32(1), sem="release", scope="gpu")
-
-
-def _gpu_word(address: Any) -> Any:
-    return Uint32(cute.arch.load(global_pointer(Uint32, address, 4), Uint32, sem="relaxed", scope="gpu"))
 
 
 @cute.jit
@@ -220,44 +189,24 @@ def count_grid(call: Call, offset: cutlass.Constexpr, warps: cutlass.Constexpr) 
 
 @cute.jit
 def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
-    """All lanes of a warp behind its last role; the last of the CTA's ``warps`` warps counts it as ended.
+    """All lanes of a warp behind its last role; the last of the CTA's ``warps`` warps speaks for it.
 
-    Nobody waits for it: an atomic that returns nothing, and orders nothing, costs the call's end no trip.
+    And is behind what all of them have seen: what `finish` stores may be read by others until then.
     """
-    is_last = count(tally.ended) == warps - 1
-    if is_last:  # noqa: SIM102
-        if cute.arch.lane_idx() == 0:
-            ended = global_pointer(Uint32, call.exchange.in_call + IN_CALL_ENDED, 4)
-            cute.arch.atomic_add(ended, Uint32(1), sem="relaxed", scope="gpu")
-
-
-@cute.jit
-def close(call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of the grid's first comm warp, behind `await_peers`: ends the call on this rank.
-
-    Waits until every CTA has read the epoch (`enter_grid`), which they do before anything else. All CTAs
-    are resident together, so it waits for none that could wait for it.
-    """
-    cute.arch.sync_warp()  # each peer has spoken to a lane of its own
-    if cute.arch.lane_idx() == 0:
-        ticket = call.base + TICKET_OFFSET
-        site = call.site(op, Role.GRID_ENTERED, 0, call.exchange.rank, 0)
-        wait_flag(ticket, Uint32(num_ctas()), call.bound, site, scope="gpu")
-        cute.arch.store(global_pointer(Uint32, ticket, 4), Uint32(0))
-        due = call.exchange.in_call + IN_CALL_DUE
-        ctas = _gpu_word(due) + Uint32(num_ctas())
-        cute.arch.store(global_pointer(Uint32, due, 4), ctas, sem="relaxed", scope="gpu")
-    finish(call)
+    cute.arch.sync_warp()
+    if count(tally.ended, "acq_rel") == warps - 1:
+        finish(call)
 
 
 @cute.jit
 def finish(call: Call) -> None:
-    """All lanes of a warp: stores the epoch, and that no call runs. What `close` waits for lies behind it."""
+    """All lanes of one warp of each CTA, behind its last role; the grid's last one stores the epoch."""
+    ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
     if cute.arch.lane_idx() == 0:
-        record = call.exchange.in_call
-        cute.arch.store(global_pointer(Uint32, call.base + EPOCH_OFFSET, 4), call.epoch)
-        cute.arch.store(global_pointer(Uint32, call.base + COMING_OFFSET, 4), call.epoch + 1)
-        last = global_pointer(Uint32, record + IN_CALL_LAST, 4)
-        cute.arch.store(last, Uint32(call.exchange.call), sem="relaxed", scope="gpu")
-        number = global_pointer(Uint32, record + IN_CALL_NUMBER, 4)
-        cute.arch.store(number, Uint32(0), sem="release", scope="gpu")
+        taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")
+        if Int32(taken) == num_ctas() - 1:
+            cute.arch.store(ticket, Uint32(0))
+            cute.arch.store(global_pointer(Uint32, call.base + EPOCH_OFFSET, 4), call.epoch)
+            cute.arch.store(global_pointer(Uint32, call.base + COMING_OFFSET, 4), call.epoch + 1)
+            word = global_pointer(Uint32, call.exchange.call_word, 4)
+            cute.arch.store(word, Uint32(0), sem="relaxed", scope="gpu")

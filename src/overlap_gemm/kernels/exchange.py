@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
         buffer_bytes: ``Int64``: bytes from there to the slot buffer of odd epochs; fixed by the workspace.
         timeout_ns: ``Int64``: bound of every wait on a peer, 0 for none.
         record: ``Int64``: address of the failure record.
-        in_call: ``Int64``: address of this device's "in call" record (`geometry.IN_CALL_NUMBER` ff.).
+        call_word: ``Int64``: address of this device's "in call" word, a ``uint32`` that is 0 between calls.
         call: ``Int32``: this launch's number, not 0; no two launches that could overlap have the same.
     """
 
@@ -35,5 +35,5 @@ class Exchange(NamedTuple):
     buffer_bytes: Int64
     timeout_ns: Int64
     record: Int64
-    in_call: Int64
+    call_word: Int64
     call: Int32

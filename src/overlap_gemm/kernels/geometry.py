@@ -33,7 +33,7 @@ EPOCH_OFFSET = 0
 """``uint32``: the last finished call's epoch. Zero-initialised; every call adds one."""
 
 TICKET_OFFSET = 4
-"""``uint32``: CTAs that have read the running call's epoch; who ends the call resets it to zero."""
+"""``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
 
 CLAIM_OFFSET = 8
 """``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
@@ -50,21 +50,6 @@ READERS_OFFSET = 24
 
 SENDERS_OFFSET = 28
 """``uint32``: the running call's warps that have sent their part of the own shard; the last one resets it."""
-
-IN_CALL_NUMBER = 0
-"""In a device's "in call" record: ``uint32``: the number of the call that runs, 0 between calls."""
-
-IN_CALL_ENDED = 4
-"""``uint32``: CTAs that have ended, of all calls there have been, modulo 2**32."""
-
-IN_CALL_DUE = 8
-"""``uint32``: CTAs that all calls had that have been ended (`kernels.call.close`), modulo 2**32."""
-
-IN_CALL_LAST = 12
-"""``uint32``: the number of the call that was ended last."""
-
-IN_CALL_WORDS = 4
-"""``uint32`` words of the record, all zero at birth."""
 
 ENTERED_OFFSET = 128
 """``uint64[MAX_WORLD]``: the epoch that each peer has entered."""

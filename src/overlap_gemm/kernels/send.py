@@ -11,15 +11,7 @@ from cutlass import Int32, Int64, cute
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
-from overlap_gemm.kernels.call import (
-    Call,
-    announce,
-    await_peers,
-    close,
-    enter,
-    enter_grid,
-    order_async_writes,
-)
+from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import has_empty_subtiles
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
@@ -30,9 +22,7 @@ from overlap_gemm.schedules import ceil_div
 
 @cute.jit
 def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of the comm warp: one sends and publishes every tile.
-
-    The grid's first warp greets the peers, and ends the call.
+    """All lanes of the comm warp: one sends and publishes every tile; the grid's first warp greets the peers.
 
     Where data is its own flag, all lanes send and nobody publishes. Either way the warp waits for the ring,
     which the epilogue fills without waiting for any peer, and for peers only when everything is sent.
@@ -49,7 +39,6 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         announce(call, sender.transport)
     if cute.arch.lane_idx() == 0:
         enter(call, op)
-        enter_grid(call)
         if cutlass.const_expr(not sender.transport.words):
             order_async_writes()
             ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
@@ -58,7 +47,6 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         ring.drain_by_warp(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
     if is_first:
         await_peers(call, op, Role.CALL_ENTERED, sender.transport.flag)
-        close(call, op)
 
 
 class Parcel(NamedTuple):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..device.failure import RECORD_WORDS
-from ..kernels.geometry import IN_CALL_WORDS
 from .order import CudaStreams, EmulatedStreams, LaunchOrder
 
 if TYPE_CHECKING:
@@ -226,9 +225,9 @@ def _second_stream(device: torch.device, beside: torch.cuda.Stream | None) -> to
 def emulator_executor(emulator: Emulator, rank: int = 0) -> EmulatorExecutor:
     """The executor of one rank of an open emulator."""
     streams = EmulatedStreams(emulator, rank)
-    in_call = emulator.empty((IN_CALL_WORDS,), torch.int32, rank, "in call").zero_()
+    word = emulator.empty((1,), torch.int32, rank, "in call").zero_()
     record = emulator.empty((RECORD_WORDS,), torch.int32, name="failure record").zero_()
-    return EmulatorExecutor(emulator, rank, streams, LaunchOrder(streams, in_call), record)
+    return EmulatorExecutor(emulator, rank, streams, LaunchOrder(streams, word), record)
 
 
 @cache
@@ -253,10 +252,10 @@ def cuda_record() -> torch.Tensor:
 
 
 def cuda_order(device: torch.device) -> LaunchOrder:
-    """A new order of launches, with its record in the device's memory."""
-    in_call = torch.zeros(IN_CALL_WORDS, dtype=torch.int32, device=device)
+    """A new order of launches, with its word in the device's memory."""
+    word = torch.zeros(1, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # a kernel on another stream may be the first to read it
-    return LaunchOrder(CudaStreams(device), in_call)
+    return LaunchOrder(CudaStreams(device), word)
 
 
 @cache  # the DSL compiles and loads a probe kernel to find out

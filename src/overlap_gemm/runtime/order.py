@@ -6,7 +6,7 @@ begins behind the one before it. (NCCL orders its communicators' kernels for the
 
 What the host sees, it orders: calls on several streams, and branches of one capture. What it cannot see is a
 replay of a graph: that is ordered by the stream it is started on, and if another call runs beside it
-nevertheless, the record "in call" turns that into an `OverlappingCallsError`.
+nevertheless, the word "in call" turns that into an `OverlappingCallsError`.
 
 The order must be the same on all ranks of a group, as with NCCL. Threads that call fused ops of one device at
 the same time have none; give them an order, or one of them all calls.
@@ -62,13 +62,13 @@ class LaunchOrder:
 
     Attributes:
         streams: whose launches.
-        in_call: int32 ``[IN_CALL_WORDS]`` in the device's memory (`kernels.geometry`), zeros at birth: which
-            call runs. It belongs to no workspace, since calls on different ones must not overlap either.
+        word: "in call", int32 ``[1]`` in the device's memory: the number of the call that runs, 0 between
+            calls. It belongs to no workspace, since calls on different ones must not overlap either.
         lock: held from `follow` until the launch, so that another thread's launch is behind it.
     """
 
     streams: Streams
-    in_call: Tensor
+    word: Tensor
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _call: int = 0
     _last: Stream | None = None
@@ -76,7 +76,7 @@ class LaunchOrder:
     _captures: dict[int, Stream] = field(default_factory=dict)
 
     def next_call(self) -> int:
-        """The number of the launch to come, for the record."""
+        """The number of the launch to come, for the word."""
         self._call = self._call % CALLS + 1
         return self._call
 
