@@ -77,7 +77,7 @@ def ours_compiled(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[T
     """The same, compiled: what is between the projections is fused as it is for `async_tp`."""
     if mesh.device_type != "cuda":
         raise RuntimeError("compiled layers are timed on GPUs")
-    return torch.compile(ours(module, mesh, rows))
+    return torch.compile(ours(module, mesh, rows), dynamic=False)
 
 
 def torchs(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
@@ -100,7 +100,7 @@ def async_tp(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             symm_mem.enable_symm_mem_for_group(mesh.get_group().group_name)
-    return torch.compile(torchs(module, mesh, rows))
+    return torch.compile(torchs(module, mesh, rows), dynamic=False)
 
 
 WAYS = {"ours": ours, "torch": torchs, "ours, compiled": ours_compiled, "async-tp": async_tp}

@@ -18,7 +18,7 @@ import torch
 KINDS = {
     "NCCL": ("nccl",),
     "fused": ("fusedgemm", "fused_gemm"),
-    "gate": ("kernels_gate", "gategate"),
+    "gate": ("kernel_gatetransport",),
     "product": ("nvjet", "gemm", "cutlass", "sm90_xmma"),
     "copy": ("memcpy", "memset"),
 }
@@ -28,6 +28,9 @@ COLOURS = {
     "NCCL": "#c44e52", "fused": "#4c72b0", "gate": "#8172b3", "product": "#55a868", "copy": "#dd8452",
     "other": "#b0b0b0", "range": "#e8e8e8",
 }  # fmt: skip
+
+LABELLED = 0.03
+"""Ranges of at least this share of the picture have their names in it."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,14 @@ def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
     rows = [
         (way, stream) for way, all_ in ways.items() for stream in sorted({s.stream for s in all_}, key=_order)
     ]
-    figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.45 * len(rows)))
+    figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.45 * len(rows)), layout="constrained")
+    whole = max((s.start + s.seconds for all_ in ways.values() for s in all_), default=0.0)
     for at, (way, stream) in enumerate(rows):
         for span in ways[way]:
             if span.stream == stream:
                 where = [(span.start * 1e3, span.seconds * 1e3)]
                 axes.broken_barh(where, (at - 0.4, 0.8), color=COLOURS[span.kind], edgecolor="white", lw=0.2)
-                if stream is None:
+                if stream is None and span.seconds > LABELLED * whole:
                     words = span.name.removeprefix("overlap_gemm ").split()
                     label = f"{words[0].removeprefix('gemm_')}\n{words[-1]}" if words else ""
                     axes.text(where[0][0], at, label, fontsize=5, va="center", clip_on=True)
@@ -108,11 +112,9 @@ def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_title(title)
     used = [kind for kind in COLOURS if any(s.kind == kind for all_ in ways.values() for s in all_)]
-    axes.legend(
-        handles=[Patch(color=COLOURS[k], label=k) for k in used], ncols=len(used), loc="upper center",
-        bbox_to_anchor=(0.5, -0.35 / (0.3 + 0.12 * len(rows)) - 0.05), fontsize=8, frameon=False,
-    )  # fmt: skip
-    figure.savefig(file, dpi=130, bbox_inches="tight")
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in used]
+    figure.legend(handles=handles, ncols=len(used), loc="outside lower center", fontsize=8, frameon=False)
+    figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
 
