@@ -77,7 +77,7 @@ def few_kernels(monkeypatch):
 
 @pytest.mark.usefixtures("few_kernels")
 def test_compile_check_lists_what_ptxas_says():
-    result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1")
+    result = invoke("compile-check", "--arch", "sm_100a", "--match", "1cta_128x64_c1x1")
     assert result.exit_code == 0, result.output
     assert "sm_100a_1cta_128x64_c1x1_bf16" in result.output
     assert "2 kernels compiled, 0 with findings" in result.output

@@ -21,7 +21,7 @@ def world(arch, way, harm):
     op, algorithm = way
     rows, columns = ROWS[arch], 192 if op == "gemm_all_gather" else 64
     if algorithm == "two_shot":  # one tile in each of three shards of columns
-        rows, columns = ARCHS[arch]["tile"][0], 192
+        rows, columns = ARCHS[arch]["tile"][0], 3 * ARCHS[arch]["tile"][1]
     case = Case(op, rows, columns, 64, torch.bfloat16)
     return World(arch, harm, 1, case, algorithm=algorithm)
 
