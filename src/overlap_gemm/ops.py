@@ -13,7 +13,7 @@ replicated input gets its whole gradient on every rank.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,19 @@ from .tuning.settings import configured
 _ops = torch.ops.overlap_gemm
 
 
-def _bind(
+class Chosen(NamedTuple):
+    """Who carries a call out.
+
+    Attributes:
+        backend: its name.
+        run: what it does.
+    """
+
+    backend: str
+    run: Run
+
+
+def _choose(
     op: Op,
     x: Tensor,
     weight: Any,
@@ -45,24 +57,8 @@ def _bind(
     shards: Callable[[int], Shards],
     how: tuple[str, str, bool | None, int | None],
     keep: bool = False,
-) -> Run:
-    """What the backend that is chosen says there is to do; see `_chosen`."""
-    return _chosen(op, x, weight, bias, rows, features, across, shards, how, keep)[1]
-
-
-def _chosen(
-    op: Op,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    rows: int,
-    features: int,
-    across: int | None,
-    shards: Callable[[int], Shards],
-    how: tuple[str, str, bool | None, int | None],
-    keep: bool = False,
-) -> tuple[str, Run]:
-    """Chooses the backend, in debug mode after all ranks have compared notes; its name, and what it does.
+) -> Chosen:
+    """Chooses the backend, in debug mode after all ranks have compared notes.
 
     Args:
         op: Of the backend.
@@ -87,7 +83,7 @@ def _chosen(
         run = configured(reserve_sms=reserve_sms)(run)
     extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
     name = choice.backend.name
-    return name, _ranged(f"overlap_gemm {op} {extents} {name}", run)
+    return Chosen(name, _ranged(f"overlap_gemm {op} {extents} {name}", run))
 
 
 def _ranged(name: str, run: Run) -> Run:
@@ -127,9 +123,9 @@ def _bind_all_gather_gemm(
     *how: Any,
 ) -> Run:
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    carry_out = _bind(
+    carry_out = _choose(
         "all_gather_gemm", x, weights, biases, rows, x.shape[1], across, shards, how, keep_gathered
-    )
+    ).run
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
         gathered, outs = carry_out(x, weights, biases)
@@ -212,7 +208,7 @@ def _bind_all_gather_gemm_gradients(
     ranks, depth = resolve(group), x.shape[1]
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
-    name, scatter = _chosen(
+    name, scatter = _choose(
         "gemm_reduce_scatter", stacked, weight, None, rows, depth, across, lambda _: shards, (group, *how)
     )
     beside = False
@@ -260,7 +256,7 @@ def _bind_gemm_reduce_scatter(
 ) -> Run:
     rows, columns = x.shape[0], weight.shape[0]
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return _bind("gemm_reduce_scatter", x, weight, bias, rows, columns, across, shards, how)
+    return _choose("gemm_reduce_scatter", x, weight, bias, rows, columns, across, shards, how).run
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -309,13 +305,13 @@ def _bind_gemm_all_reduce(
 ) -> Run:
     rows, columns = x.shape[0], weight.shape[0]
     shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return _bind("gemm_all_reduce", x, weight, bias, rows, columns, across, shards, how)
+    return _choose("gemm_all_reduce", x, weight, bias, rows, columns, across, shards, how).run
 
 
 def _bind_gemm_all_gather(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *how: Any) -> Run:
     rows, depth = x.shape
     shards = lambda p: Shards.even(columns, p)  # noqa: E731
-    return _bind("gemm_all_gather", x, weight, bias, rows, columns, depth, shards, how)
+    return _choose("gemm_all_gather", x, weight, bias, rows, columns, depth, shards, how).run
 
 
 def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
