@@ -98,12 +98,10 @@ class CopyPlan:
         Raises:
             CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
         """
-        with self._active(own, *others) as stream, self._sending(own, stream), self._ending(stream) as call:
-            arrivals = self._arrivals(own, call, stream)
-            try:
+        with self.executor.active(own, *others) as stream:
+            self.workspace.raise_if_failed()
+            with self._sending(own, stream), self._ending(own, stream) as arrivals:
                 yield arrivals
-            finally:
-                deque(arrivals, maxlen=0)
 
     @contextmanager
     def beside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
@@ -120,27 +118,19 @@ class CopyPlan:
         Raises:
             CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
         """
-        with self._active(own, *others) as stream:
+        with self.executor.active(own, *others) as stream:
+            self.workspace.raise_if_failed()
             try:
                 with self._sending(own, stream) as second:
                     if len(own):
                         self.executor.copy(second, self.own_place, own.data_ptr(), self.nbytes)
                     result = run()
             except BaseException:
-                with self._ending(stream) as call:
-                    deque(self._arrivals(own, call, stream), maxlen=0)
-                raise
-            with self._ending(stream) as call:
-                deque(self._arrivals(own, call, stream), maxlen=0)
+                with self._ending(own, stream):
+                    raise
+            with self._ending(own, stream) as arrivals:
+                deque(arrivals, maxlen=0)
                 yield result, self.gathered
-
-    @contextmanager
-    def _active(self, *used: Tensor | None) -> Iterator[int]:
-        """`Executor.active`, where the plan may be launched."""
-        with self.executor.active(*used) as stream:
-            assert self.workspace.is_open, "a plan of a closed workspace"
-            self.workspace.raise_if_failed()
-            yield stream
 
     @contextmanager
     def _sending(self, own: Tensor, stream: int) -> Iterator[int]:
@@ -152,15 +142,17 @@ class CopyPlan:
             yield second
 
     @contextmanager
-    def _ending(self, stream: int) -> Iterator[Any]:
-        """In the block are all of the call's gates, which take what is given; behind it, the call's end."""
+    def _ending(self, own: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
+        """In the block the shards arrive; behind it, those that have not yet, and the call's end."""
         order = self.executor.order
         with order.lock:
             order.follow(stream)
             exchange = self.exchange._replace(call=order.next_call())
+            arrivals = self._arrivals(own, exchange, stream)
             try:
-                yield exchange
+                yield arrivals
             finally:
+                deque(arrivals, maxlen=0)
                 self.gate(END, exchange, stream)
 
     def _arrivals(self, own: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:

@@ -45,6 +45,7 @@ from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, majo
 from .plans import (
     DTYPES,
     SMALLEST_BUFFER,
+    asks_for_switch,
     both,
     exchange_arguments,
     keep_plan,
@@ -52,7 +53,6 @@ from .plans import (
     peers_for,
     power_of_two,
     resident_clusters,
-    sums_in_switch,
 )
 
 
@@ -122,7 +122,6 @@ class GatherPlan:
         """
         executor, order = self.executor, self.executor.order
         with executor.active(own, *weights, *outs, *biases, kept) as stream:
-            assert self.workspace.is_open, "a plan of a closed workspace"
             self.workspace.raise_if_failed()
             with order.lock:
                 self.workspace.captured |= order.follow(stream)
@@ -282,7 +281,7 @@ def _make_plan(
     executor, group = peers.executor, peers.group
     row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
-    sums_in_switch(group, "all_gather_gemm")
+    asks_for_switch("all_gather_gemm")  # refuses
     workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts))
     puts = transport != "peer_bulk"
     push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < COPY_ENGINE_BYTES)

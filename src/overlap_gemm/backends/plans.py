@@ -22,6 +22,7 @@ from ..kernels.geometry import (
     SLOT_BUFFERS,
     STAGING_BUFFERS,
     ExchangeShape,
+    Pattern,
     Puts,
     slots_offset,
     tile_puts,
@@ -105,7 +106,6 @@ class Plan:
             if workspace is None:  # waits for nobody, so it may run beside whatever it likes
                 self.gemm(a, b, out, bias, None, self.num_clusters, stream)
                 return
-            assert workspace.is_open, "a plan of a closed workspace"
             workspace.raise_if_failed()
             with order.lock:
                 workspace.captured |= order.follow(stream)
@@ -191,12 +191,11 @@ def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
     return asked == "peer_words" or (asked in (None, "copy_engine") and config.mma == "swapped")
 
 
-def sums_in_switch(group: Group, op: str, config: GemmConfig | None = None, pattern: str = "") -> bool:
-    """Whether the switch sums a call's partials and copies the sums (`transports.nvls`): where asked to.
+def asks_for_switch(op: str) -> bool:
+    """Whether the switch is asked to sum a call's partials and to copy the sums (`transports.nvls`).
 
     Raises:
-        ValueError: it is no two-shot all-reduce of values of 16 bits.
-        RuntimeError: the group's workspaces have no multicast address.
+        ValueError: it is no all-reduce.
     """
     if settings().transport != "nvls":
         return False
@@ -204,9 +203,20 @@ def sums_in_switch(group: Group, op: str, config: GemmConfig | None = None, patt
         raise ValueError(
             f"transport='nvls' is for gemm_all_reduce, the op for which it can save bytes; not for {op}"
         )
+    return True
+
+
+def sums_in_switch(group: Group, config: GemmConfig, pattern: Pattern) -> bool:
+    """Whether the switch sums a call's partials: where it is asked to.
+
+    Raises:
+        ValueError: it is no two-shot all-reduce of values of 16 bits.
+        RuntimeError: the group's workspaces have no multicast address.
+    """
+    if not asks_for_switch(OPS[pattern]):
+        return False
     if pattern != "two_shot":
         raise ValueError(f"transport='nvls' is two-shot: owners' sums go to all; not algorithm={pattern!r}")
-    assert config is not None
     if "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
             f"transport='nvls' sums values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
@@ -224,7 +234,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    if switch := sums_in_switch(group, OPS[shape.pattern], config, shape.pattern):
+    if switch := sums_in_switch(group, config, shape.pattern):
         workspace, transport = obtain(peers, size_class(config, shape)), "nvls"
     else:
         words = sends_words(config, settings().transport)

@@ -143,6 +143,7 @@ class Workspace:
             CommTimeoutError: it gave up waiting for a peer.
             OverlappingCallsError: it began while another one ran.
         """
+        assert self.is_open, "a call on a closed workspace"
         if self._words[0]:
             failure = read_record(list(self._words))
             assert failure is not None
