@@ -53,7 +53,7 @@ def reserve(
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
         for config in possible(peers.agreed.arch, kind, asked.fields):
-            few = config.mma == "swapped" and "mma" not in dict(asked.fields)
+            few = config.is_swapped and "mma" not in dict(asked.fields)
             most = replace(shape, rows=min(shape.rows, FEW_ROWS)) if few else shape
             size = size_class(config, most, puts, sends_words(config, asked.transport))
             had = needed.get(size.kind, size)

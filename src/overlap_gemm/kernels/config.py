@@ -111,7 +111,7 @@ class GemmConfig:
         _require_in("b_major", self.b_major, ("k", "n"))
         splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
         _require_in(f"k_split for mma={self.mma!r}, tile={self.tile}", self.k_split, splits)
-        if self.mma == "swapped":
+        if self.is_swapped:
             for name in ("out_dtype", "slot_dtype"):
                 _require_in(f"{name} for mma='swapped'", getattr(self, name), (self.in_dtype,))
         if not 0 < self.inflight < self.ring_stages:
@@ -126,6 +126,16 @@ class GemmConfig:
                 f"{self.ring_stages} ring stages of {self.stage_bytes} bytes leave room for {self.ab_stages} "
                 f"A/B stages of {self.ab_stage_bytes} bytes; at least 2 are needed"
             )
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
+        return self.mma == "swapped"
+
+    @property
+    def mma_order(self) -> tuple[int, int]:
+        """Which operand is the MMA's first, which the second: 0 for A, 1 for B."""
+        return (1, 0) if self.is_swapped else (0, 1)
 
     @property
     def cta_group(self) -> int:
@@ -185,7 +195,7 @@ class GemmConfig:
     @property
     def epi_tile(self) -> tuple[int, int]:
         """(M, N) of a subtile: what one ring stage holds."""
-        if self.mma == "swapped":
+        if self.is_swapped:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
             return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64

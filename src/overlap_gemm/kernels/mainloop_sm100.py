@@ -32,7 +32,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
-from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.work import Work
@@ -85,7 +85,7 @@ class MainloopSm100:
 
     def tiled_mma(self) -> cute.TiledMma:
         """One MMA instruction over the whole tile."""
-        cfg, (first, second) = self.config, self._mma_order
+        cfg, (first, second) = self.config, self.config.mma_order
         major = [
             OperandMajorMode.K if major == "k" else OperandMajorMode.MN
             for major in (cfg.a_major, cfg.b_major)
@@ -112,7 +112,7 @@ class MainloopSm100:
         """Atom and coordinate tensor of A (0) or B (1)."""
         mma = self.tiled_mma()
         make, op = cute.nvgpu.make_tiled_tma_atom_B, utils.sm100.cluster_shape_to_tma_atom_B
-        if operand == self._mma_order[0]:
+        if operand == self.config.mma_order[0]:
             make, op = cute.nvgpu.make_tiled_tma_atom_A, utils.sm100.cluster_shape_to_tma_atom_A
         return make(
             op(self.config.cluster, mma.thr_id),
@@ -190,12 +190,10 @@ class MainloopSm100:
         mask_a, mask_b = self._multicast_masks(cluster)
         gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile)
         columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
-        partition = (
-            (part.partition_B, part.partition_A) if self._is_swapped else (part.partition_A, part.partition_B)
-        )
-        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, partition[0](gA), mask_a)
-        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, partition[1](gB), mask_b)
-        number = self._k_tiles(ops)
+        roles, (of_a, of_b) = (part.partition_A, part.partition_B), cfg.mma_order
+        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, roles[of_a](gA), mask_a)
+        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
+        number = split.num_k_tiles(self.config, ops.a)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return load_k_tiles(res.ab, state, a, b, first, number)
 
@@ -220,11 +218,11 @@ class MainloopSm100:
         res.tmem.wait_for_alloc()
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         accumulators = cute.make_tensor(base, self._accumulator_layout(mma))
-        stages, (first, second) = (res.sA, res.sB), self._mma_order
+        stages, (first, second) = (res.sA, res.sB), self.config.mma_order
         tCrA, tCrB = mma.make_fragment_A(stages[first]), mma.make_fragment_B(stages[second])
         ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_ACC_STAGES)
-        k_tiles = self._k_tiles(ops)
+        k_tiles = split.num_k_tiles(self.config, ops.a)
         if self._place_in_cluster % self.config.cta_group == 0:
             for _ in cutlass.range(work.num_tiles, unroll=1):
                 tCtAcc = accumulators[(None, None, None, acc_state.index)]
@@ -310,7 +308,7 @@ class MainloopSm100:
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
-        dtype, stage = stage.element_type, self._as_accumulated(stage)
+        dtype, stage = stage.element_type, as_accumulated(self.config, stage)
         atom = utils.sm100.get_smem_store_op(self._accumulated_major, dtype, cutlass.Float32, copy)
         tiled = cute.make_tiled_copy_D(atom, copy)
         converted = cute.make_rmem_tensor(fragment.shape, dtype)
@@ -320,39 +318,20 @@ class MainloopSm100:
     def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
-        return copy.get_slice(thread).partition_D(self._as_accumulated(subtile))
+        return copy.get_slice(thread).partition_D(as_accumulated(self.config, subtile))
 
     # -- which operand is whose part
 
     @property
-    def _is_swapped(self) -> bool:
-        return self.config.mma == "swapped"
-
-    @property
-    def _mma_order(self) -> tuple[int, int]:
-        """Which operand of the op is the MMA's first, which the second: 0 for A, 1 for B."""
-        return (1, 0) if self._is_swapped else (0, 1)
-
-    @property
     def _mma_tile(self) -> tuple[int, int]:
         """(M, N) of the MMA."""
-        first, second = self._mma_order
+        first, second = self.config.mma_order
         return self.config.tile[first], self.config.tile[second]
 
     @property
     def _accumulated_major(self) -> LayoutEnum:
         """How a subtile, row major, looks with the modes of the accumulator."""
-        return LayoutEnum.COL_MAJOR if self._is_swapped else LayoutEnum.ROW_MAJOR
-
-    def _as_accumulated(self, subtile: Any) -> Any:
-        """A tensor shaped as a subtile, with the modes of the accumulator."""
-        if not self._is_swapped:
-            return subtile
-        return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))
-
-    def _k_tiles(self, ops: Operands) -> Any:
-        """Of this part: as many as of every other, so that the last one may load zeros."""
-        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K * self.config.k_split)
+        return LayoutEnum.COL_MAJOR if self.config.is_swapped else LayoutEnum.ROW_MAJOR
 
     @property
     def _place_in_cluster(self) -> Any:
@@ -373,7 +352,7 @@ class MainloopSm100:
             utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
             utils.sm100.make_smem_layout_b(mma, tiler, dtype, stages),
         )
-        first, second = self._mma_order
+        first, second = self.config.mma_order
         return layouts[first], layouts[second]
 
     def _multicast_masks(self, cluster: cute.Layout) -> tuple[Any, Any]:
@@ -400,7 +379,7 @@ class MainloopSm100:
         acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))
         # ((atom_m, atom_n), 1, 1, stage) -> (m, n, stage): one MMA instruction covers the tile
         acc = acc[((None, None), 0, 0, None)]
-        first, second = self._mma_order
+        first, second = self.config.mma_order
         epi_tile = cfg.epi_tile[first], cfg.epi_tile[second]
         subtiles = cute.flat_divide(acc, epi_tile)  # (epi_m, epi_n, rows, columns, stage)
         atom = utils.sm100.get_tmem_load_op(

@@ -35,7 +35,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import TILE_K, GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
-from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
 
@@ -86,7 +86,7 @@ class MainloopSm90:
 
     def tiled_mma(self) -> cute.TiledMma:
         """64-row instructions, one or (cooperative) two warp groups along M."""
-        cfg, (first, second) = self.config, self._mma_order
+        cfg, (first, second) = self.config, self.config.mma_order
         major = [
             OperandMajorMode.K if major == "k" else OperandMajorMode.MN
             for major in (cfg.a_major, cfg.b_major)
@@ -167,7 +167,7 @@ class MainloopSm90:
 
         Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
         """
-        if self.config.mma == "swapped":
+        if self.config.is_swapped:
             return
         if is_epilogue:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -194,7 +194,7 @@ class MainloopSm90:
         gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile)
         a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
         b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
-        number = self._k_tiles(ops)
+        number = split.num_k_tiles(self.config, ops.a)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return load_k_tiles(res.ab, state, a, b, first, number)
 
@@ -213,7 +213,7 @@ class MainloopSm90:
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
         if self.config.epilogue_groups > 1:
-            ab.advance(group * self._k_tiles(ops))
+            ab.advance(group * split.num_k_tiles(self.config, ops.a))
             turn = res.turn.state
         return ConsumerState(ab, turn)
 
@@ -225,14 +225,14 @@ class MainloopSm90:
         ab, turn, read = res.ab, res.turn, state.ab
         thread, _, _ = cute.arch.thread_idx()
         part = mma.get_slice((thread - 32 * FIRST_EPILOGUE_WARP) % cfg.epilogue_threads)
-        first, second = self._mma_order
+        first, second = self.config.mma_order
         stages = (res.sA, res.sB)
         tCrA = mma.make_fragment_A(part.partition_A(stages[first]))
         tCrB = mma.make_fragment_B(part.partition_B(stages[second]))
         acc = cute.make_rmem_tensor(
             mma.partition_shape_C((cfg.tile[first], cfg.tile[second])), cutlass.Float32
         )
-        k_tiles = self._k_tiles(ops)
+        k_tiles = split.num_k_tiles(self.config, ops.a)
         num_blocks = cute.size(tCrA, mode=[2])
         freed = read.clone()
 
@@ -315,8 +315,8 @@ class MainloopSm90:
 
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
-        dtype, stage = stage.element_type, self._as_accumulated(stage)
-        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(self._is_swapped, 4), DTYPES[self.config.in_dtype])
+        cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
+        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swapped, 4), DTYPES[cfg.in_dtype])
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
         tiled = cute.make_tiled_copy_S(
             matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
@@ -328,28 +328,9 @@ class MainloopSm90:
 
     def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
-        return ops.mma.get_slice(thread).partition_C(self._as_accumulated(subtile))
+        return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 
     # -- details
-
-    @property
-    def _is_swapped(self) -> bool:
-        return self.config.mma == "swapped"
-
-    @property
-    def _mma_order(self) -> tuple[int, int]:
-        """Which operand of the op is the MMA's first, which the second: 0 for A, 1 for B."""
-        return (1, 0) if self._is_swapped else (0, 1)
-
-    def _as_accumulated(self, subtile: Any) -> Any:
-        """A tensor shaped as a subtile, with the modes of the accumulator."""
-        if not self._is_swapped:
-            return subtile
-        return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))
-
-    def _k_tiles(self, ops: Operands) -> Any:
-        """Of this part: as many as of every other, so that the last one may load zeros."""
-        return cute.ceil_div(cute.size(ops.a, mode=[1]), TILE_K * self.config.k_split)
 
     @cute.jit
     def _arrive(self, turn: Any, state: pipeline.PipelineState) -> pipeline.PipelineState:

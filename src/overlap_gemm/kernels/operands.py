@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cutlass import cute
+
+from overlap_gemm.kernels.config import GemmConfig
+
 
 class Operands(NamedTuple):
     """TMA views of A (M x K) and B (N x K) and the tiled MMA that reads them.
@@ -21,3 +25,10 @@ class Operands(NamedTuple):
     a: Any
     tma_b: Any
     b: Any
+
+
+def as_accumulated(config: GemmConfig, subtile: Any) -> Any:
+    """A tensor shaped as a subtile of the output, with the modes of the accumulator."""
+    if not config.is_swapped:
+        return subtile
+    return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))

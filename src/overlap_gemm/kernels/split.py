@@ -25,7 +25,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass._mlir.dialects._nvvm_enum_gen import MemScopeKind
 
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.config import TILE_K, GemmConfig
 
 VALUES = 4
 """Of a run: 16 bytes."""
@@ -60,6 +60,11 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
         cute.arch.mbarrier_init(empty, warps)
     buffer = smem.allocate_array(Float32, config.split_bytes // 4, byte_alignment=1024)
     return Parts(full, empty, buffer)
+
+
+def num_k_tiles(config: GemmConfig, a: Any) -> Any:
+    """Of one part: as many as of every other, so that the last one may load zeros."""
+    return cute.ceil_div(cute.size(a, mode=[1]), TILE_K * config.k_split)
 
 
 def part_of_k() -> Any:

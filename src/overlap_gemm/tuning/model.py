@@ -303,7 +303,7 @@ def fused_time(
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
-    few = config.mma == "swapped"
+    few = config.is_swapped
     read = _memory_seconds(m, n, k, facts.dtype, machine) / (STREAM if few else 1)
     arrival = WORDS_ARRIVAL if few else machine.arrival
     return FusedTime(
