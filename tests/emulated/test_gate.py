@@ -20,15 +20,20 @@ from overlap_gemm.tuning.settings import configured
 KERNELS = {"sm_90a": ("pingpong", (64, 128)), "sm_100a": ("1cta", (128, 64))}
 
 
+def on_rank(emulator, rank, x, shards):
+    """A rank's shard of x in its memory, and a place for all of x, poisoned."""
+    size, depth = shards.size(rank), x.shape[1]
+    own = emulator.empty((max(size, 1), depth), torch.bfloat16, rank)[:size]
+    own.copy_(x[slice(*shards.range(rank))])
+    return own, emulator.empty(x.shape, torch.bfloat16, rank).fill_(torch.nan)
+
+
 def gather(world, emulator, rows, depth, seed):
     """Queues one call on every rank; what was to come, and where each rank's copy of it goes."""
     x = torch.randn(rows, depth, generator=torch.Generator().manual_seed(seed)).bfloat16()
     shards, outs = Shards.even(rows, len(world.ranks)), []
     for group in world.ranks:
-        own = emulator.empty((max(shards.size(group.rank), 1), depth), torch.bfloat16, group.rank)
-        own, out = own[: shards.size(group.rank)], emulator.empty((rows, depth), torch.bfloat16, group.rank)
-        own.copy_(x[slice(*shards.range(group.rank))])
-        out.fill_(torch.nan)
+        own, out = on_rank(emulator, group.rank, x, shards)
         plan = copies.plan_for(group, own, shards)
         with plan.executor.active() as stream, plan.call(own, out) as arrivals:
             for source, block in arrivals:
@@ -57,10 +62,7 @@ def beside(world, emulator, rows, depth, seed):
     x = torch.randn(rows, depth, generator=generator).bfloat16()
     grad, pairs = torch.randn(rows, depth, generator=generator).bfloat16(), []
     for group in world.ranks:
-        own = emulator.empty((max(shards.size(group.rank), 1), depth), torch.bfloat16, group.rank)
-        own, out = own[: shards.size(group.rank)], emulator.empty((rows, depth), torch.bfloat16, group.rank)
-        own.copy_(x[slice(*shards.range(group.rank))])
-        out.fill_(torch.nan)
+        own, out = on_rank(emulator, group.rank, x, shards)
         plan = copies.plan_for(group, own, shards)
         # Every rank adds its own columns of `grad` times those of the unit matrix: together they are `grad`.
         part = torch.zeros(depth, depth).bfloat16()
