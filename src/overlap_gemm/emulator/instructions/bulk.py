@@ -29,6 +29,9 @@ from overlap_gemm.emulator.numbers.lanes import lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
 
+Merge = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""What a reduction makes of the chunks that are there and those that come."""
+
 
 def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """(lane, operands) of each operation that is issued.
@@ -86,26 +89,28 @@ def arrives(group: Group, line: int, write: Callable[[], None], told: MBarrier, 
         arrive()
 
 
-def write_global(group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
-    """An async unit writes chunks of global memory; a multicast address writes every rank's copy."""
+def write_global(
+    group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray, merge: Merge | None
+) -> None:
+    """An async unit writes chunks of global memory, or merges into them; of multicast memory all copies."""
     machine = group.warp.grid.machine
     low = int(addresses.min())
     for target in machine.memory.multicast_targets(low):
-        put = partial(_put_global, machine, addresses + (target - low), chunk, data)
+        put = partial(_put_global, machine, addresses + (target - low), chunk, data, merge)
         allocation = machine.memory.find(target, chunk)
         machine.report.stored(group.warp.grid.launch.rank, allocation.rank, data.nbytes)
         if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
             put()
 
 
-def _put_global(machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarray) -> None:
+def _put_global(
+    machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarray, merge: Merge | None
+) -> None:
+    if merge is not None:
+        data = merge(machine.memory.gather(addresses, chunk), data)
     machine.memory.scatter(addresses, chunk, data)
     if machine.watch:
         notify(machine.watch, (addresses >> 4).tolist())
-
-
-def _merge_global(machine: Any, addresses: np.ndarray, chunk: int, merge: Any, data: np.ndarray) -> None:
-    _put_global(machine, addresses, chunk, merge(machine.memory.gather(addresses, chunk), data))
 
 
 def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
@@ -120,7 +125,7 @@ def _slice_of(address: int, nbytes: int) -> slice:
 
 def copy_out(
     group: Group, ins: Instruction, lane: int, addresses: np.ndarray, where: Where, chunk: int,
-    merge: Callable[[np.ndarray, np.ndarray], np.ndarray] | None,
+    merge: Merge | None,
 ) -> None:  # fmt: skip
     """A copy from shared to global memory: a source read, and later a destination write."""
     grid, cta = group.warp.grid, group.warp.cta
@@ -153,20 +158,7 @@ def copy_out(
         group.warp.bulk_waiters.wake()
 
     def write() -> None:
-        data = held.pop()
-        if merge is None:
-            write_global(group, ins.line, addresses, chunk, data)
-        else:
-            for target in machine.memory.multicast_targets(low):
-                moved = addresses + (target - low)
-                add = partial(_merge_global, machine, moved, chunk, merge, data)
-                allocation = machine.memory.find(target, chunk)
-                machine.report.stored(grid.launch.rank, allocation.rank, data.nbytes)
-                caught = machine.faults.active and machine.faults.catches(
-                    group, ins.line, "copy", allocation, add
-                )
-                if not caught:
-                    add()
+        write_global(group, ins.line, addresses, chunk, held.pop(), merge)
         group.warp.bulk_waiters.wake()
 
     first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
@@ -190,8 +182,8 @@ def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrie
         checks.shared.async_write(group.warp.agent, cta, chunks, line, barrier.party, barrier.completed + 1)
 
 
-def reducer(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Merges chunks element by element: `merge(old, new)`."""
+def reducer(name: str, kind: str) -> Merge:
+    """Merges chunks element by element."""
     dtype = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(kind)
     if name == "add" and dtype is not None:
         return lambda old, new: (old.view(dtype) + new.view(dtype)).view(old.dtype)
@@ -232,7 +224,7 @@ def _check_bulk(dst: int, src: int, nbytes: int) -> None:
         )
 
 
-def _bulk_out(ins: Instruction, merge: Any) -> Op:
+def _bulk_out(ins: Instruction, merge: Merge | None) -> Op:
     def run(group: Group, mask: int, dst: Any, src: Any, size: Any) -> None:
         for lane, (d, s, n) in threads(mask, (dst, src, size)):
             try:
@@ -245,7 +237,7 @@ def _bulk_out(ins: Instruction, merge: Any) -> Op:
     return Op(run, ins.operands[:3])
 
 
-def _bulk_in(ins: Instruction, merge: Any, from_global: bool) -> Op:
+def _bulk_in(ins: Instruction, merge: Merge | None, from_global: bool) -> Op:
     multicast = "multicast::cluster" in ins.parts
     dst, src, size, barrier = ins.operands[:4]
     cta_mask = ins.operands[4] if multicast else None
@@ -273,7 +265,7 @@ def _bulk_in(ins: Instruction, merge: Any, from_global: bool) -> Op:
 
 def _copy_in(
     group: Group, ins: Instruction, dst: int, src: int, nbytes: int, barrier: int, cta_mask: int | None,
-    merge: Any, from_global: bool,
+    merge: Merge | None, from_global: bool,
 ) -> None:  # fmt: skip
     grid, cluster = group.warp.grid, group.warp.cta.cluster
     if cta_mask is None:
