@@ -17,6 +17,11 @@ _COUNT = np.arange(32)
 Places = slice | NDArray[np.int64]
 
 
+def parts(first: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Numbers of the `count` parts of each of some things, in order, by the number of its first part."""
+    return (first[:, None] + _COUNT[:count]).reshape(-1)
+
+
 class LanePlan(NamedTuple):
     """Where the lanes of an access to shared memory go, from the CTA's start.
 
@@ -82,7 +87,7 @@ class Spread:
         if found is None:
             found = self.offsets >> shift
             if self.size >> shift > 1:
-                found = (found[:, None] + _COUNT[: self.size >> shift]).reshape(-1)
+                found = parts(found, self.size >> shift)
             self._units[shift] = found
         return found + (start >> shift)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.machine.lane_plan import parts
 from overlap_gemm.emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
 from overlap_gemm.emulator.source import place
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 WEAK = -1
 History = tuple[NDArray[np.int64], ...]
-_COUNT = np.arange(32)
 
 
 class Shadow:
@@ -260,7 +260,7 @@ class RaceDetector:
             shadow.refine(low & -low)
         cells = offsets >> shadow.shift
         if size > shadow.granule:
-            cells = (cells[:, None] + _COUNT[: size // shadow.granule]).reshape(-1)
+            cells = parts(cells, size // shadow.granule)
         return cells
 
     def _check(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_gemm.emulator.machine.lane_plan import parts
 from overlap_gemm.emulator.machine.order import STRONG
 from overlap_gemm.emulator.machine.races import distinct
 
@@ -37,7 +38,6 @@ Where = slice | NDArray[np.int64]
 # An entry: party, clock (23 bits), PTX line (20 bits), whether the access was strong.
 _PARTY, _CLOCK, _CLOCK_MASK, _LINE_MASK = 44, 21, (1 << 23) - 1, (1 << 20) - 1
 _WRITE, _READS = 0, 2
-_COUNT = np.arange(32)
 _CELL = np.dtype("V24")
 _PACK = struct.Struct("<3q")
 
@@ -158,7 +158,7 @@ class SharedCells(Cells):
         cells = offsets >> self.shift
         if size == 1 << self.shift:
             return cells
-        return (cells[:, None] + _COUNT[: size >> self.shift]).reshape(-1)
+        return parts(cells, size >> self.shift)
 
     def refine(self, shift: int) -> None:
         """Goes over to smaller cells."""
@@ -175,7 +175,7 @@ class SharedCells(Cells):
         factor = 1 << 4 - self.shift
         if isinstance(chunks, slice):
             return slice(chunks.start * factor, chunks.stop * factor)
-        return (chunks[:, None] * factor + _COUNT[:factor]).reshape(-1)
+        return parts(chunks * factor, factor)
 
 
 class SharedRaces:
