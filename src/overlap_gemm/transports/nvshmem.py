@@ -32,8 +32,6 @@ SIGNAL_SET = 9
 STAGED_SHIFT = 32
 """A staged tile's own flag is its epoch and, so many bits higher, the bytes of it that are to be put."""
 
-FLAG_BYTES = 8
-
 
 @dataclass(frozen=True)
 class Staged:
@@ -147,7 +145,9 @@ class Nvshmem:
     @cute.jit
     def staged_bytes(self, staged: Int64) -> Int64:
         """How much there is to put of what the flag at ``staged`` tells of; behind the wait for it."""
-        flag = cute.arch.load(global_pointer(Uint64, staged, FLAG_BYTES), Uint64, sem="relaxed", scope="sys")
+        flag = cute.arch.load(
+            global_pointer(Uint64, staged, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
+        )
         return Int64(Uint64(flag) >> STAGED_SHIFT)
 
     @cute.jit

@@ -25,7 +25,7 @@ from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.shared_races import Unit, Where
 from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cta, Group, Warp
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
-from overlap_gemm.emulator.numbers.lanes import lane_list, one
+from overlap_gemm.emulator.numbers.lanes import first_lane, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
 
@@ -41,7 +41,7 @@ def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any
     """
     flat = [v for x in values for v in (x if x.__class__ is tuple else (x,))]
     if all(v.__class__ is int for v in flat):
-        yield (mask & -mask).bit_length() - 1, values
+        yield first_lane(mask), values
         return
     for lane in lane_list(mask):
         pick = 1 << lane

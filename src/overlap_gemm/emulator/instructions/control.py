@@ -14,6 +14,7 @@ from overlap_gemm.emulator.instructions.registry import instruction
 from overlap_gemm.emulator.machine.memory import FUNCTION
 from overlap_gemm.emulator.machine.order import SCOPES
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.machine.window import WINDOW
 from overlap_gemm.emulator.numbers.lanes import FULL, lane_list, one
 from overlap_gemm.emulator.ptx.ir import Args, Function, Instruction, Sym
 
@@ -189,7 +190,7 @@ def _vprintf(group: Group, text: Any, arguments: Any) -> int:
         return bytes(allocation.raw[start:]).split(b"\0")[0].decode(errors="replace")
 
     for lane in lane_list(group.mask):
-        base = one(arguments, 1 << lane) & 0xFFFFFFFF
+        base = one(arguments, 1 << lane) & WINDOW
 
         def read(offset: int, size: int, lane: int = lane, base: int = base) -> bytes:
             row = warp.local_rows(1)[lane]

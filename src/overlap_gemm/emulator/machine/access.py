@@ -42,7 +42,7 @@ def _safe(address: np.ndarray, mask: int) -> np.ndarray:
     """Lane addresses with inactive lanes pointing where the first active one does."""
     if mask == FULL:
         return address
-    return np.where(lane_array(mask), address, address[(mask & -mask).bit_length() - 1])
+    return np.where(lane_array(mask), address, address[lane_list(mask)[0]])
 
 
 STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
@@ -90,11 +90,11 @@ class Access:
         if space == "global":
             return space, address
         if address.__class__ is int:
-            return space, address & 0xFFFFFFFF
+            return space, address & WINDOW
         windows = _safe(address, mask) >> WINDOW_SHIFT
         if int(windows.min()) != int(windows.max()):
             raise fault(group, self.ins, mask, "lanes address different state spaces, which is not modelled")
-        return space, (address & 0xFFFFFFFF).astype(np.uint32)
+        return space, (address & WINDOW).astype(np.uint32)
 
     # -- loads -----------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Access:
         return out[0] if self.count == 1 else tuple(out)
 
     def _local_offset(self, group: Group, lane: int, address: Any) -> int:
-        at = one(address, 1 << lane) & 0xFFFFFFFF
+        at = one(address, 1 << lane) & WINDOW
         if at % self.width or at + self.size > group.warp.grid.program.local_bytes:
             raise fault(group, self.ins, 1 << lane, f"local address {at:#x} is misaligned or out of bounds")
         return at
@@ -288,7 +288,7 @@ class Access:
             return (
                 np.ascontiguousarray(columns[0]) if self.count == 1 else tuple(np.ascontiguousarray(columns))
             )
-        at = address & 0xFFFFFFFF
+        at = address & WINDOW
         if at % self.width or at + self.size > len(bank):
             raise fault(
                 group, self.ins, mask, f"{space} address {at:#x} is misaligned or beyond {len(bank)} bytes"

@@ -4,6 +4,6 @@ CTA_WINDOW = 1 << 24
 OFFSET = CTA_WINDOW - 1
 """Bits of a shared address that say where in its CTA's part."""
 WINDOW = 0xFFFFFFFF
-"""Bits of a register that are a shared address."""
+"""Bits of a generic address that are one of shared, local or parameter space."""
 SMEM_BASE = 1024
 """Where a CTA's variables begin in its part: the first KiB is the system's."""
