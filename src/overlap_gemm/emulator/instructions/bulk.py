@@ -33,14 +33,19 @@ Merge = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """What a reduction makes of the chunks that are there and those that come."""
 
 
+_UNIFORM = {int, tuple}
+
+
 def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """(lane, operands) of each operation that is issued.
 
     A warp that executes a bulk instruction with uniform operands issues it once: the instruction is a uniform
     one in machine code, and CuTe's kernels count on it.
     """
-    flat = [v for x in values for v in (x if x.__class__ is tuple else (x,))]
-    if all(v.__class__ is int for v in flat):
+    kinds = {*map(type, values)}
+    if tuple in kinds:
+        kinds.update(*[map(type, x) for x in values if x.__class__ is tuple])
+    if kinds <= _UNIFORM:
         yield first_lane(mask), values
         return
     for lane in lane_list(mask):
@@ -65,6 +70,8 @@ def granules_of(where: Where, chunk: int) -> Where:
 
 def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
     """Shared memory in chunks of so many bytes, as TMA moves them."""
+    if chunk == 16:
+        return cta.chunks
     return cta.smem[: len(cta.smem) // chunk * chunk].view(CHUNK_DTYPE[chunk])
 
 
@@ -280,7 +287,8 @@ def _copy_in(
         memory.find(src, nbytes)
         addresses, source_cta = _run_of(src, nbytes)[0], None
         if grid.machine.races is not None:
-            grid.machine.races.async_read(group.warp.agent, ins.line, addresses, chunk)
+            bounds = src, src + nbytes - chunk
+            grid.machine.races.async_read(group.warp.agent, ins.line, lambda: addresses, chunk, bounds)
     else:
         source_cta = cluster.owner(src)
         grid.checks.smem_read(group, source_cta, _slice_of(src, nbytes), "the bulk copy", ins.line)

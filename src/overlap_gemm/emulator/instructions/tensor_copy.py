@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ def tensor_map(group: Group, address: int) -> TensorMap:
         at = address & WINDOW
         return TensorMap.decode(grid.params[at : at + 128])
     return TensorMap.decode(grid.machine.memory.bytes_at(address, 128))
+
+
+@lru_cache(maxsize=4096)
+def _position(coords: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([int(signed(c, 32)) for c in coords])
 
 
 def _coordinates(operand: Mem) -> Operand:
@@ -78,8 +83,7 @@ def _load_box(
 ) -> None:  # fmt: skip
     grid, cluster = group.warp.grid, group.warp.cta.cluster
     tmap = tensor_map(group, source)
-    position = tuple(int(signed(c, 32)) for c in coords)
-    plan = tmap.plan(position, dst & OFFSET)
+    plan = tmap.plan(_position(coords), dst & OFFSET)
     if cta_mask is None:
         places = [(cluster.owner(dst), cluster.owner(barrier))]
     else:
@@ -93,9 +97,7 @@ def _load_box(
         raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")
     line, memory = ins.line, grid.machine.memory
     if grid.machine.races is not None:
-        addresses = plan.clipped()[0]
-        if len(addresses):
-            grid.machine.races.async_read(group.warp.agent, line, addresses, plan.chunk, plan.bounds)
+        grid.machine.races.async_read(group.warp.agent, line, plan.inside, plan.chunk, plan.bounds)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
@@ -115,8 +117,8 @@ def _load_box(
 
 def _gather_box(memory: Any, tmap: TensorMap, plan: Plan) -> np.ndarray:
     if plan.valid is None:
-        return memory.gather(plan.global_addresses, plan.chunk, plan.bounds)
-    data: np.ndarray = np.empty(plan.global_addresses.shape, CHUNK_DTYPE[plan.chunk])
+        return memory.gather_box(plan.origin, plan.steps, plan.chunk, plan.bounds)
+    data: np.ndarray = np.empty(plan.steps.shape, CHUNK_DTYPE[plan.chunk])
     data[...] = tmap.fill_pattern(plan.chunk)
     if plan.valid.any():
         data[plan.valid] = memory.gather(plan.global_addresses[plan.valid], plan.chunk, plan.bounds)
@@ -134,7 +136,7 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
         for lane, (t, c, s) in threads(mask, (target, coords, source)):
             try:
                 tmap = tensor_map(group, t)
-                plan = tmap.plan(tuple(int(signed(x, 32)) for x in c), s & OFFSET)
+                plan = tmap.plan(_position(c), s & OFFSET)
                 addresses, where = plan.clipped()
                 merge = reducer(name, tmap.type) if reduces else None
                 if len(addresses):

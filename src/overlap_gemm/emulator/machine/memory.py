@@ -217,6 +217,17 @@ class GlobalMemory:
             out[where] = view[index]
         return out
 
+    def gather_box(
+        self, origin: int, steps: NDArray[np.int64], chunk: int, bounds: tuple[int, int]
+    ) -> NDArray[np.generic]:
+        """As `gather`, of chunks that lie so many chunks behind an address."""
+        allocation = self.lookup(origin)
+        view = None if allocation is None else allocation.view(chunk)
+        if view is None or allocation is None or bounds[1] + chunk > allocation.end:
+            return self.gather(steps * chunk + origin, chunk, bounds)
+        found: NDArray[np.generic] = view[(origin - allocation.base) // chunk :][steps]
+        return found
+
     def scatter(self, addresses: NDArray[np.int64], chunk: int, values: NDArray[np.generic]) -> None:
         """Writes aligned chunks."""
         for allocation, where in self.spans(addresses, chunk):

@@ -180,15 +180,19 @@ class RaceDetector:
         self,
         agent: Agent,
         line: int,
-        addresses: np.ndarray,
+        places: Callable[[], NDArray[np.int64]],
         chunk: int,
-        bounds: tuple[int, int] | None = None,
+        bounds: tuple[int, int],
     ) -> None:
         """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence.
 
-        Arguments as for `GlobalMemory.gather`.
+        Arguments as for `GlobalMemory.gather`; `places` gives the addresses, which seldom matter.
         """
-        for allocation, where in self.memory.spans(addresses, chunk, bounds):
+        whole = self.memory.lookup(bounds[0])
+        if whole is not None and bounds[1] + chunk <= whole.end and not self._shadow_for_read(agent, whole):
+            return
+        addresses = places()
+        for allocation, where in self.memory.spans(addresses, chunk, bounds) if len(addresses) else ():
             shadow = self._shadow_for_read(agent, allocation)
             if shadow is None:
                 continue

@@ -64,8 +64,8 @@ class Plan(NamedTuple):
     """What one tiled operation touches, in chunks of `chunk` bytes (a power of two up to 16).
 
     Attributes:
-        global_addresses: `int64 [n]`, byte address in global memory of each chunk; aligned to `chunk`.
-            Meaningless where not valid.
+        origin: byte address in global memory of the box, which may lie outside the tensor.
+        steps: `int64 [n]`, chunks from there to each chunk.
         smem: number of each chunk (its byte address within the CTA's shared window / `chunk`), ascending: a
             slice where they follow each other, else `int64 [n]`.
         valid: `bool [n]`, whether the chunk lies inside the tensor, or `None` where all do.
@@ -75,7 +75,8 @@ class Plan(NamedTuple):
         smem_end: one past the highest byte of the chunks in shared memory.
     """
 
-    global_addresses: I64
+    origin: int
+    steps: I64
     smem: slice | I64
     valid: NDArray[np.bool_] | None
     chunk: int
@@ -84,15 +85,22 @@ class Plan(NamedTuple):
     smem_end: int
 
     @property
+    def global_addresses(self) -> I64:
+        """`int64 [n]`, byte address of each chunk, aligned to `chunk`. Meaningless where not valid."""
+        return self.steps * self.chunk + self.origin
+
+    @property
     def smem_numbers(self) -> I64:
         """`smem` as an array."""
         return np.arange(self.smem.start, self.smem.stop) if isinstance(self.smem, slice) else self.smem
 
+    def inside(self) -> I64:
+        """`global_addresses` of the valid chunks only."""
+        return self.global_addresses if self.valid is None else self.global_addresses[self.valid]
+
     def clipped(self) -> tuple[I64, slice | I64]:
-        """`(global_addresses, smem)` of the valid chunks only: what a store or reduction touches."""
-        if self.valid is None:
-            return self.global_addresses, self.smem
-        return self.global_addresses[self.valid], self.smem_numbers[self.valid]
+        """`inside()` and `smem` of the same chunks: what a store or reduction touches."""
+        return self.inside(), self.smem if self.valid is None else self.smem_numbers[self.valid]
 
 
 class _Geometry(NamedTuple):
@@ -250,7 +258,7 @@ class TensorMap:
                 )
                 break
         phase = smem_address % max(self.swizzle.repeat, 128)
-        relative, numbers, valid, chunk, (low, high) = _box_plan(self._geometry, first % 16, overlap, phase)
+        steps, numbers, valid, chunk, (low, high) = _box_plan(self._geometry, first % 16, overlap, phase)
         origin = self.address + first
         for c, stride in zip(coordinates[1:], self.strides, strict=True):
             origin += c * stride
@@ -262,7 +270,7 @@ class TensorMap:
             smem = numbers + start
             end = int(smem[-1]) + 1
         bounds = (origin + low, origin + high)
-        return Plan(relative + origin, smem, valid, chunk, self.box_bytes, bounds, chunk * end)
+        return Plan(origin, steps, smem, valid, chunk, self.box_bytes, bounds, chunk * end)
 
     def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
         """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
@@ -311,7 +319,7 @@ def _decode(raw: bytes) -> TensorMap:
 def _box_plan(
     geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
 ) -> tuple[I64, slice | I64, NDArray[np.bool_] | None, int, tuple[int, int]]:
-    """The first fields of a `Plan`, addresses relative and numbers from the repeat's start."""
+    """Fields of a `Plan` from `steps` on, numbers and bounds from the repeat's start and the origin."""
     bits, padded, counts, steps, strides, mode = geometry
     row = counts[0] * bits // 8
     edges = [] if overlap[0] is None else [e * bits // 8 for e in overlap[0]]
@@ -347,4 +355,4 @@ def _box_plan(
         valid = valid.reshape(-1)[order]
     first, end = int(numbers[0]), int(numbers[-1]) + 1
     smem = slice(first, end) if end - first == len(numbers) else numbers
-    return relative, smem, valid, chunk, bounds
+    return relative // chunk, smem, valid, chunk, bounds
