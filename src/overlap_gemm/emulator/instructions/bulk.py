@@ -33,7 +33,7 @@ Merge = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """What a reduction makes of the chunks that are there and those that come."""
 
 
-_UNIFORM = {int, tuple}
+_UNIFORM = {bool, int, tuple}
 
 
 def threads(mask: int, values: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:

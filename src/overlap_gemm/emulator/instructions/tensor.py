@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from overlap_gemm.emulator.instructions.bulk import threads
 from overlap_gemm.emulator.instructions.convergence import gathered
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
@@ -264,15 +264,17 @@ def _note_product(group: Group, product: tcgen05.Mma, ctas: list[Cta], line: int
     """Tells the race detector what a product reads and writes: once for all K steps behind one commit."""
     agent, unit, shared = group.warp.agent, _pipe(group.warp), group.warp.grid.checks.shared
     assert shared is not None
+    footprint = tcgen05.footprint(product, len(ctas))
+    if not unit.first_time(footprint):
+        return
     for c in ctas:
-        for atoms in tcgen05.smem_atoms(product, len(ctas)):
-            if unit.first_time((c.rank_in_cluster, atoms.start, atoms.stop)):
-                shared.async_read(agent, c, atoms, line, unit.number, unit.issued)
-        d, a = product.d_cells(len(ctas)), product.a_cells()
-        if unit.first_time((c.rank_in_cluster, "d", d)):
-            shared.tensor(agent, c, _cells(*d), line, True, unit)
-        for cells in (a, *product.scale_cells(len(ctas))):
-            if cells[1] and unit.first_time((c.rank_in_cluster, "a", cells)):
+        for first, end in footprint.atoms:
+            if unit.first_time((c.rank_in_cluster, first, end)):
+                shared.async_read(agent, c, slice(first, end), line, unit.number, unit.issued)
+        if unit.first_time((c.rank_in_cluster, "d", footprint.d)):
+            shared.tensor(agent, c, _cells(*footprint.d), line, True, unit)
+        for cells in footprint.others:
+            if unit.first_time((c.rank_in_cluster, "a", cells)):
                 shared.tensor(agent, c, _cells(*cells), line, False, unit)
 
 
@@ -305,26 +307,15 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         scale_a: Any,
         scale_b: Any,
     ) -> None:
-        lane = mask & -mask
         cta = group.warp.cta
         ctas = pair_of(cta) if pair else [cta]
+        given = d, a, b, descriptor, enable, shift, (scale_a, scale_b), disabled or ()
+        ((_, (d, a, b, descriptor, enable, shift, scales, off)),) = threads(mask & -mask, given)
         try:
             product = tcgen05.decode_mma(
-                kind,
-                len(ctas),
-                one(d, lane),
-                one(a, lane),
-                a_in_tmem,
-                one(b, lane),
-                one(descriptor, lane),
-                bool(_predicate(enable, lane)),
-                one(shift, lane),
-                block,
-                (one(scale_a, lane), one(scale_b, lane)) if block else None,
-            )
-            off = _disabled(disabled, lane, len(ctas))
-            if off is not None:
-                product = replace(product, disabled_lanes=off)
+                kind, len(ctas), d, a, a_in_tmem, b, descriptor, bool(enable), shift, block,
+                scales if block else None, off,
+            )  # fmt: skip
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         checks, engine = cta.grid.checks, cta.grid.engine
@@ -342,20 +333,6 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         put(("tensor", cta), _Products(group, ins, ctas, product))
 
     return Op(run, (d, a, b, descriptor, disabled, enable, shift, scale_a, scale_b))
-
-
-def _predicate(value: Any, lane: int) -> Any:
-    return value if value.__class__ in (bool, int) else value[lane.bit_length() - 1]
-
-
-def _disabled(vector: Any, lane: int, ctas: int) -> Any:
-    if vector is None:
-        return None
-    values = [one(v, lane) for v in vector]
-    if not any(values):
-        return None
-    words = np.array(values, np.uint32)
-    return np.unpackbits(words.view(np.uint8), bitorder="little").reshape(ctas, 128).astype(np.bool_)
 
 
 @instruction("tcgen05.cp")

@@ -71,7 +71,7 @@ def first_lane(mask: int) -> int:
 
 def one(value: Value, mask: int) -> int:
     """The value in the lowest active lane, as an int."""
-    return value if value.__class__ is int else int(value[(mask & -mask).bit_length() - 1])
+    return int(value[(mask & -mask).bit_length() - 1]) if value.__class__ is ndarray else value
 
 
 def uniform(value: np.ndarray) -> Value:

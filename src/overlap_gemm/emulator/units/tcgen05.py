@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ TMEM_LANES, TMEM_COLUMNS = 128, 512
 
 Tmem = NDArray[np.uint32]
 Smem = NDArray[np.uint8]
+Cells = tuple[int, int, tuple[int, ...]]
 _Any = TypeVar("_Any", bound=np.generic)
 
 _F8F6F4 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
@@ -244,7 +245,7 @@ class Mma:
             ]
         return tiles
 
-    def scale_cells(self, ctas: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    def scale_cells(self, ctas: int) -> list[Cells]:
         """As `d_cells`, of the scale factors of A and of B."""
         scaling, shape = self.shape.scaling, self.shape
         if scaling is None or self.scales is None:
@@ -257,13 +258,13 @@ class Mma:
             for at, r, i in zip(self.scales, rows, ids, strict=True)
         ]
 
-    def d_cells(self, ctas: int) -> tuple[int, int, tuple[int, ...]]:
+    def d_cells(self, ctas: int) -> Cells:
         """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
         first, rows = self.d & 0xFFFF, self.shape.m // ctas
         halves = ((self.d >> 20) & 1,) if (ctas, rows) == (1, 64) else (0, 1)
         return first, self.shape.n // 2 if (ctas, rows) == (2, 64) else self.shape.n, halves
 
-    def a_cells(self) -> tuple[int, int, tuple[int, ...]]:
+    def a_cells(self) -> Cells:
         """The same of A, no columns where it is in shared memory."""
         if isinstance(self.a, SmemDescriptor):
             return 0, 0, ()
@@ -345,21 +346,46 @@ def decode_mma(
     scale_d: int,
     block: int = 0,
     scales: tuple[int, int] | None = None,
+    disabled: tuple[int, ...] = (),
 ) -> Mma:
-    """A `tcgen05.mma` of no disabled lanes from its operands. A main loop issues the same few all the time.
+    """A `tcgen05.mma` from its operands. A main loop issues the same few all the time.
+
+    `disabled` are the words of the disable-output-lane vector.
 
     Raises:
         ValueError: a descriptor that is reserved or not modelled.
     """
     shape = decode_instruction(descriptor, kind, ctas, block)
     left = a if a_in_tmem else decode_umma(a)
-    return Mma(shape, d, left, decode_umma(b), accumulate, scale_d, scales)
+    off: NDArray[np.bool_] | None = None
+    if any(disabled):
+        words = np.array(disabled, np.uint32).view(np.uint8)
+        off = np.unpackbits(words, bitorder="little").reshape(ctas, TMEM_LANES).astype(np.bool_)
+    return Mma(shape, d, left, decode_umma(b), accumulate, scale_d, scales, off)
+
+
+class Footprint(NamedTuple):
+    """What a product reads and writes in each of its CTAs; K steps that are alike have equal ones.
+
+    Attributes:
+        ctas: Number of these.
+        atoms: First and last chunk number of the whole swizzle atoms that hold A and B.
+        d: Cells of D, as `Mma.d_cells`.
+        others: Cells of A and of scale factors in tensor memory, where there are any.
+    """
+
+    ctas: int
+    atoms: tuple[tuple[int, int], ...]
+    d: Cells
+    others: tuple[Cells, ...]
 
 
 @lru_cache(maxsize=1024)
-def smem_atoms(mma: Mma, ctas: int) -> list[slice]:
-    """Ranges of chunk numbers of the whole swizzle atoms that hold A and B."""
-    return [tile.atoms(*form) for tile, form in mma.smem_tiles(ctas)]
+def footprint(mma: Mma, ctas: int) -> Footprint:
+    """What a product reads and writes."""
+    atoms = [tile.atoms(*form) for tile, form in mma.smem_tiles(ctas)]
+    others = [cells for cells in (mma.a_cells(), *mma.scale_cells(ctas)) if cells[1]]
+    return Footprint(ctas, tuple([(a.start, a.stop) for a in atoms]), mma.d_cells(ctas), tuple(others))
 
 
 @lru_cache(maxsize=1024)
