@@ -84,6 +84,7 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
         offset = one(address, mask) & OFFSET
         if cta.grid.checks.shared is not None:
             cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)
+        cta.tensor_cells.settle()
         cta.tensor_cells.entries[:, :, first : first + n] = 0
         cta.smem[offset : offset + 4] = np.frombuffer(first.to_bytes(4, "little"), np.uint8)
         return None

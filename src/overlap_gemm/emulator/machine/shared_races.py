@@ -15,14 +15,24 @@ shared memory at CTA scope. Lanes of a warp are not told apart.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap_gemm.emulator.machine.lane_plan import parts
+from overlap_gemm.emulator.machine.cells import (
+    CLOCK,
+    CLOCK_MASK,
+    LINE_MASK,
+    PACK,
+    PARTY,
+    READS,
+    WRITE,
+    SharedCells,
+    Where,
+    entry_of,
+)
 from overlap_gemm.emulator.machine.order import STRONG
 from overlap_gemm.emulator.machine.races import distinct
 
@@ -31,15 +41,6 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.lane_plan import LanePlan
     from overlap_gemm.emulator.machine.order import Agent, Snapshot, Vector
     from overlap_gemm.emulator.machine.warp import Cta
-
-Where = slice | NDArray[np.int64]
-"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
-
-# An entry: party, clock (23 bits), PTX line (20 bits), whether the access was strong.
-_PARTY, _CLOCK, _CLOCK_MASK, _LINE_MASK = 44, 21, (1 << 23) - 1, (1 << 20) - 1
-_WRITE, _READS = 0, 2
-_CELL = np.dtype("V24")
-_PACK = struct.Struct("<3q")
 
 
 @dataclass(frozen=True)
@@ -85,99 +86,6 @@ class Unit:
         return True
 
 
-class Cells:
-    """Last write and two last reads of each cell.
-
-    Attributes:
-        raw: One opaque element a cell, which NumPy gathers, compares and fills fastest.
-        entries: The same, as `int64 [..., 3]`.
-        reads: Of these the last reads, by slot.
-    """
-
-    def __init__(self, *shape: int) -> None:
-        self.raw = np.zeros(shape, _CELL)
-        self.entries = self.raw.view(np.int64).reshape(*shape, 1 + _READS)
-        self.reads = tuple(self.entries[..., 1 + slot] for slot in range(_READS))
-
-
-class SharedCells(Cells):
-    """Those of a CTA's shared memory.
-
-    Attributes:
-        shift: Binary logarithm of a cell's bytes.
-        words: Last write and reads of single words, by byte offset.
-        low: Lowest offset of such a word.
-        high: End of the highest.
-        bounds: The first chunk of all regions, and the end of the last, at least.
-        regions: Stages: chunks that a copy wrote together and others read together, by the first: the end,
-            and the last write and reads. What `raw` says of them is out of date.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(-(-nbytes // 16))
-        self.shift = 4
-        self.words: dict[int, list[int]] = {}
-        self.low, self.high = nbytes, 0
-        self.regions: dict[int, list[int]] = {}
-        self.bounds = (nbytes, 0)
-
-    def keep_region(self, chunks: slice, mine: int) -> None:
-        """Chunks that one copy has written become a region."""
-        self.regions[chunks.start] = [chunks.stop, mine, 0, 0]
-        low, high = self.bounds
-        self.bounds = min(low, chunks.start), max(high, chunks.stop)
-
-    def exactly(self, chunks: Where) -> list[list[int]] | None:
-        """The regions that make up some chunks; None where there are no such."""
-        if not isinstance(chunks, slice):
-            return None
-        at, out = chunks.start, []
-        while at < chunks.stop:
-            region = self.regions.get(at)
-            if region is None or region[0] > chunks.stop:
-                return None
-            out.append(region)
-            at = region[0]
-        return out
-
-    def dissolve(self, first: int, end: int) -> None:
-        """Puts the regions that some chunks lie in, between two offsets, down as cells."""
-        if first >= 16 * self.bounds[1] or end <= 16 * self.bounds[0]:
-            return
-        for start, (stop, *found) in list(self.regions.items()):
-            if 16 * start < end and first < 16 * stop:
-                self.raw[self.of_chunks(slice(start, stop))] = _PACK.pack(*found)
-                del self.regions[start]
-
-    def of_lanes(self, offsets: NDArray[np.int64], low: int, high: int, size: int) -> NDArray[np.int64]:
-        """The cells of lanes that access `size` bytes each from `low` to `high`, refined if need be."""
-        if self.regions:
-            self.dissolve(low, high + size)
-        if size < 1 << self.shift:
-            self.refine(size.bit_length() - 1)
-        cells = offsets >> self.shift
-        if size == 1 << self.shift:
-            return cells
-        return parts(cells, size >> self.shift)
-
-    def refine(self, shift: int) -> None:
-        """Goes over to smaller cells."""
-        factor = 1 << self.shift - shift
-        old, self.shift = self.raw, shift
-        super().__init__(len(old) * factor)
-        used = np.flatnonzero(old.view(np.int64).reshape(-1, 1 + _READS).any(1))
-        self.raw.reshape(-1, factor)[used] = old[used, None]
-
-    def of_chunks(self, chunks: Where) -> Where:
-        """The cells of some chunks of 16 bytes."""
-        if self.shift == 4:
-            return chunks
-        factor = 1 << 4 - self.shift
-        if isinstance(chunks, slice):
-            return slice(chunks.start * factor, chunks.stop * factor)
-        return parts(chunks * factor, factor)
-
-
 class SharedRaces:
     """Told of every access to shared and tensor memory.
 
@@ -206,10 +114,10 @@ class SharedRaces:
     @staticmethod
     def _mine(agent: Agent, line: int, strong: bool, publishes: bool) -> int:
         if not publishes:
-            return _entry(agent.party, agent.vector[agent.id], line, strong)
+            return entry_of(agent.party, agent.vector[agent.id], line, strong)
         if not agent.strong_party:
             agent.strong_party = agent.warp.cta.cluster.enrol(Party(str(agent.warp), agent.id + STRONG))
-        return _entry(agent.strong_party, agent.strong, line, strong)
+        return entry_of(agent.strong_party, agent.strong, line, strong)
 
     def _access(
         self, agent: Agent, cta: Cta, where: Where, line: int, strong: bool, store: bool, publishes: bool
@@ -218,7 +126,7 @@ class SharedRaces:
         mine = self._mine(agent, line, strong, publishes)
         if store:
             self._check(agent, cta, cells.raw[where], "write", line, strong, where)
-            cells.raw[where] = _PACK.pack(mine, 0, 0)
+            cells.raw[where] = PACK.pack(mine, 0, 0)
         else:
             self._check(agent, cta, cells.raw[where], "read", line, strong, where)
             cells.reads[agent.warp.index & 1][where] = mine
@@ -250,13 +158,13 @@ class SharedRaces:
         self._check(agent, cta, cells.raw[at], "write" if store else "read", line, strong, at)
         touched = range(offset, offset + size, min(size, 4))
         for place in touched:
-            cells.words.setdefault(place, [0] * (1 + _READS))
+            cells.words.setdefault(place, [0] * (1 + READS))
         cells.low, cells.high = min(cells.low, offset), max(cells.high, offset + size)
         mine = self._mine(agent, line, strong, publishes)
         self._words(agent, cta, touched, line, strong, store)
         for place in touched:
             if store:
-                cells.words[place] = [mine] + [0] * _READS
+                cells.words[place] = [mine] + [0] * READS
             else:
                 cells.words[place][1 + (agent.warp.index & 1)] = mine
         agent.touched = True
@@ -270,7 +178,7 @@ class SharedRaces:
             for slot, entry in enumerate(found if store else found[:1]):
                 if entry:
                     verb = "write" if store else "read"
-                    self._judge(agent, cta, entry, verb, slot == _WRITE, line, strong, place, only_async)
+                    self._judge(agent, cta, entry, verb, slot == WRITE, line, strong, place, only_async)
 
     # -- asynchronous accesses -------------------------------------------------------------------
 
@@ -278,7 +186,7 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int, slot: int = 0
     ) -> None:
         """A unit is told by a warp to read chunks of 16 bytes; ordinary writes are the proxy check's."""
-        cells, mine = cta.cells, _entry(party, clock, line, False)
+        cells, mine = cta.cells, entry_of(party, clock, line, False)
         regions = cells.exactly(chunks)
         if regions is not None:
             for region in regions:
@@ -293,14 +201,14 @@ class SharedRaces:
 
     def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
         """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
-        cells, mine = cta.cells, _entry(party, clock, line, False)
+        cells, mine = cta.cells, entry_of(party, clock, line, False)
         regions = cells.exactly(chunks)
         if regions is not None:
             for region in regions:
                 for slot, entry in enumerate(region[1:]):
                     if entry and entry != mine and not self.knows(agent, entry):
                         at = 16 * chunks.start  # type: ignore[union-attr]
-                        self._judge(agent, cta, entry, "write", slot == _WRITE, line, False, at)
+                        self._judge(agent, cta, entry, "write", slot == WRITE, line, False, at)
                 region[1:] = [mine, 0, 0]
         else:
             where = self._as_cells(cells, chunks)
@@ -308,7 +216,7 @@ class SharedRaces:
             if isinstance(chunks, slice):
                 cells.keep_region(chunks, mine)
             else:
-                cells.raw[where] = _PACK.pack(mine, 0, 0)
+                cells.raw[where] = PACK.pack(mine, 0, 0)
         if cells.words:
             self._drop_words(agent, cta, chunks, line)
 
@@ -319,7 +227,7 @@ class SharedRaces:
         cells = cta.cells
         where = cells.of_lanes(offsets, int(offsets.min()), int(offsets.max()), size)
         self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
-        cells.raw[where] = _PACK.pack(_entry(unit.number, unit.issued, line, False), 0, 0)
+        cells.raw[where] = PACK.pack(entry_of(unit.number, unit.issued, line, False), 0, 0)
         hit = [a for a in cells.words if ((offsets <= a) & (a < offsets + size)).any()]
         self._words(agent, cta, hit, line, False, store=True)
         for place in hit:
@@ -353,16 +261,21 @@ class SharedRaces:
     ) -> None:
         """A warp (`unit` None) or a pipe accesses cells `[quarter of the lanes, half of these, column]`."""
         if unit is None:
-            mine = _entry(agent.party, agent.vector[agent.id], line, False)
+            mine = entry_of(agent.party, agent.vector[agent.id], line, False)
             agent.touched = True
         else:
-            mine = _entry(unit.number, unit.issued, line, False)
+            mine = entry_of(unit.number, unit.issued, line, False)
         all_cells = cta.tensor_cells
+        if store and unit is not None and all_cells.rewrites(cells, mine):
+            return
+        all_cells.settle()
         self._check(
             agent, cta, all_cells.raw[cells], "write" if store else "read", line, False, None, pipe=unit
         )
-        if store:
-            all_cells.raw[cells] = _PACK.pack(mine, 0, 0)
+        if store and unit is not None:
+            all_cells.write_late(cells, mine)
+        elif store:
+            all_cells.raw[cells] = PACK.pack(mine, 0, 0)
         else:
             all_cells.reads[0][cells] = mine
 
@@ -374,28 +287,28 @@ class SharedRaces:
     ) -> None:  # fmt: skip
         """Judges what some cells say: the last writes, and for a write the last reads."""
         data = cells.tobytes()
-        first = data[: _PACK.size]
-        uniform = data == first * (len(data) // _PACK.size)
-        found = _PACK.unpack(first) if uniform else (0, 0, 0)
-        for slot in range(1 + _READS if verb == "write" else 1):
-            column = None if uniform else np.frombuffer(data, np.int64)[slot :: 1 + _READS]
+        first = data[: PACK.size]
+        uniform = data == first * (len(data) // PACK.size)
+        found = PACK.unpack(first) if uniform else (0, 0, 0)
+        for slot in range(1 + READS if verb == "write" else 1):
+            column = None if uniform else np.frombuffer(data, np.int64)[slot :: 1 + READS]
             for entry in (found[slot],) if column is None else distinct(column):
                 if not entry or entry == mine or self.knows(agent, entry):
                     continue
-                if pipe is not None and entry >> _PARTY == pipe.number:
+                if pipe is not None and entry >> PARTY == pipe.number:
                     continue  # it carries out its operations in order
-                at = np.frombuffer(data, np.int64)[slot :: 1 + _READS].tolist().index(entry)
+                at = np.frombuffer(data, np.int64)[slot :: 1 + READS].tolist().index(entry)
                 if where is not None:
                     index = where.start + at if isinstance(where, slice) else int(where[at])
                     at = index << cta.cells.shift
                 self._judge(
-                    agent, cta, entry, verb, slot == _WRITE, line, strong, at, only_async, where is None
+                    agent, cta, entry, verb, slot == WRITE, line, strong, at, only_async, where is None
                 )
 
     @staticmethod
     def knows(agent: Agent, entry: int) -> bool:
         """Whether an access happened before this agent's next one."""
-        number, clock = entry >> _PARTY, entry >> _CLOCK & _CLOCK_MASK
+        number, clock = entry >> PARTY, entry >> CLOCK & CLOCK_MASK
         if number == agent.party or agent.nearby.get(number, 0) >= clock:
             return True
         owner = agent.warp.cta.cluster.parties[number].agent
@@ -407,10 +320,10 @@ class SharedRaces:
     ) -> None:  # fmt: skip
         if strong and entry & 1 or self.knows(agent, entry):
             return
-        party = agent.warp.cta.cluster.parties[entry >> _PARTY]
+        party = agent.warp.cta.cluster.parties[entry >> PARTY]
         if only_async and party.agent is not None:
             return
-        theirs = entry >> 1 & _LINE_MASK
+        theirs = entry >> 1 & LINE_MASK
         where = f"tensor memory of {cta}" if tensor else f"shared {at:#x} of {cta}"
         self.report.add(
             "shared-race",
@@ -421,10 +334,6 @@ class SharedRaces:
             key=(line, theirs, verb),
             other=theirs,
         )
-
-
-def _entry(party: int, clock: int, line: int, strong: bool) -> int:
-    return party << _PARTY | (clock & _CLOCK_MASK) << _CLOCK | (line & _LINE_MASK) << 1 | strong
 
 
 def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:

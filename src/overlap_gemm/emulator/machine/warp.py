@@ -16,8 +16,9 @@ import numpy as np
 from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.barrier import CountBarrier, MBarrier, Parked
+from overlap_gemm.emulator.machine.cells import SharedCells, TensorCells
 from overlap_gemm.emulator.machine.lane_order import KEPT, LaneStore
-from overlap_gemm.emulator.machine.shared_races import Cells, Party, SharedCells, Unit
+from overlap_gemm.emulator.machine.shared_races import Party, Unit
 from overlap_gemm.emulator.machine.special import special
 from overlap_gemm.emulator.machine.tmem_order import TmemOrder
 from overlap_gemm.emulator.machine.wgmmas import Product, WarpWgmmas
@@ -300,7 +301,7 @@ class Cta:
         self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
         self.cells = SharedCells(len(self.smem))
-        self._tensor_cells: Cells | None = None
+        self._tensor_cells: TensorCells | None = None
         self.visitors: dict[int, tuple[Agent, int, int]] = {}  # by agent, of other CTAs: when and where last
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
@@ -320,10 +321,10 @@ class Cta:
         return self._tmem
 
     @property
-    def tensor_cells(self) -> Cells:
+    def tensor_cells(self) -> TensorCells:
         """Accesses to tensor memory by quarter of its lanes, half of a quarter, and column."""
         if self._tensor_cells is None:
-            self._tensor_cells = Cells(4, 2, TMEM_COLUMNS)
+            self._tensor_cells = TensorCells(4, 2, TMEM_COLUMNS)
         return self._tensor_cells
 
     def rows(self, width: int, count: int) -> np.ndarray:
