@@ -45,6 +45,7 @@ class Op:
         head: Whether it may wait; then it begins an item.
         uses: Further registers that `run` reads from the register file itself.
         defs: Further registers that `run` writes to the register file itself.
+        joins: Whether neighbours of its kind, `peephole.STORE`, may be made one: then `run` is a `Store`.
     """
 
     run: Callable[..., Any]
@@ -53,6 +54,7 @@ class Op:
     head: bool = False
     uses: tuple[Reg, ...] = ()
     defs: tuple[Reg, ...] = ()
+    joins: bool = False
 
 
 class Unsupported(Exception):
@@ -291,7 +293,7 @@ class Emitter:
     def call(self, op: Op, ins: Instruction) -> None:
         """Emits the call of an `Op`, under the instruction's guard if it has one."""
         inputs = "".join(f", {self.i(x) if x is not None else None}" for x in op.inputs)
-        name = self.constant(op.run, "h")
+        name = self.constant(op.run, "s" if op.joins and self.guard is None else "h")
         if self.guard is None:
             result = self.new(f"{name}(g, g.mask{inputs})")
             if op.head:

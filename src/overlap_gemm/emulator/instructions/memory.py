@@ -11,6 +11,7 @@ import numpy as np
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported, width_of
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
 from overlap_gemm.emulator.machine.access import STRONG, Access, granules
+from overlap_gemm.emulator.machine.store_run import store_run
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, lane_list, one, resize, signed
@@ -165,6 +166,8 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     access = Access(ins, space, width, count, is_store=True)
     single = count == 1
     strong = any(p in STRONG for p in ins.parts)
+    if space == "shared" and (width, count) == (4, 4) and not strong:
+        return Op(Store(access), (address, source), (), joins=True)
 
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         where, at = access.resolve(group, mask, address)
@@ -173,6 +176,26 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
         access.store(group, mask, where, at, (values,) if single else values)
 
     return Op(run, (address, source), (), head=strong)
+
+
+class Store:
+    """An ordinary store of four registers to shared memory; several in a row may be made by `stores`."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+
+    def __call__(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
+        """Carries it out by itself."""
+        self.access.store(group, mask, "shared", address, values)
+
+
+def stores(
+    group: Group, several: tuple[Store, ...], addresses: tuple[Any, ...], values: tuple[tuple[Any, ...], ...]
+) -> None:
+    """Carries out stores that follow each other."""
+    if not store_run(group, [store.access for store in several], addresses, values):
+        for store, address, each in zip(several, addresses, values, strict=True):
+            store(group, group.mask, address, each)
 
 
 def _st_call_param(

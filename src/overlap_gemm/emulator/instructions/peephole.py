@@ -9,8 +9,10 @@ _PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
 _PAIR = re.compile(r"(v\d+) = pair64\((v\d+), (v\d+)\)")
 _HALF = re.compile(r"(v\d+) = (low|high)32\((v\d+)\)")
 _BF16 = re.compile(r"(v\d+) = bf16_(low|high)\((v\d+)\)")
+_STORE = re.compile(r"v\d+ = (s\d+)\(g, g\.mask, (\w+), (\(.*\))\)")
 _ASSIGN = re.compile(r"(v\d+) = (.*)")
-_EFFECT = re.compile(r"\bh\d+\(|\bg\.")  # handlers, and special registers: reading a clock is noted
+_ASSIGNS = re.compile(r"v\d+(, v\d+)*,? = .*")
+_EFFECT = re.compile(r"\b[hs]\d+\(|\bg\.")  # handlers, and special registers: reading a clock is noted
 _LOCAL = re.compile(r"\bv\d+\b")
 
 
@@ -42,7 +44,7 @@ def gather_runs(lines: list[str]) -> list[str]:
         names, words = (", ".join(column) for column in zip(*lows, *highs, strict=True))
         return f"{names}, = bf16_run(({words},), {len(lows)})"
 
-    return _sink(_sink(_sink(lines, _BF16, widen), _PACK, pack), _PAIR, pair)
+    return _stores(_sink(_sink(_sink(lines, _BF16, widen), _PACK, pack), _PAIR, pair))
 
 
 def needed(lines: list[str]) -> list[str]:
@@ -56,6 +58,30 @@ def needed(lines: list[str]) -> list[str]:
         used.update(_LOCAL.findall(match[2] if match else line))
         out.append(line)
     return out[::-1]
+
+
+def _stores(lines: list[str]) -> list[str]:
+    """Makes one call of stores between which nothing happens but arithmetic on locals."""
+    out: list[str] = []
+    waiting: list[tuple[str, re.Match[str]]] = []
+
+    def flush() -> None:
+        if len(waiting) > 1:
+            stores, addresses, values = (", ".join(m[n] for _, m in waiting) for n in (1, 2, 3))
+            out.append(f"stores(g, ({stores}), ({addresses}), ({values}))")
+        else:
+            out.extend(line for line, _ in waiting)
+        waiting.clear()
+
+    for line in lines:
+        if match := _STORE.fullmatch(line):
+            waiting.append((line, match))
+            continue
+        if waiting and (_EFFECT.search(line) or not _ASSIGNS.fullmatch(line)):
+            flush()
+        out.append(line)
+    flush()
+    return out
 
 
 def _sink(

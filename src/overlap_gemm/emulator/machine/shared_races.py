@@ -111,6 +111,24 @@ class SharedRaces:
             hit = [a for a in near if np.logical_or.reduce((first <= a) & (a < first + size))]
             self._words(agent, cta, hit, line, strong, store)
 
+    def stores(self, agent: Agent, cta: Cta, lines: list[int], plan: LanePlan, size: int) -> bool:
+        """Ordinary stores of a warp's lanes that follow each other; `plan` is that of all of them.
+
+        Returns:
+            False where there may be something to report: then nothing is remembered.
+        """
+        cells = cta.cells
+        if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
+            return False
+        where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
+        if not all(self.knows(agent, entry) for said in _said(cells.raw[where], "write") for entry in said):
+            return False
+        clock, count = agent.vector[agent.id], len(where) // len(lines)
+        mine = [PACK.pack(entry_of(agent.party, clock, line, False), 0, 0) * count for line in lines]
+        cells.raw[where] = np.frombuffer(b"".join(mine), cells.raw.dtype)
+        agent.touched = True
+        return True
+
     @staticmethod
     def _mine(agent: Agent, line: int, strong: bool, publishes: bool) -> int:
         if not publishes:
@@ -286,18 +304,13 @@ class SharedRaces:
         where: Where | None, only_async: bool = False, pipe: Unit | None = None, mine: int = 0,
     ) -> None:  # fmt: skip
         """Judges what some cells say: the last writes, and for a write the last reads."""
-        data = cells.tobytes()
-        first = data[: PACK.size]
-        uniform = data == first * (len(data) // PACK.size)
-        found = PACK.unpack(first) if uniform else (0, 0, 0)
-        for slot in range(1 + READS if verb == "write" else 1):
-            column = None if uniform else np.frombuffer(data, np.int64)[slot :: 1 + READS]
-            for entry in (found[slot],) if column is None else distinct(column):
-                if not entry or entry == mine or self.knows(agent, entry):
+        for slot, said in enumerate(_said(cells, verb)):
+            for entry in said:
+                if entry == mine or self.knows(agent, entry):
                     continue
                 if pipe is not None and entry >> PARTY == pipe.number:
                     continue  # it carries out its operations in order
-                at = np.frombuffer(data, np.int64)[slot :: 1 + READS].tolist().index(entry)
+                at = np.frombuffer(cells.tobytes(), np.int64)[slot :: 1 + READS].tolist().index(entry)
                 if where is not None:
                     index = where.start + at if isinstance(where, slice) else int(where[at])
                     at = index << cta.cells.shift
@@ -334,6 +347,17 @@ class SharedRaces:
             key=(line, theirs, verb),
             other=theirs,
         )
+
+
+def _said(cells: np.ndarray, verb: str) -> list[list[int]]:
+    """The different entries of some cells, by slot, of which an access of a kind must know."""
+    slots = 1 + READS if verb == "write" else 1
+    data = cells.tobytes()
+    first = data[: PACK.size]
+    if data == first * (len(data) // PACK.size):
+        return [[entry] if entry else [] for entry in PACK.unpack(first)[:slots]]
+    columns = np.frombuffer(data, np.int64).reshape(-1, 1 + READS)
+    return [distinct(columns[:, slot]) for slot in range(slots)]
 
 
 def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:

@@ -25,6 +25,7 @@ from overlap_gemm.emulator.instructions.emit import (
     namespace,
     width_of,
 )
+from overlap_gemm.emulator.instructions.memory import stores
 from overlap_gemm.emulator.machine.memory import CONST, FUNCTION, PARAM
 from overlap_gemm.emulator.machine.window import SMEM_BASE
 from overlap_gemm.emulator.numbers import bits, fmath
@@ -163,7 +164,7 @@ class Program:
         flow = Flow(f, [self._step(f, ins) for ins in f.instructions], start)
         for item, written in flow.hammocks().items():
             self._hammocks[item] = item + 1, tuple(sorted(base + slot for slot in written))
-        names = namespace() | fmath.FUNCTIONS | bits.FUNCTIONS
+        names = namespace() | fmath.FUNCTIONS | bits.FUNCTIONS | {"stores": stores}
         symbols = self.symbol_addresses()
         text = []
         for n, (steps, before, after) in enumerate(zip(flow.items, flow.live_in, flow.live_out, strict=True)):
