@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator.instructions.peephole import gather_runs, needed
-from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers import formats, lanes
 
 from .handwritten import run
 
@@ -149,3 +149,17 @@ def test_a_uniform_word_is_widened_too():
     packed(np.ones((32, 8), np.float32), out, body)
     np.testing.assert_array_equal(out[:, 7], np.full(32, 0xBF800000, np.uint32))
     np.testing.assert_array_equal(out[:, :7], np.full((32, 7), 0x3F800000, np.uint32))
+
+
+def test_pairs_of_what_one_instruction_wrote_are_made_where_they_lie():
+    loads = [f"v{n + 2} = v1[{n}]" for n in range(6)]
+    pair = "v{} = pair64(v{}, v{})".format
+    both = needed(gather_runs([*loads, pair(10, 6, 7), pair(11, 2, 3), "R[1] = v10", "R[2] = v11"]))
+    assert both == ["v10, v11, = pair64_rows(v1, (2, 0,))", "R[1] = v10", "R[2] = v11"]
+    for lo, hi in ((3, 4), (3, 2), (2, 5)):  # from an odd one, in the other order, of different pairs
+        assert "v10, = pair64_run(" in gather_runs([*loads, pair(10, lo, hi), "R[1] = v10"])[-2]
+    registers = np.random.default_rng(4).integers(0, 1 << 32, (6, 32), np.uint32)
+    expected = [lanes.pair64(registers[4], registers[5]), lanes.pair64(registers[0], registers[1])]
+    for given in (registers, list(registers)):
+        np.testing.assert_array_equal(lanes.pair64_rows(given, (2, 0)), expected)
+    assert lanes.pair64_rows([1, 2, 3, 4], (1,)) == [3 | 4 << 32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+_ITEM = re.compile(r"(v\d+) = (v\d+)\[(\d+)\]")
 _PACK = re.compile(r"(v\d+) = pack2\((\w+), (\w+), 'bf16x2', 'rn', False\)")
 _PAIR = re.compile(r"(v\d+) = pair64\((v\d+), (v\d+)\)")
 _HALF = re.compile(r"(v\d+) = (low|high)32\((v\d+)\)")
@@ -22,6 +23,7 @@ def gather_runs(lines: list[str]) -> list[str]:
     An epilogue has dozens of them in a row, each with more overhead than work.
     """
     halves = {m[1]: (m[2], m[3]) for m in map(_HALF.fullmatch, lines) if m}
+    items = {m[1]: (m[2], int(m[3])) for m in map(_ITEM.fullmatch, lines) if m}
 
     def pack(runs: list[tuple[str, ...]]) -> str:
         names, his, los = (", ".join(parts) for parts in zip(*runs, strict=True))
@@ -35,6 +37,13 @@ def gather_runs(lines: list[str]) -> list[str]:
 
     def pair(runs: list[tuple[str, ...]]) -> str:
         names, los, his = (", ".join(parts) for parts in zip(*runs, strict=True))
+        registers, first = items.get(runs[0][1], ("", 0))
+        numbers = [items.get(lo, ("", 0))[1] // 2 for _, lo, _ in runs]
+        if first % 2 == 0 and all(
+            (items.get(lo), items.get(hi)) == ((registers, 2 * n), (registers, 2 * n + 1))
+            for (_, lo, hi), n in zip(runs, numbers, strict=True)
+        ):
+            return f"{names}, = pair64_rows({registers}, ({', '.join(map(str, numbers))},))"
         return f"{names}, = pair64_run(({los},), ({his},))"
 
     def widen(runs: list[tuple[str, ...]]) -> str:

@@ -179,7 +179,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
         at = _own(group, one(address, mask))
         _access(group, ins, "ld", at, lanes, columns)
         try:
-            values = list(tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split))
+            values = tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split)
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         return values if several else values[0]

@@ -230,6 +230,17 @@ def pair64_run(los: tuple[Value, ...], his: tuple[Value, ...]) -> list[Value]:
     return list(halves.T.copy().view(np.uint64).reshape(-1, LANES))
 
 
+def pair64_rows(registers: Value, numbers: tuple[int, ...]) -> list[Value]:
+    """`pair64` of registers 2n and 2n + 1 of an instruction that has written many, for some n."""
+    if registers.__class__ is not ndarray:
+        return [pair64(registers[2 * n], registers[2 * n + 1]) for n in numbers]
+    out = np.empty((len(registers) // 2, LANES, 2), np.uint32)
+    out[..., 0] = registers[0 : 2 * len(out) : 2]
+    out[..., 1] = registers[1::2]
+    words = out.view(np.uint64).reshape(len(out), LANES)
+    return [words[n] for n in numbers]
+
+
 def low32(value: Value) -> Value:
     """The low half of a 64-bit value."""
     return value & FULL if value.__class__ is int else value.astype(np.uint32)
