@@ -22,7 +22,7 @@ from overlap_gemm.emulator.machine.warp import Group, Warp
 from overlap_gemm.emulator.machine.wgmmas import Accumulator, Product
 from overlap_gemm.emulator.numbers.lanes import FULL, LANES, as_array, one
 from overlap_gemm.emulator.ptx.ir import Function, Imm, Instruction, Reg, Vec
-from overlap_gemm.emulator.units import mma, smem_desc
+from overlap_gemm.emulator.units import mma
 from overlap_gemm.emulator.units.wgmma import WARP_ROWS, Wgmma
 
 POISON = 0x7FFFDEAD  # a NaN, in accumulator registers that are in flight
@@ -65,6 +65,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
     shape, in_registers = _static(ins), isinstance(a, Vec)
     registers = tuple(r for r in d.items if isinstance(r, Reg))
     slots = tuple(program.base + r.slot for r in registers)
+    decode = lru_cache(maxsize=256)(shape.decode)  # a main loop comes back to the same stages
 
     def run(group: Group, mask: int, a: Any, b: Any, scale_d: Any) -> Any:
         if not gathered(group, mask, FULL):
@@ -76,8 +77,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
         if product is None:
             accumulator = warp.wgmmas.flying.get(slots) or Accumulator(shape)
             try:
-                left = None if in_registers else smem_desc.decode_wgmma(one(a, 1))
-                product = Product(accumulator, shape, left, smem_desc.decode_wgmma(one(b, 1)))
+                product = Product(accumulator, shape, decode(None if in_registers else one(a, 1), one(b, 1)))
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
             product.reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
@@ -119,8 +119,8 @@ def _check_proxy(group: Group, product: Product, line: int) -> None:
     """What a product reads must have been fenced since ordinary stores wrote it."""
     cta = group.warp.cta
     checks = cta.grid.checks
-    if "proxy" in checks.enabled:
-        for tile, form in product.shape.smem_tiles(product.a, product.b):
+    if "proxy" in checks.enabled and cta.written_in(product.operands.spans):
+        for tile, form in product.shape.smem_tiles(product.operands.a, product.operands.b):
             if cta.written_in([tile.span(*form)]):
                 checks.smem_read(group, cta, tile.chunk_addresses(*form) >> 4, "wgmma", line)
 
@@ -132,17 +132,15 @@ def _note_reads(warp: Warp, product: Product, line: int) -> None:
         return
     if not product.warps:
         product.number = state.commits + 1
-        tiles = product.shape.smem_tiles(product.a, product.b)
-        product.reads = tuple([tile.atoms(*form) for tile, form in tiles])
-        product.told = tuple([edge for atoms in product.reads for edge in (atoms.start, atoms.stop)])
-    if product.told in state.told:
+    every = product.operands.atoms
+    if every in state.told:
         return
-    state.told.add(product.told)
-    for atoms in product.reads:
-        if (atoms.start, atoms.stop) not in state.told:
-            state.told.add((atoms.start, atoms.stop))
+    state.told.add(every)
+    for atoms in every:
+        if atoms not in state.told:
+            state.told.add(atoms)
             by = _unit(warp).number, product.number, warp.index // 4 & 1
-            shared.async_read(warp.agent, warp.cta, atoms, line, *by)
+            shared.async_read(warp.agent, warp.cta, slice(*atoms), line, *by)
 
 
 def _hand_over(
@@ -185,12 +183,14 @@ class _Products(Event):
         first, cta = self._products[0], self._group.warp.cta
         shape, accumulator = first.shape, first.accumulator
         try:
-            b = shape.operand_b(cta.smem, *[p.b for p in self._products])
-            if first.a is None:
+            b = shape.operand_b(cta.smem, *[p.operands.b for p in self._products])
+            if first.operands.a is None:
                 parts = [shape.operand_a_registers(p) for p in first.a_parts if p is not None]
                 a = np.concatenate(parts)
             else:
-                a = shape.operand_a(cta.smem, *[p.a for p in self._products if p.a is not None])
+                a = shape.operand_a(
+                    cta.smem, *[p.operands.a for p in self._products if p.operands.a is not None]
+                )
         except (ValueError, IndexError) as why:
             raise fail(self._group, self._ins, str(why)) from None
         if first.reads_d and accumulator.matrix is None:

@@ -71,18 +71,35 @@ class SharedCells(Cells):
         low, high = self.bounds
         self.bounds = min(low, chunks.start), max(high, chunks.stop)
 
-    def exactly(self, chunks: Where) -> list[list[int]] | None:
-        """The regions that make up some chunks; None where there are no such."""
+    def exactly(self, chunks: Where) -> list[tuple[int, list[int]]] | None:
+        """The regions that make up some chunks, each with its first; None where others are among them.
+
+        Regions are divided where the chunks begin and end.
+        """
         if not isinstance(chunks, slice):
             return None
         at, out = chunks.start, []
         while at < chunks.stop:
-            region = self.regions.get(at)
-            if region is None or region[0] > chunks.stop:
+            region = self.regions.get(at) or self._divided(at)
+            if region is None:
                 return None
-            out.append(region)
+            if region[0] > chunks.stop:
+                self._divide(region, chunks.stop)
+            out.append((at, region))
             at = region[0]
         return out
+
+    def _divided(self, at: int) -> list[int] | None:
+        """A new region: the rest, from some chunk on, of the one that it lies in."""
+        for start, region in self.regions.items():
+            if start < at < region[0]:
+                return self._divide(region, at)
+        return None
+
+    def _divide(self, region: list[int], at: int) -> list[int]:
+        self.regions[at] = rest = region.copy()
+        region[0] = at
+        return rest
 
     def dissolve(self, first: int, end: int) -> None:
         """Puts the regions that some chunks lie in, between two offsets, down as cells."""

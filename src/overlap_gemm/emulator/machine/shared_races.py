@@ -207,10 +207,9 @@ class SharedRaces:
         cells, mine = cta.cells, entry_of(party, clock, line, False)
         regions = cells.exactly(chunks)
         if regions is not None:
-            for region in regions:
+            for at, region in regions:
                 if region[1] and not self.knows(agent, region[1]):
-                    at = 16 * chunks.start  # type: ignore[union-attr]
-                    self._judge(agent, cta, region[1], "read", True, line, False, at, only_async=True)
+                    self._judge(agent, cta, region[1], "read", True, line, False, 16 * at, only_async=True)
                 region[2 + slot] = mine
             return
         where = self._as_cells(cells, chunks)
@@ -222,11 +221,10 @@ class SharedRaces:
         cells, mine = cta.cells, entry_of(party, clock, line, False)
         regions = cells.exactly(chunks)
         if regions is not None:
-            for region in regions:
+            for at, region in regions:
                 for slot, entry in enumerate(region[1:]):
                     if entry and entry != mine and not self.knows(agent, entry):
-                        at = 16 * chunks.start  # type: ignore[union-attr]
-                        self._judge(agent, cta, entry, "write", slot == WRITE, line, False, at)
+                        self._judge(agent, cta, entry, "write", slot == WRITE, line, False, 16 * at)
                 region[1:] = [mine, 0, 0]
         else:
             where = self._as_cells(cells, chunks)

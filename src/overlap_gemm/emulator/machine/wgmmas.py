@@ -16,8 +16,7 @@ from overlap_gemm.emulator.machine.barrier import Parked
 
 if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.shared_races import Unit
-    from overlap_gemm.emulator.units.smem_desc import SmemDescriptor
-    from overlap_gemm.emulator.units.wgmma import Wgmma
+    from overlap_gemm.emulator.units.wgmma import Operands, Wgmma
 
 
 @dataclass(eq=False)
@@ -42,26 +41,20 @@ class Product:
     Attributes:
         accumulator: Its D.
         shape: Its static part.
-        a: Where its A lies in shared memory; None in registers.
-        b: Where its B lies.
+        operands: Where its A and B lie in shared memory.
         reads_d: Whether it adds to D.
         warps: How many warps have issued it.
         number: Of its group among those of a warp, from 1; 0 unless races are looked for.
-        reads: Granules of shared memory that it reads, likewise.
-        told: Those as a key.
         a_parts: Each warp's registers of A, where it lies there.
         done: Whether it has been carried out.
     """
 
     accumulator: Accumulator
     shape: Wgmma
-    a: SmemDescriptor | None
-    b: SmemDescriptor
+    operands: Operands
     reads_d: bool = False
     warps: int = 0
     number: int = 0
-    reads: tuple[slice, ...] = ()
-    told: tuple[int, ...] = ()
     a_parts: list[np.ndarray | None] = field(default_factory=lambda: [None] * 4)
     done: bool = False
 
@@ -71,10 +64,7 @@ class Product:
             self.accumulator is first.accumulator
             and self.shape is first.shape
             and self.reads_d
-            and self.a is not None
-            and first.a is not None
-            and self.a.differs_in_start(first.a)
-            and self.b.differs_in_start(first.b)
+            and self.operands.continues(first.operands)
         )
 
 
@@ -100,7 +90,7 @@ class WarpWgmmas(Parked):
         self.sequence = 0
         self.fenced = False
         self.commits = 0
-        self.told: set[tuple[int, ...]] = set()
+        self.told: set[tuple[Any, ...]] = set()
         self.unit: Unit | None = None
         self.returned: dict[int, Any] = {}
         self.flying: dict[tuple[int, ...], Accumulator] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,32 @@ from numpy.typing import NDArray
 from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.arrays import F32, U32
 from overlap_gemm.emulator.units import mma
-from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, gather_steps
+from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_wgmma, gather_steps
 
 WARP_ROWS = 16
 _K_BYTES = 32
+
+
+class Operands(NamedTuple):
+    """What descriptors say of a wgmma's operands in shared memory.
+
+    Attributes:
+        a: where A lies, `None` in registers.
+        b: where B lies.
+        spans: ranges of chunk numbers, first and end, that hold each.
+        atoms: ranges of the whole swizzle atoms that hold each, the same for all K steps in them.
+    """
+
+    a: SmemDescriptor | None
+    b: SmemDescriptor
+    spans: list[tuple[int, int]]
+    atoms: tuple[tuple[int, int], ...]
+
+    def continues(self, first: Operands) -> bool:
+        """Whether they lie as others do, at other places."""
+        if self.a is None or first.a is None:
+            return False
+        return self.a.differs_in_start(first.a) and self.b.differs_in_start(first.b)
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,18 @@ class Wgmma:
         """D, or zero where it is `None`, plus `a @ b.T`; any number of rows."""
         total = mma.add(a @ b.T, d, self.d_type, self.saturate)
         return total.astype(np.float16).astype(np.float32) if self.d_type == "f16" else total
+
+    def decode(self, a: int | None, b: int) -> Operands:
+        """The operands of descriptors, `a` `None` for A in registers.
+
+        Raises:
+            ValueError: a field has a value that is not modelled.
+        """
+        left, right = None if a is None else decode_wgmma(a), decode_wgmma(b)
+        tiles = self.smem_tiles(left, right)
+        atoms = [tile.atoms(*form) for tile, form in tiles]
+        edges = tuple([(each.start, each.stop) for each in atoms])
+        return Operands(left, right, [tile.span(*form) for tile, form in tiles], edges)
 
     def smem_tiles(
         self, a: SmemDescriptor | None, b: SmemDescriptor
