@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator.errors import Deadlock
+from overlap_gemm.emulator.run.scheduler import Schedule
 from overlap_gemm.emulator.settings import Setting
 
 from .handwritten import aligned, run
@@ -177,3 +178,34 @@ def test_lanes_that_hand_over_values_must_meet(body):
 )
 def test_what_a_lane_stored_itself_or_volatile_needs_no_meeting(body):
     assert not handed(body)
+
+
+ALONE = """
+setp.ne.u32 %p0, %r0, {lane}; mov.b32 %r2, %r0; @%p0 bra M; nanosleep.u32 500; add.u32 %r2, %r2, 200;
+M: bar.warp.sync {members};
+mov.b32 %r4, 0;
+W: add.u32 %r2, %r2, %r0; add.u32 %r4, %r4, 1; setp.lt.u32 %p1, %r4, 100; @%p1 bra W;
+"""
+
+
+@pytest.mark.parametrize("lane", [0, 7, 31])
+@pytest.mark.parametrize("lanes", [False, True], ids=["in order", "in any order"])
+@pytest.mark.parametrize("members", ["-1", "%r5"])
+def test_lanes_that_have_met_go_on_together(lane, lanes, members):
+    """Unless their turns are drawn: then what follows a barrier is still explored apart."""
+    out = aligned(64, fill=7)
+    body = "mov.b32 %r5, -1;" + ALONE.format(lane=lane, members=members) + SAVE
+    report = run(HEAD + body, [out], schedule=Schedule(lanes=lanes), seed=3).report
+    assert not report.findings
+    np.testing.assert_array_equal(out[:32], LANE + 100 * LANE + 200 * (lane == LANE))
+    assert (report.instructions < 4 * 100 + 50) != lanes
+
+
+def test_lanes_that_meet_at_different_barriers_go_their_ways():
+    out = aligned(64, fill=7)
+    body = """
+    setp.lt.u32 %p0, %r0, 5; @%p0 bra A; bar.warp.sync -1; add.u32 %r2, %r0, 1000; bra E;
+    A: bar.warp.sync -1; add.u32 %r2, %r0, 2000; E:
+    """
+    assert not run(HEAD + body + SAVE, [out]).report.findings
+    np.testing.assert_array_equal(out[:32], LANE + np.where(LANE < 5, 2000, 1000))

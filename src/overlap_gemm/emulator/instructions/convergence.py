@@ -253,10 +253,16 @@ def _bar_warp(program: Any, f: Function, ins: Instruction) -> Op:
             group.park(f"bar.warp.sync of lanes {want & warp.live & ~here:#010x}")
             return BLOCK_RESULT
         warp.unsynced.clear()
+        met = [other for other in waiting if other is not group and other.place == group.place]
         for other in waiting:
             other.token = "passed"
             other.wake()
         waiting.clear()
+        if met and not warp.grid.scheduler.schedule.lanes:
+            for other in met:
+                group.absorb(other, warp.grid.program.live_in(group.pc))
+                warp.groups.remove(other)
+            return BLOCK_RESULT  # to come here again as all these lanes, and pass
         group.token = None
         return None
 

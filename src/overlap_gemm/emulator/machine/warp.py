@@ -99,6 +99,11 @@ class Group:
             if R[slot].__class__ is np.ndarray:
                 R[slot] = R[slot][lane].item()
 
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Where it is: its item, and the calls that led there."""
+        return self.pc, self.stack
+
     def grow(self) -> None:
         """Adds the registers of functions translated, for any warp, since this group's last turn."""
         initial = self.warp.grid.program.initial

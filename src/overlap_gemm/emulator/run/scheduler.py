@@ -210,7 +210,7 @@ class Scheduler:
         for group in list(groups):
             if group.token is not None:
                 continue
-            first = by_place.setdefault((group.pc, group.stack), group)
+            first = by_place.setdefault(group.place, group)
             if first is not group:
                 first.absorb(group, warp.grid.program.live_in(group.pc))
                 groups.remove(group)
