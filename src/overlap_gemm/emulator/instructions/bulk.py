@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import first_lane, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
+
+if TYPE_CHECKING:
+    from overlap_gemm.emulator.machine.memory import GlobalMemory
 
 Merge = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """What a reduction makes of the chunks that are there and those that come."""
@@ -96,33 +99,53 @@ def arrives(group: Group, line: int, write: Callable[[], None], told: MBarrier, 
         arrive()
 
 
+class Chunks(NamedTuple):
+    """Chunks of global memory.
+
+    Attributes:
+        addresses: Of each, a multiple of its size.
+        bounds: The lowest and the highest.
+        size: Bytes of each.
+    """
+
+    addresses: np.ndarray
+    bounds: tuple[int, int]
+    size: int
+
+    def copies(self, memory: GlobalMemory) -> list[Chunks]:
+        """Of chunks in multicast memory those behind them in every rank's; else the chunks."""
+        low, high = self.bounds
+        return [
+            self if at == low else Chunks(self.addresses + (at - low), (at, high + at - low), self.size)
+            for at in memory.multicast_targets(low)
+        ]
+
+
 def write_global(
-    group: Group, line: int, addresses: np.ndarray, chunk: int, data: np.ndarray, merge: Merge | None
+    group: Group, line: int, copies: list[Chunks], data: np.ndarray, merge: Merge | None
 ) -> None:
     """An async unit writes chunks of global memory, or merges into them; of multicast memory all copies."""
     machine = group.warp.grid.machine
-    low = int(addresses.min())
-    for target in machine.memory.multicast_targets(low):
-        put = partial(_put_global, machine, addresses + (target - low), chunk, data, merge)
-        allocation = machine.memory.find(target, chunk)
+    for chunks in copies:
+        put = partial(_put_global, machine, chunks, data, merge)
+        allocation = machine.memory.find(chunks.bounds[0], chunks.size)
         machine.report.stored(group.warp.grid.launch.rank, allocation.rank, data.nbytes)
         if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
             put()
 
 
-def _put_global(
-    machine: Any, addresses: np.ndarray, chunk: int, data: np.ndarray, merge: Merge | None
-) -> None:
+def _put_global(machine: Any, chunks: Chunks, data: np.ndarray, merge: Merge | None) -> None:
+    addresses, bounds, size = chunks
     if merge is not None:
-        data = merge(machine.memory.gather(addresses, chunk), data)
-    machine.memory.scatter(addresses, chunk, data)
+        data = merge(machine.memory.gather(addresses, size, bounds), data)
+    machine.memory.scatter(addresses, size, data, bounds)
     if machine.watch:
         notify(machine.watch, (addresses >> 4).tolist())
 
 
-def _run_of(start: int, nbytes: int) -> tuple[np.ndarray, int]:
-    """Addresses of a contiguous range in 16-byte chunks."""
-    return np.arange(start, start + nbytes, 16, dtype=np.int64), 16
+def _run_of(start: int, nbytes: int) -> Chunks:
+    """A contiguous range in 16-byte chunks."""
+    return Chunks(np.arange(start, start + nbytes, 16, dtype=np.int64), (start, start + nbytes - 16), 16)
 
 
 def _slice_of(address: int, nbytes: int) -> slice:
@@ -131,19 +154,20 @@ def _slice_of(address: int, nbytes: int) -> slice:
 
 
 def copy_out(
-    group: Group, ins: Instruction, lane: int, addresses: np.ndarray, where: Where, chunk: int,
-    merge: Merge | None,
-) -> None:  # fmt: skip
+    group: Group, ins: Instruction, lane: int, chunks: Chunks, where: Where, merge: Merge | None
+) -> None:
     """A copy from shared to global memory: a source read, and later a destination write."""
-    grid, cta = group.warp.grid, group.warp.cta
+    grid, cta, chunk = group.warp.grid, group.warp.cta, chunks.size
     end = chunk * (where.stop if isinstance(where, slice) else int(where.max()) + 1)
     if end > len(cta.smem):
         raise ValueError(f"the source ends at shared offset {end:#x}, beyond shared memory")
     machine = grid.machine
-    low = int(addresses.min())
-    if not machine.memory.is_multicast(low):
+    low, high = chunks.bounds
+    everywhere = machine.memory.is_multicast(low)
+    if not everywhere:
         machine.memory.find(low, chunk)
-        machine.memory.find(int(addresses.max()), chunk)
+        machine.memory.find(high, chunk)
+    copies = chunks.copies(machine.memory)
     held: list[np.ndarray] = []
     what = f"the bulk store of line {ins.line}"
     grid.checks.smem_read(group, cta, granules_of(where, chunk), what, ins.line)
@@ -155,17 +179,16 @@ def copy_out(
             agent, cta, granules_of(where, chunk), ins.line, reader, agent.issued, 1
         )
     if machine.races is not None:
-        for target in machine.memory.multicast_targets(low):
-            strength = WEAK if merge is None else SCOPES.index("sys")
-            everywhere = machine.memory.is_multicast(low)
-            machine.races.bulk_write(agent, ins.line, strength, addresses + (target - low), chunk, everywhere)
+        strength = WEAK if merge is None else SCOPES.index("sys")
+        for addresses, bounds, _ in copies:
+            machine.races.bulk_write(agent, ins.line, strength, addresses, chunk, bounds, everywhere)
 
     def read() -> None:
         held.append(smem_chunks(cta, chunk)[where].copy())
         group.warp.bulk_waiters.wake()
 
     def write() -> None:
-        write_global(group, ins.line, addresses, chunk, held.pop(), merge)
+        write_global(group, ins.line, copies, held.pop(), merge)
         group.warp.bulk_waiters.wake()
 
     first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
@@ -177,7 +200,7 @@ def copy_out(
 def bulk_reads(warp: Warp) -> Unit:
     """The bulk stores of a warp, as readers of shared memory."""
     hint = "no wait_group of that warp, passed on, retires the read"
-    return warp.cta.cluster.unit(warp.agent.units, "bulk", f"a bulk store of {warp}", hint)
+    return warp.cta.cluster.unit(warp.agent.units, "bulk", "a bulk store", warp, hint)
 
 
 def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrier, line: int) -> None:
@@ -236,8 +259,7 @@ def _bulk_out(ins: Instruction, merge: Merge | None) -> Op:
         for lane, (d, s, n) in threads(mask, (dst, src, size)):
             try:
                 _check_bulk(d, s, n)
-                addresses, chunk = _run_of(d, n)
-                copy_out(group, ins, lane, addresses, _slice_of(s, n), chunk, merge)
+                copy_out(group, ins, lane, _run_of(d, n), _slice_of(s, n), merge)
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 
@@ -285,9 +307,8 @@ def _copy_in(
         raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
     if from_global:
         memory.find(src, nbytes)
-        addresses, source_cta = _run_of(src, nbytes)[0], None
+        (addresses, bounds, _), source_cta = _run_of(src, nbytes), None
         if grid.machine.races is not None:
-            bounds = src, src + nbytes - chunk
             grid.machine.races.async_read(group.warp.agent, ins.line, lambda: addresses, chunk, bounds)
     else:
         source_cta = cluster.owner(src)

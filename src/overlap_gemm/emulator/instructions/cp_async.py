@@ -80,7 +80,7 @@ def _commit(warp: Warp) -> None:
 
 def _unit(warp: Warp) -> Unit:
     hint = "no cp.async.wait_group of that warp, passed on, covers it"
-    return warp.cta.cluster.unit(warp.agent.units, "cp.async", f"a cp.async of {warp}", hint)
+    return warp.cta.cluster.unit(warp.agent.units, "cp.async", "a cp.async", warp, hint)
 
 
 @instruction("cp.async.wait_group", "cp.async.wait_all")

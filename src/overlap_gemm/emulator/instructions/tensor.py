@@ -56,7 +56,7 @@ def _access(group: Group, ins: Instruction, kind: str, at: int, lanes: int, colu
 def _pipe(warp: Warp) -> Unit:
     """The tensor-core operations that a warp issues."""
     hint = "no tcgen05.commit behind it, waited for at its mbarrier, tells that it is done"
-    return warp.cta.cluster.unit(warp.agent.units, "tcgen05", f"a tensor-core operation of {warp}", hint)
+    return warp.cta.cluster.unit(warp.agent.units, "tcgen05", "a tensor-core operation", warp, hint)
 
 
 # -- allocation ----------------------------------------------------------------------------------

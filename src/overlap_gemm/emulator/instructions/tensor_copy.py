@@ -10,6 +10,7 @@ import numpy as np
 
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.instructions.bulk import (
+    Chunks,
     arrives,
     copies_in,
     copy_out,
@@ -140,7 +141,8 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
                 addresses, where = plan.clipped()
                 merge = reducer(name, tmap.type) if reduces else None
                 if len(addresses):
-                    copy_out(group, ins, lane, addresses, where, plan.chunk, merge)
+                    chunks = Chunks(addresses, plan.bounds, plan.chunk)
+                    copy_out(group, ins, lane, chunks, where, merge)
             except (ValueError, MemoryFault) as why:
                 raise fail(group, ins, str(why)) from None
 

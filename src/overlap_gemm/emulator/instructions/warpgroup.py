@@ -45,8 +45,8 @@ def _unit(warp: Warp) -> Unit:
     if unit is None:
         cta, group = warp.cta, warp.index // 4
         hint = "no wgmma.wait_group, passed on, retires the read"
-        what = f"a wgmma of warpgroup {group} of {cta}"
-        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), what, hint)
+        whole = f"warpgroup {group} of {cta}"
+        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), "a wgmma", whole, hint)
     return unit
 
 

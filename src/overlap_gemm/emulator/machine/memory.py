@@ -228,9 +228,11 @@ class GlobalMemory:
         found: NDArray[np.generic] = view[(origin - allocation.base) // chunk :][steps]
         return found
 
-    def scatter(self, addresses: NDArray[np.int64], chunk: int, values: NDArray[np.generic]) -> None:
-        """Writes aligned chunks."""
-        for allocation, where in self.spans(addresses, chunk):
+    def scatter(
+        self, addresses: NDArray[np.int64], chunk: int, values: NDArray[np.generic], bounds: tuple[int, int]
+    ) -> None:
+        """Writes aligned chunks; other arguments as for `gather`."""
+        for allocation, where in self.spans(addresses, chunk, bounds):
             view, index = self._indexed(allocation, addresses[where], chunk)
             view[index] = values[where]
 

@@ -167,11 +167,12 @@ class RaceDetector:
         strength: int,
         addresses: np.ndarray,
         chunk: int,
+        bounds: tuple[int, int],
         multicast: bool = False,
     ) -> None:
         """The destination write of the bulk store that an agent issued last, in chunks."""
         epoch = agent.id + BULK << 32 | agent.issued
-        for allocation, where in self.memory.spans(addresses, chunk):
+        for allocation, where in self.memory.spans(addresses, chunk, bounds):
             shadow = self._shadow_for_write(allocation)
             cells = self._cells(shadow, allocation, addresses[where], chunk)
             self._write(agent, epoch, line, strength, allocation, shadow, cells, multicast=multicast)
@@ -257,9 +258,9 @@ class RaceDetector:
 
     @staticmethod
     def _cells(shadow: Shadow, allocation: Allocation, addresses: np.ndarray, size: int) -> Places:
-        """The same of the chunks of an asynchronous copy."""
+        """The same of the chunks of an asynchronous copy, at multiples of their size."""
         offsets = (addresses - addresses.dtype.type(allocation.base)).view(np.int64)
-        low = int(np.bitwise_or.reduce(offsets)) | size
+        low = int(offsets[0]) | size
         if low & (shadow.granule - 1):
             shadow.refine(low & -low)
         cells = offsets >> shadow.shift

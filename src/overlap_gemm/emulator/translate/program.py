@@ -301,11 +301,11 @@ class Program:
         if hammock is not None and not scheduler.schedule.lanes:
             inside, written = hammock
             mask, R = group.mask, group.R
-            before = [R[slot] for slot in written]
+            before = [R[slot] for slot in written] if written else ()
             group.mask = mask & ~taken
             self.code[inside](group)
             scheduler.executed += self.cost[inside]
-            for slot, old in zip(written, before, strict=True):
+            for slot, old in zip(written, before, strict=True) if written else ():
                 R[slot] = group.warp.grid.joined(slot, group.mask, R[slot], old)
             group.mask = mask
             return target
