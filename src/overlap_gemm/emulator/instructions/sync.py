@@ -137,10 +137,11 @@ def _shared(address: Any, mask: int) -> int:
     return (address if address.__class__ is int else one(address, mask)) & WINDOW
 
 
-def _per_lane(mask: int, *values: Any) -> Any:
-    """Yields the operands lane by lane; uniform ones of a whole mask still count once per lane."""
-    for lane in lane_list(mask):
-        yield tuple(v if v.__class__ is int else int(v[lane]) for v in values)
+def _per_lane(mask: int, *values: Any) -> list[tuple[int, ...]]:
+    """The operands lane by lane; uniform ones of a whole mask still count once per lane."""
+    if np.ndarray not in map(type, values):
+        return [values] * mask.bit_count()
+    return [tuple([v if v.__class__ is int else int(v[lane]) for v in values]) for lane in lane_list(mask)]
 
 
 @instruction("mbarrier.init")
