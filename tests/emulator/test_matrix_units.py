@@ -213,6 +213,16 @@ def test_products_that_are_not_one():
     assert not tcgen05.continues(*halves)
 
 
+@pytest.mark.parametrize("ctas, m", [(1, 128), (2, 256)])
+def test_words_of_a_vector_disable_lanes(ctas, m):
+    words = np.random.default_rng(2).integers(0, 1 << 32, 4 * ctas).tolist()
+    operand = umma(1024, 16, 1024, UMMA_LAYOUT["128B"])
+    given = "f16", ctas, 0, operand, False, operand, instruction(m, 32, 0, 0), True, 0, 0, None
+    lanes = [words[n // 32] >> n % 32 & 1 for n in range(128 * ctas)]
+    np.testing.assert_array_equal(tcgen05.decode_mma(*given, tuple(words)).disabled_lanes.reshape(-1), lanes)
+    assert tcgen05.decode_mma(*given, (0,) * 4 * ctas).disabled_lanes is None
+
+
 def test_tcgen05_options():
     """Accumulator at lane 16, negation, scaled D, disabled lanes, f16 D, A in tensor memory."""
     rng = np.random.default_rng(0)
