@@ -1,6 +1,6 @@
-"""Weakens every flag and wait of the all-reduce and output all-gather kernels, one at a time.
+"""Removes or weakens every synchronisation of the all-reduce and output all-gather kernels, one at a time.
 
-As `test_mutations.py`, whose explanations these share.
+As `test_mutations.py`, whose explanations these share; all but the flags and waits are a core hour's work.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 
 from .op_runs import SMALL, world_of
-from .test_mutations import FLAGS_AND_WAITS, REASONS, TWO_CALLS
+from .test_mutations import FLAGS_AND_WAITS, REASONS, TWO_CALLS, WARPS, waits
 
 # One CTA per rank; three tiles a rank computes for each owner, or three of its own.
 WAYS = {
@@ -19,6 +19,12 @@ WAYS = {
     "two-shot": ("gemm_all_reduce", "two_shot", (128, 384, 64)),
     "gather": ("gemm_all_gather", None, (64, 768, 64)),
 }
+DEEP = {"one-shot": 1152, "two-shot": 1152, "gather": 576}
+"""K of which a rank has more k tiles than the 8 A/B stages."""
+
+KINDS = {"sm_90a": "pingpong", "sm_100a": "1cta"}
+"""Which of `test_mutations.KERNELS` these are."""
+
 PARTS = 4
 FIRST_LOOKS = {
     "two-shot": {
@@ -29,13 +35,13 @@ FIRST_LOOKS = {
 TRIED = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(2))]
 
 
-def checking(way, launches=2):
-    """A check for `mutate.run`: two ranks of Hopper, launches through the public op, results judged."""
-    op, algorithm, sizes = WAYS[way]
-    case = Case(op, *sizes, torch.bfloat16)
+def checking(way, arch="sm_90a", depth=None, launches=2):
+    """A check for `mutate.run`: two ranks, launches through the public op, results judged."""
+    op, algorithm, (rows, columns, few) = WAYS[way]
+    case = Case(op, rows, columns, depth or few, torch.bfloat16)
 
     def check(options):
-        with world_of("sm_90a", 2, SMALL["sm_90a"], algorithm=algorithm, num_sms=1, **options) as world:
+        with world_of(arch, 2, SMALL[arch], algorithm=algorithm, num_sms=1, **options) as world:
             for given, outs in run_launches(case, world, launches):
                 assert judge(case, given, outs, torch.bfloat16).holds
 
@@ -56,4 +62,21 @@ def test_every_weakened_flag_and_wait_shows(way, part):
     )
     print(*outcomes, sep="\n")
     assert outcomes
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_broken_synchronisation_shows(way, arch, part):
+    outcomes = mutate.run(
+        checking(way, arch, DEEP[way]),
+        mutate.settings(1, 2, WARPS[arch]),
+        reasons=REASONS | TWO_CALLS | FIRST_LOOKS.get(way, {}) | waits(KINDS[arch]),
+        part=(part, PARTS),
+    )
+    print(*outcomes, sep="\n")
+    assert len(outcomes) > 50 // PARTS
     assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
