@@ -16,7 +16,7 @@ from .test_mutations import FLAGS_AND_WAITS, REASONS, TWO_CALLS, WARPS, waits
 # One CTA per rank; three tiles a rank computes for each owner, or three of its own.
 WAYS = {
     "one-shot": ("gemm_all_reduce", "one_shot", (64, 384, 64)),
-    "two-shot": ("gemm_all_reduce", "two_shot", (128, 384, 64)),
+    "two-shot": ("gemm_all_reduce", "two_shot", (64, 768, 64)),
     "gather": ("gemm_all_gather", None, (64, 768, 64)),
 }
 DEEP = {"one-shot": 1152, "two-shot": 1152, "gather": 576}

@@ -147,7 +147,7 @@ class CopyPlan:
         order = self.executor.order
         with order.lock:
             order.follow(stream)
-            exchange = self.exchange._replace(call=order.next_call())
+            exchange = self.exchange.numbered(order.next_call())
             arrivals = self._arrivals(own, exchange, stream)
             try:
                 yield arrivals

@@ -125,7 +125,7 @@ class GatherPlan:
             self.workspace.raise_if_failed()
             with order.lock:
                 self.workspace.captured |= order.follow(stream)
-                exchange = self.given.exchange._replace(call=order.next_call())
+                exchange = self.given.exchange.numbered(order.next_call())
                 flat = None if kept is None else kept.view(-1)
                 given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
                 if not (self.copies or self.relay):

@@ -109,7 +109,7 @@ class Plan:
             workspace.raise_if_failed()
             with order.lock:
                 workspace.captured |= order.follow(stream)
-                exchange = self.exchange._replace(call=order.next_call())
+                exchange = self.exchange.numbered(order.next_call())
                 if self.relay is None:
                     self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
                     return

@@ -37,3 +37,7 @@ class Exchange(NamedTuple):
     record: Int64
     call_word: Int64
     call: Int32
+
+    def numbered(self, call: int) -> Exchange:
+        """The same for the launch of this number; in half the host time of `_replace`."""
+        return Exchange(*self[:-1], call)
