@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("pattern", ["reduce_scatter", "one_shot", "output_gather"])
 def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
-    """``"one_shot"`` stands for an all-reduce: the model settles which."""
+    """``"one_shot"`` stands for an all-reduce: the model settles which; and whether a scatter is one."""
     monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     monkeypatch.setattr(plans, "SMALLEST_FLAGS", 1)
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
@@ -30,8 +30,8 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
                 shape = ExchangeShape.even(rows, columns, 2, pattern)
                 monkeypatch.setattr(plans, "compiled_kernel", lambda *_: None)
                 for group in world.ranks:
-                    for tile in ((128, 64), (128, 128), (128, 256)):
-                        fields = {} if pattern == "one_shot" else {"mma": "1cta", "tile": tile}
+                    tiles = [{"mma": "1cta", "tile": (128, columns)} for columns in (64, 128, 256)]
+                    for fields in ({}, *(tiles if pattern != "one_shot" else ())):
                         with configured(**fields):
                             plan_for(group, CPU, torch.bfloat16, shape, "k", "k", False, depth)
         assert overlap_gemm.workspace_bytes() == sum(held)

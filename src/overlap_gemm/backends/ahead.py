@@ -13,7 +13,7 @@ from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
 from ..tuning.model import Facts
 from ..tuning.settings import settings
-from ..tuning.space import FEW_ROWS, OPS, constants, possible, settled
+from ..tuning.space import ALL_ROWS, FEW_ROWS, OPS, constants, possible, settled
 from . import gather
 from .base import Op
 from .plans import DTYPES, asked_for_puts, peers_for, sends_words, size_class
@@ -74,6 +74,8 @@ def _shapes(
             most = rows if pattern != "one_shot" else _one_shot_rows(rows, width, world, arch, dtype, num_sms)
             if most:
                 yield ExchangeShape.even(most, width, world, pattern)
+    if "gemm_reduce_scatter" in ops and "gemm_all_reduce" not in ops:  # few rows: `tuning.space.carried_out`
+        yield from _shapes(["gemm_all_reduce"], min(rows, ALL_ROWS), width, world, arch, dtype, num_sms)
 
 
 def _one_shot_rows(rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int) -> int:

@@ -23,7 +23,7 @@ from ..tuning.settings import settings
 from . import gather
 from .base import Op, Problem
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
-from .plans import DTYPES, plan_for
+from .plans import DTYPES, Plan, plan_for
 
 PATTERNS: dict[Op, Pattern] = {
     "gemm_reduce_scatter": "reduce_scatter",
@@ -38,18 +38,29 @@ class Sizes(NamedTuple):
 
     Attributes:
         shape: of the exchange, the same on all ranks.
+        first: the product's row that is this rank's result's first.
         out: (rows, columns) of this rank's result.
     """
 
     shape: ExchangeShape
+    first: int
     out: tuple[int, int]
+
+    def made_by(self, plan: Plan) -> tuple[int, slice]:
+        """(rows that a plan's kernel writes, or one at least; which of them are the result)."""
+        rows, _ = self.out
+        if self.shape.pattern == "reduce_scatter" and plan.shape.pattern != "reduce_scatter":
+            return self.shape.rows, slice(self.first, self.first + rows)
+        # A rank that owns no row of the result passes one row, which the kernel leaves alone.
+        return max(rows, 1), slice(0, rows)
 
 
 def sizes(op: Op, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
     """Those of a call; arguments as for `Backend`'s method of that name."""
     rows, columns = x.shape[0], shards.total if op == "gemm_all_gather" else weight.shape[0]
-    own = shards.size(group.rank) if op == "gemm_reduce_scatter" else rows
-    return Sizes(ExchangeShape(rows, columns, group.size, shards.chunk, PATTERNS[op]), (own, columns))
+    first, end = shards.range(group.rank) if op == "gemm_reduce_scatter" else (0, rows)
+    shape = ExchangeShape(rows, columns, group.size, shards.chunk, PATTERNS[op])
+    return Sizes(shape, first, (end - first, columns))
 
 
 class Fused:
@@ -105,7 +116,8 @@ class Fused:
         if problem.op == "all_gather_gemm":
             return gather.bind(x, weight, bias, shards, group, problem.keep)
         op, depth = problem.op, problem.k
-        (shape, (rows, columns)) = sizes(op, x, weight, shards, group)
+        found = sizes(op, x, weight, shards, group)
+        shape, _, (_, columns) = found
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth)
@@ -116,14 +128,16 @@ class Fused:
             return run
         majors = major(x, "m"), major(weight, "n")
         plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
+        written, own = found.made_by(plan)
+        whole = own == slice(0, written)
 
         def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
             if addresses % 16 or not plan.is_open:
                 return run(x, weight, bias)
-            out = x.new_empty(max(rows, 1), columns)
+            out = x.new_empty(written, columns)
             plan.launch(x, weight, out, bias)
-            return out if rows else out[:0]
+            return out if whole else out[own]
 
         return run if bias is not None and bias.stride(0) != 1 else run_as_planned
 
@@ -138,7 +152,8 @@ class Fused:
         depth: int | None = None,
     ) -> Tensor:
         """Carries out an op on any tensors; `depth` is K over all ranks, where they have agreed on it."""
-        shape, (rows, columns) = sizes(op, x, weight, shards, group)
+        found = sizes(op, x, weight, shards, group)
+        shape, _, (rows, columns) = found
         if shape.rows == 0 or columns == 0:
             return x.new_empty(rows, columns)
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
@@ -146,10 +161,10 @@ class Fused:
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
-        # A rank that owns no row of the result passes one row, which the kernel leaves alone.
-        out = x.new_empty(max(rows, 1), columns)
+        written, own = found.made_by(plan)
+        out = x.new_empty(written, columns)
         plan.launch(a, b, out, None if bias is None else aligned_bias(bias))
-        return out[:rows]
+        return out[own]
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group

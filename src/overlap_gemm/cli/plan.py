@@ -59,7 +59,8 @@ def plan(
     for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
         console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
     expected = f"{captured.fused.total * 1e6:.1f} us expected"
-    console.print(f"fused kernel: {captured.config.name}, {expected}\n  {_parts(captured.fused)}")
+    way = "" if captured.op == op else f" by way of {captured.op}"
+    console.print(f"fused kernel: {captured.config.name}{way}, {expected}\n  {_parts(captured.fused)}")
 
 
 def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:

@@ -20,7 +20,7 @@ from .model import (
     transfer_seconds,
 )
 from .settings import Settings, settings
-from .space import choose_config, seconds_of, settled
+from .space import carried_out, choose_config, seconds_of, settled
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -34,7 +34,8 @@ class Prediction:
         product: The product alone, by cuBLAS.
         link: The op's bytes alone, at the link's full rate.
         bound: max(product, link): what no way can beat.
-        config: The fused kernel that is meant.
+        op: The op of the fused kernel that is meant.
+        config: That kernel.
         fused: Where its time goes.
         machine: Whose constants these are.
     """
@@ -43,6 +44,7 @@ class Prediction:
     product: float
     link: float
     bound: float
+    op: str
     config: GemmConfig
     fused: FusedTime
     machine: Machine
@@ -76,9 +78,10 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
     ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
-    pattern = settled(facts, machine, arch, sms)
-    config = choose_config(facts, machine, arch, sms, pattern)
-    fused = seconds_of(config, facts, machine, sms, pattern)
+    kernel = carried_out(facts, machine, arch, sms)
+    pattern = settled(kernel, machine, arch, sms)
+    config = choose_config(kernel, machine, arch, sms, pattern)
+    fused = seconds_of(config, kernel, machine, sms, pattern)
     ways = {
         "fused": fused.total,
         "torch": product + torch,
@@ -92,4 +95,4 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         host["decomposed"] = facts.world * SHARD_HOST
     if not captured:
         ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
-    return Prediction(ways, product, link, max(product, link), config, fused, machine)
+    return Prediction(ways, product, link, max(product, link), kernel.op, config, fused, machine)

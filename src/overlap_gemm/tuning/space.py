@@ -29,6 +29,14 @@ FEW_ROWS = 256
 15 % faster to 8 % slower than the others (reduce-scatter of 4096 and 8192 columns on four H200). And only ops
 that exchange tiles: for all-gather GEMM torch's calls were faster there than any of ours."""
 
+ALL_ROWS = 64
+"""Most rows of which a reduce-scatter may be carried out as an all-reduce. Of 128 that may be faster, but by
+less than the model errs: on four H200 an all-reduce of 128 rows of 8192 columns took 28.8 us, where 25.3
+are expected, and torch's two calls for the reduce-scatter 27.1."""
+
+WORTH_ALL_ROWS = 0.9
+"""And it must be expected to take at most this part of the reduce-scatter's time."""
+
 ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
 """The patterns of an all-reduce."""
 
@@ -96,13 +104,37 @@ def default_config(
     return choose_config(facts, machine, arch, num_sms, shape.pattern, **operands)
 
 
-def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
-    """The shape with the pattern that it will have: an all-reduce is one-shot or two-shot.
+def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Facts:
+    """The op whose kernel carries out that of `facts`: itself, but for some reduce-scatters of few rows.
 
-    As `configured` asks, else what the model expects to be faster: one trip with (P - 1) times the bytes, or
-    two trips with 2 (P - 1) / P times. At H200's rates the turn is behind 128 rows of 8192 columns on
-    four ranks, before that on eight. (Measured on four with 256 rows and K = 28672: 93 us in
-    one shot, 93 to 98 in two.)
+    There each owner's rows, however few, are tiles of their own, so that a rank reads its weight once for
+    every owner. An all-reduce has all rows in one tile, and a rank keeps those that it owns of the same sums.
+    (16 rows, 8192 columns and K = 28672 on four H200: 74.2 us, and 35.9 by the all-reduce.) Not where
+    `configured` names kernels, an algorithm or a transport.
+    """
+    asked = settings()
+    named = asked.fields or asked.algorithm or asked.transport
+    if facts.op != "gemm_reduce_scatter" or facts.world == 1 or facts.m > ALL_ROWS or named:
+        return facts
+    whole = replace(facts, op="gemm_all_reduce", shard=0)
+    expected = [best_seconds(way, machine, arch, num_sms) for way in (whole, facts)]
+    return whole if expected[0] <= WORTH_ALL_ROWS * expected[1] else facts
+
+
+def best_seconds(facts: Facts, machine: Machine, arch: str, num_sms: int) -> float:
+    """Expected time of the op of `facts` by the kernel that it gets."""
+    pattern = settled(facts, machine, arch, num_sms)
+    config = choose_config(facts, machine, arch, num_sms, pattern)
+    return seconds_of(config, facts, machine, num_sms, pattern).total
+
+
+def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
+    """The shape with the pattern that it will have: a reduce-scatter may be an all-reduce (`carried_out`).
+
+    An all-reduce is one-shot or two-shot: as `configured` asks, else what the model expects to be faster: one
+    trip with (P - 1) times the bytes, or two trips with 2 (P - 1) / P times. At H200's rates the turn is
+    behind 128 rows of 8192 columns on four ranks, before that on eight. (Measured on four with 256 rows and
+    K = 28672: 93 us in one shot, 93 to 98 in two.)
 
     Args:
         arch: target.
@@ -111,9 +143,11 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
         num_sms: SMs that every rank may use.
         depth: K over all ranks, where they have agreed on it.
     """
-    if shape.pattern not in ALGORITHMS:
+    machine = constants(arch)
+    facts = carried_out(facts_of(shape, dtype, depth), machine, arch, num_sms)
+    if facts.op != "gemm_all_reduce":
         return shape
-    pattern = settled(facts_of(shape, dtype, depth), constants(arch), arch, num_sms)
+    pattern = settled(facts, machine, arch, num_sms)
     return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern)
 
 
