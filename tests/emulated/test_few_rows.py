@@ -68,6 +68,21 @@ def test_who_names_a_kernel_or_a_transport_gets_the_reduce_scatter(taken, named)
     assert set(taken) == {("reduce_scatter", "reduce_scatter")}
 
 
+def test_ranks_may_name_different_ways_for_the_shards_of_another_op(taken):
+    """``"copy_engine"`` is an all-gather GEMM's, and need not be the same on all ranks."""
+    x, weight, outs = torch.randn(6, 64).bfloat16(), torch.randn(64, 64).bfloat16(), []
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        for group, transport in zip(world.ranks, ("copy_engine", None), strict=True):
+            with configured(transport=transport):
+                how = {"group": group.name, "backend": "fused", "k": 128}
+                outs.append(overlap_gemm.gemm_reduce_scatter(x, weight, **how))
+        world.synchronize()
+    exact = 2 * (x.double() @ weight.double().t())
+    alike = 2 * (x @ weight.t()).double()
+    assert (torch.cat(outs).double() - exact).abs().max() <= 2 * (alike - exact).abs().max() + 1e-6
+    assert set(taken) <= AS_ALL_REDUCES and len({got for _, got in taken}) == 1
+
+
 def test_many_rows_get_the_reduce_scatter(taken):
     case = Case("gemm_reduce_scatter", space.ALL_ROWS + 1, 64, 128, torch.bfloat16)
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:

@@ -20,7 +20,7 @@ from ..kernels.geometry import ExchangeShape
 from ..testing.cases import Case
 from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
-from ..tuning.space import choose_config, constants, default_config, settle
+from ..tuning.space import ALGORITHMS, choose_config, constants, default_config, settle
 from .console import rank_zero_console
 
 if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
@@ -155,7 +155,7 @@ def run_emulated(
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
     seconds = time.perf_counter() - start
-    way = f" {pattern}" if case.op == "gemm_all_reduce" else ""
+    way = f" {pattern}" if pattern in ALGORITHMS else ""
     what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
     right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
     if recorder is not None and trace is not None:

@@ -113,7 +113,8 @@ def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     `configured` names kernels, an algorithm or a transport.
     """
     asked = settings()
-    named = asked.fields or asked.algorithm or asked.transport
+    # "copy_engine" is an all-gather GEMM's, and may be some ranks' alone.
+    named = asked.fields or asked.algorithm or asked.transport not in (None, "copy_engine")
     if facts.op != "gemm_reduce_scatter" or facts.world == 1 or facts.m > ALL_ROWS or named:
         return facts
     whole = replace(facts, op="gemm_all_reduce", shard=0)
