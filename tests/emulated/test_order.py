@@ -86,7 +86,7 @@ def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
     sms = (2, 3)
     differing = [
         (rows, columns)
-        for rows in (64, 128, 256, 384)
+        for rows in (128, 256, 384)  # of fewer it may be an all-reduce
         for columns in (64, 128, 256)
         if default_config("sm_100a", "bf16", ExchangeShape.even(rows, columns, 2), sms[0])
         != default_config("sm_100a", "bf16", ExchangeShape.even(rows, columns, 2), sms[1])
