@@ -1,6 +1,7 @@
 """Shards by copy engines and a gate in front of each: `backends.copies`, with copies instead of products."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from overlap_gemm.backends import copies
 from overlap_gemm.device.failure import Role
 from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.kernels import gate
+from overlap_gemm.kernels.geometry import END
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.sharding import Shards
@@ -141,3 +143,24 @@ def test_a_dead_rank_is_named():
         run("sm_90a", 3, [(gather, 130)], dead=1)
     failure = caught.value.failure
     assert failure.source == 1 and failure.role in (Role.LOAD_GATE, Role.CALL_READ)
+
+
+@pytest.mark.parametrize("fails", ["the block", "a gate"])
+def test_a_call_ends_whatever_fails(fails):
+    """Peers wait for its end."""
+    launched = []
+
+    def launch(source, exchange, stream):
+        launched.append(source)
+        if source >= 0 and fails == "a gate":
+            raise RuntimeError(fails)
+
+    with Emulator("sm_90a", 3) as emulator, VirtualWorld(3, emulator=emulator) as world:
+        group = world.ranks[0]
+        own = emulator.empty((2, 64), torch.bfloat16, group.rank).fill_(1)
+        plan = replace(copies.plan_for(group, own, Shards.even(6, 3)), gate=launch)
+        with pytest.raises(RuntimeError, match=fails), plan.call(own):
+            if fails == "the block":
+                raise RuntimeError(fails)
+        assert launched == ([1, 2, END] if fails == "the block" else [1, END])
+        world.synchronize()  # the copies

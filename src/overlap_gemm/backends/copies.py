@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -145,15 +145,13 @@ class CopyPlan:
     def _ending(self, own: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
         """In the block the shards arrive; behind it, those that have not yet, and the call's end."""
         order = self.executor.order
-        with order.lock:
+        with order.lock, ExitStack() as behind:
             order.follow(stream)
             exchange = self.exchange.numbered(order.next_call())
             arrivals = self._arrivals(own, exchange, stream)
-            try:
-                yield arrivals
-            finally:
-                deque(arrivals, maxlen=0)
-                self.gate(END, exchange, stream)
+            behind.callback(self.gate, END, exchange, stream)  # also where a gate fails
+            behind.callback(deque, arrivals, 0)
+            yield arrivals
 
     def _arrivals(self, own: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
         if len(own):
