@@ -20,7 +20,7 @@ from .model import (
     transfer_seconds,
 )
 from .settings import Settings, settings
-from .space import carried_out, choose_config, seconds_of, settled
+from .space import carried_out, expected
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -79,9 +79,7 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
     torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
     ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
     kernel = carried_out(facts, machine, arch, sms)
-    pattern = settled(kernel, machine, arch, sms)
-    config = choose_config(kernel, machine, arch, sms, pattern)
-    fused = seconds_of(config, kernel, machine, sms, pattern)
+    config, fused = expected(kernel, machine, arch, sms)
     ways = {
         "fused": fused.total,
         "torch": product + torch,

@@ -118,15 +118,25 @@ def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     if facts.op != "gemm_reduce_scatter" or facts.world == 1 or facts.m > ALL_ROWS or named:
         return facts
     whole = replace(facts, op="gemm_all_reduce", shard=0)
-    expected = [best_seconds(way, machine, arch, num_sms) for way in (whole, facts)]
-    return whole if expected[0] <= WORTH_ALL_ROWS * expected[1] else facts
+    by_all, by_owners = (expected(way, machine, arch, num_sms)[1].total for way in (whole, facts))
+    return whole if by_all <= WORTH_ALL_ROWS * by_owners else facts
 
 
-def best_seconds(facts: Facts, machine: Machine, arch: str, num_sms: int) -> float:
-    """Expected time of the op of `facts` by the kernel that it gets."""
-    pattern = settled(facts, machine, arch, num_sms)
+def expected(
+    facts: Facts, machine: Machine, arch: str, num_sms: int, pattern: Pattern | None = None
+) -> tuple[GemmConfig, FusedTime]:
+    """The kernel that the op of `facts` gets, and where its time goes.
+
+    Args:
+        facts: of the call; its op is taken for the kernel's, whatever `carried_out` says of it.
+        machine: whose constants.
+        arch: target.
+        num_sms: SMs that every rank may use.
+        pattern: how it exchanges tiles; the default is `settled`'s.
+    """
+    pattern = pattern or settled(facts, machine, arch, num_sms)
     config = choose_config(facts, machine, arch, num_sms, pattern)
-    return seconds_of(config, facts, machine, num_sms, pattern).total
+    return config, seconds_of(config, facts, machine, num_sms, pattern)
 
 
 def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
@@ -162,12 +172,7 @@ def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
     if settings().transport == "nvls" and facts.op == "gemm_all_reduce":
         return "two_shot"
     ways = [pattern for pattern, op in OPS.items() if op == facts.op]
-
-    def seconds(pattern: Pattern) -> float:
-        config = choose_config(facts, machine, arch, num_sms, pattern)
-        return seconds_of(config, facts, machine, num_sms, pattern).total
-
-    return min(ways, key=seconds)
+    return min(ways, key=lambda pattern: expected(facts, machine, arch, num_sms, pattern)[1].total)
 
 
 def facts_of(shape: ExchangeShape, dtype: str, depth: int | None) -> Facts:
