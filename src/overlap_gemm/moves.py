@@ -2,7 +2,7 @@
 
     all_gather_rows   <->  reduce_scatter_rows    what every rank does with the result is its own
     join_shards       <->  keep_shard             every rank does the same with the result
-    sum_over_ranks                                the same, so the gradient is handed through
+    sum_over_ranks    <->  for_each_rank          every rank does the same with a sum; its own with an addend
 
 A result that all ranks have is replicated: its gradient must be the same on every rank.
 """
@@ -168,10 +168,31 @@ def _bind_sum_over_ranks(x: Tensor, group: str) -> Run:
     return run
 
 
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
 sum_over_ranks = Registered(
     "sum_over_ranks(Tensor x, str group) -> Tensor",
     bind=_bind_sum_over_ranks,
     fake=lambda x, group: x.new_empty(x.shape),
-    save=lambda ctx, inputs, output: None,
-    backward=lambda ctx, needs, grad: (grad,),
+    save=_save_group,
+    backward=lambda ctx, needs, grad: (each(grad, ctx.group),),
+)
+
+
+# --- for_each_rank: x, the same on every rank -> x, with which every rank does something of its own ---
+
+
+def each(x: Tensor, group: str) -> Tensor:
+    """`for_each_rank` in a backward pass: x itself, unless somebody asks for a second derivative."""
+    return _ops.for_each_rank(x, group) if torch.is_grad_enabled() else x
+
+
+for_each_rank = Registered(
+    "for_each_rank(Tensor x, str group) -> Tensor",
+    bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
+    fake=lambda x, group: x.new_empty(x.shape),
+    save=_save_group,
+    backward=lambda ctx, needs, grad: (_ops.sum_over_ranks(grad, ctx.group),),
 )

@@ -9,7 +9,7 @@ ops are plain graph nodes to torch.compile. Gradients follow the duality of the 
 
 (`local_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce.) A replicated
 output's gradient must be the same on every rank, as it is when every rank computes the same loss; a
-replicated input gets its whole gradient on every rank.
+replicated input gets its whole gradient on every rank. So it is with gradients of gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from .backends.collectives import gemm
 from .backends.copies import pays_beside
 from .backends.copies import plan_for as copies_for
 from .backends.select import announce, choose, preferring
-from .moves import new, own_rows
+from .moves import each, new, own_rows
 from .registered import Registered, Run
 from .runtime import agree
 from .runtime.group import resolve
@@ -275,11 +275,14 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
         gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
-    return (
-        grad_x,
-        gathered.t() @ x if needs_weight and gathered is not None else None,
-        gathered.sum(0) if needs_bias and gathered is not None else None,
-    )
+    grad_bias = None
+    if (
+        needs_bias and torch.is_grad_enabled()
+    ):  # replicated, where rows that were gathered are each rank's own
+        grad_bias = _ops.sum_over_ranks(grad.sum(0), group)
+    elif needs_bias and gathered is not None:
+        grad_bias = gathered.sum(0)
+    return grad_x, gathered.t() @ x if needs_weight and gathered is not None else None, grad_bias
 
 
 gemm_reduce_scatter = Registered(
@@ -329,24 +332,36 @@ def _save_gemm_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
     ctx.save_for_backward(x, weight)
 
 
-def _backward_product(
-    ctx: Any, needs: Any, grad: Tensor, back: Callable[..., Tensor], *arguments: Any
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias; `back` is the op that makes that of x."""
+def _backward_gemm_all_reduce(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    how = (*arguments, ctx.group, *_for_backward(ctx.how))
     return (
-        back(grad, weight.t(), None, *how) if needs_x else None,
-        grad.t() @ x if needs_weight else None,
+        _ops.local_gemm(grad, weight.t(), None, ctx.group, *_for_backward(ctx.how)) if needs_x else None,
+        each(grad, ctx.group).t() @ x if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
+
+
+def _backward_local_gemm(
+    ctx: Any, needs: Any, grad: Tensor, columns: int | None = None
+) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs
+    how = (columns, ctx.group, *_for_backward(ctx.how))
+    return (
+        _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
+        grad.t() @ each(x, ctx.group) if needs_weight else None,
         grad.sum(0) if needs_bias else None,
     )
 
 
 def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ranks = resolve(ctx.group)
-    own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
-    return _backward_product(ctx, needs, own, _ops.gemm_all_reduce, ctx.columns)
+    if torch.is_grad_enabled():
+        own = _ops.keep_shard(grad, 1, ctx.group)
+    else:  # the same without a copy
+        own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
+    return _backward_local_gemm(ctx, needs, own, ctx.columns)
 
 
 gemm_all_reduce = Registered(
@@ -355,7 +370,7 @@ gemm_all_reduce = Registered(
     bind=_bind_gemm_all_reduce,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_gemm_all_reduce,
-    backward=lambda ctx, needs, grad: _backward_product(ctx, needs, grad, _ops.local_gemm),
+    backward=_backward_gemm_all_reduce,
 )
 
 local_gemm = Registered(
@@ -364,7 +379,7 @@ local_gemm = Registered(
     bind=lambda *_: gemm,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_local_gemm,
-    backward=lambda ctx, needs, grad: _backward_product(ctx, needs, grad, _ops.gemm_all_reduce, None),
+    backward=_backward_local_gemm,
 )
 
 gemm_all_gather = Registered(

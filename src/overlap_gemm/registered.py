@@ -48,7 +48,7 @@ class Registered:
         self.tensors = tensors
 
         def run(*arguments: Any) -> Any:
-            return self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors])
+            return _owned(self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors]))
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
@@ -113,11 +113,25 @@ class Bound(NamedTuple):
         return [next(left) if n is None else [next(left) for _ in range(n)] for n in self.counts]
 
 
+def _owned(result: Any) -> Any:
+    """`result`, a tensor or a list of some, none of which is a view for autograd.
+
+    Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
+    Autograd would refuse to let it be written to in place, and so on that rank alone.
+    """
+    if not isinstance(result, list):
+        return result.data if result._is_view() else result
+    for i, part in enumerate(result):
+        if part._is_view():
+            result[i] = part.data
+    return result
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
         tensors = bound.grouped(flat)
-        result = bound.run(*tensors)
+        result = _owned(bound.run(*tensors))
         bound.op.save(ctx, (*tensors, *bound.arguments), result)
         ctx.bound = bound
         return tuple(result) if bound.lists else result

@@ -1,10 +1,13 @@
 """gradcheck of the dualities, and the ways through backward that the matrix of test_ops does not take."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from overlap_gemm import moves
 from overlap_gemm.backends.base import OPS
 from overlap_gemm.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
@@ -23,11 +26,7 @@ class Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        whole = grad.new_zeros(ctx.shape)
-        start, stop = Shards.even(ctx.shape[ctx.dim], ctx.size).range(ctx.rank)
-        whole.narrow(ctx.dim, start, stop - start).copy_(grad)
-        dist.all_reduce(whole)
-        return whole, None, None, None
+        return Unshard.apply(grad, ctx.dim, ctx.shape[ctx.dim], ctx.rank, ctx.size), None, None, None
 
 
 class Unshard(torch.autograd.Function):
@@ -44,13 +43,11 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        dim, rank, size = ctx.args
-        start, stop = Shards.even(grad.shape[dim], size).range(rank)
-        return grad.narrow(dim, start, stop - start).contiguous(), None, None, None, None
+        return Shard.apply(grad, *ctx.args), None, None, None, None
 
 
-def gradcheck(rank, size, op, backend, m, n, k):
-    """Finite differences of the op as a function of whole operands; all ranks step through it together."""
+def of_whole_operands(rank, size, op, backend, m, n, k):
+    """The op as a function of whole operands, and some."""
     torch.manual_seed(0)
     layout = LAYOUTS[op]
 
@@ -64,7 +61,12 @@ def gradcheck(rank, size, op, backend, m, n, k):
         return out if layout.out is None else Unshard.apply(out, layout.out, (m, n)[layout.out], rank, size)
 
     given = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((m, k), (n, k), (n,))]
-    assert torch.autograd.gradcheck(whole_to_whole, given)
+    return whole_to_whole, given
+
+
+def gradcheck(rank, size, *case):
+    """Finite differences; all ranks step through them together."""
+    assert torch.autograd.gradcheck(*of_whole_operands(rank, size, *case))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -72,6 +74,63 @@ def gradcheck(rank, size, op, backend, m, n, k):
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck(ranks, op, backend, world):
     ranks(world).run(gradcheck, op, backend, 4, 3, 2)
+
+
+def gradgradcheck(rank, size, op, backend, needed):
+    function, given = of_whole_operands(rank, size, op, backend, 4, 3, 2)
+    for name, tensor in zip(("x", "weight", "bias"), given, strict=True):
+        tensor.requires_grad_(name in needed)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+@pytest.mark.parametrize("needed", [("x", "weight", "bias"), ("weight", "bias")], ids=["all", "parameters"])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_gradients(ranks, op, needed):
+    ranks(2).run(gradgradcheck, op, "sequential", needed)
+
+
+def gradgradcheck_of_moves(rank, size):
+    group = dist.group.WORLD.group_name
+
+    def whole_to_whole(x):
+        own = moves.keep_shard(x, 0, group).sin()
+        summed = moves.sum_over_ranks(own.square().sum(0, keepdim=True), group)
+        return moves.join_shards(own, 0, x.shape[0], group) + summed.exp()
+
+    def in_one_process(x):
+        return x.sin() + x.sin().square().sum(0, keepdim=True).exp()
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 2, **DOUBLE, requires_grad=True)
+    torch.testing.assert_close(whole_to_whole(x), in_one_process(x))
+    assert torch.autograd.gradgradcheck(whole_to_whole, [x])
+
+
+def test_gradients_of_gradients_through_moves(ranks):
+    ranks(2).run(gradgradcheck_of_moves)
+
+
+def written_in_place(rank, size, op, backend, watched):
+    """What programs do with the result of an nn.Linear, also where shards are uneven."""
+    layout = LAYOUTS[op]
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 6, **DOUBLE), torch.randn(7, 6, **DOUBLE)
+    own_x, own_weight = layout.part(x, layout.x, rank, size), layout.part(weight, layout.weight, rank, size)
+    own_x.requires_grad_()
+    through = torch.autocast("cpu", torch.bfloat16) if watched else nullcontext()
+    with through:  # torch's dispatcher, where somebody watches; autocast leaves float64
+        out = getattr(overlap_gemm, op)(own_x, own_weight, backend=backend)
+    out *= 3
+    torch.testing.assert_close(out, layout.part(3 * x @ weight.t(), layout.out, rank, size))
+    out.sum().backward()
+    torch.testing.assert_close(own_x.grad, layout.part(3 * weight.sum(0).expand(5, 6), layout.x, rank, size))
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
+@pytest.mark.parametrize("op", OPS)
+def test_results_may_be_written_in_place(ranks, op, backend, watched):
+    ranks(2).run(written_in_place, op, backend, watched)
 
 
 def several_weights(rank, size, backend, return_gathered, save_gathered):
