@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.emulator.errors import MemoryFault
+from overlap_gemm.emulator.errors import Deadlock, MemoryFault
 from overlap_gemm.emulator.run.scheduler import Schedule, Scheduler
 
 from .handwritten import aligned, launch, machine, module, run
@@ -132,3 +132,41 @@ def test_time_does_not_pass_while_somebody_only_peeked():
     expired, flag = aligned(32), aligned(32)
     run(PEEK_TWICE, [expired, flag], smem=".shared .align 8 .b64 bar;", block=(64, 1, 1))
     assert (expired[0], flag[0]) == (0, 1)
+
+
+EXPIRES = """
+mov.u64 %d10, %globaltimer;
+LOOK: ld.relaxed.gpu.global.b32 %r2, [%d1]; setp.ne.b32 %p4, %r2, 0; @%p4 bra END;
+mov.u64 %d11, %globaltimer; sub.s64 %d12, %d11, %d10;
+setp.lt.u64 %p5, %d12, {bound}; @%p5 bra LOOK;
+ld.global.b32 %r1, [%d0]; add.u32 %r1, %r1, 1; st.global.b32 [%d0], %r1;
+END:
+"""
+
+
+def test_many_waits_that_expire_are_no_deadlock():
+    """Each makes time jump; how often it may is told anew where something happened, an exit say."""
+    expired, flag = aligned(32), aligned(32)
+    m, ptx = machine([expired, flag]), module(EXPIRES.format(bound=1_000_000), 2)
+    for _ in range(100):
+        m.submit(launch(ptx, [expired, flag]))
+    m.run()
+    assert expired[0] == 100
+
+
+def test_a_deadlock_leaves_the_next_run_its_time():
+    expired, flag = aligned(32), aligned(32)
+    m = machine([expired, flag])
+    for bound, ends in ((1 << 62, False), (1_000_000, True)):
+        m.submit(launch(module(EXPIRES.format(bound=bound), 2), [expired, flag]))
+        if ends:
+            m.run()
+        else:
+            with pytest.raises(Deadlock, match="a change at"):
+                m.run()
+    assert expired[0] == 1 and m.scheduler.clock < 1 << 63
+
+
+def test_an_order_of_turns_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="order='shuffled' must be one of round_robin, random"):
+        Schedule("shuffled")

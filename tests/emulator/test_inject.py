@@ -138,6 +138,29 @@ def test_reductions_and_atomics_of_a_peer_are_flags_and_bulk_reductions_copies()
         assert (data[0], flag[0]) == expected, words
 
 
+STORES = """
+cvt.u32.u64 %r1, %d1; setp.ne.b32 %p1, %r1, 0; @%p1 trap;
+st.global.b32 [%d0], 7;
+mov.b32 %r2, 0; S: add.s32 %r2, %r2, 1; setp.lt.s32 %p2, %r2, 200; @%p2 bra S;
+"""
+
+
+@pytest.mark.parametrize("words", ["delay:store:count=1,instructions=400", "stall:rank=0,begin=0,end=400"])
+def test_what_a_broken_off_run_left_is_not_the_next_ones(words):
+    out, other = aligned(1), aligned(1)
+    m = Machine("sm_100a", ranks=2)
+    for array in (out, other):
+        m.memory.register(array.ctypes.data, array.nbytes, 1)
+    m.faults.by_words(words)
+    for rank in (0, 1):
+        m.submit(dataclasses.replace(launch(module(STORES, 2), [out, rank]), rank=rank))
+    with pytest.raises(KernelTrap, match="rank 1"):
+        m.run()
+    m.submit(dataclasses.replace(launch(module(STORES, 2), [other, 0]), rank=1))
+    m.run()
+    assert m.scheduler.executed > 400 and (out[0], other[0]) == (0, 7)
+
+
 LOADED = """
 mov.b32 %r10, bar; mov.b32 %r11, buf; mbarrier.init.shared.b64 [%r10], 1;
 fence.mbarrier_init.release.cluster; fence.proxy.async;

@@ -154,6 +154,11 @@ class Faults:
             return fault.action != "duplicate"
         return False
 
+    def let_go(self) -> None:
+        """A run is over: what it left behind, late or stalled, is not the next one's."""
+        self._late.clear()
+        self._held.clear()
+
     def is_dead(self, rank: int) -> bool:
         """Whether a rank has been killed."""
         after = self._killed.get(rank)

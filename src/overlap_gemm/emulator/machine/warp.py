@@ -377,7 +377,7 @@ class Cta:
     def warp_exited(self, warp: Warp) -> None:
         """Counts a warp out; the last one ends the CTA."""
         self.live_warps -= 1
-        self.grid.scheduler.progress += 1
+        self.grid.scheduler.moved()
         if not self.live_warps:
             self.grid.cta_exited(self)
             return

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from overlap_gemm.emulator.machine.warp import Group, Warp
     from overlap_gemm.emulator.trace import Trace
 
+ORDERS = ("round_robin", "random")
 QUANTUM = 64  # items a warp runs before the next one
+PATIENCE = 10_000  # looks that loops that count them are granted while nothing happens, before a deadlock
+JUMPS = 64  # of the clock while nothing happens, before a deadlock
+LONGEST_JUMP = 1000 << 32  # ns; many of them, and the clock still has 64 bits
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Schedule:
     lanes: bool = False
     starved: Callable[[int, tuple[int, int, int], int], bool] | None = None
     grids: str = "submission"
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order={self.order!r} must be one of {', '.join(ORDERS)}")
 
 
 class Scheduler:
@@ -63,23 +71,27 @@ class Scheduler:
         self.live: dict[int, Warp] = {}
         self.pollers: dict[int, Group] = {}
         self.sleepers: list[tuple[int, int, Group]] = []
-        self._last_soft_wake = -1
-        self._peeking = False
-        self._warped = 0
-        self._patience = 10_000
+        self._begin_afresh()
         self.tick: Callable[[], None] | None = None
         self.trace: Trace | None = None
+
+    def _begin_afresh(self) -> None:
+        self._last_soft_wake = -1
+        self._peeking = False
+        self._jumps = 0
+        self._patience = PATIENCE
 
     def ready(self, warp: Warp) -> None:
         """Queues a warp that has something to run."""
         self.progress += 1
+        self._line_up(warp)
+
+    def _line_up(self, warp: Warp) -> None:
         if not warp.queued:
             warp.queued = True
             starved = self.schedule.starved
-            if starved is not None and starved(warp.grid.launch.rank, warp.cta.ctaid, warp.index):
-                self.hungry.append(warp)
-            else:
-                self.queue.append(warp)
+            late = starved is not None and starved(warp.grid.launch.rank, warp.cta.ctaid, warp.index)
+            (self.hungry if late else self.queue).append(warp)
 
     def read_clock(self, warp: Warp) -> int:
         """Virtual time; whoever reads it in a polling loop is woken by its passing."""
@@ -184,11 +196,8 @@ class Scheduler:
                 located.show(program.module.text)
                 raise located from error
             self.executed += count
-        if not warp.queued and any(not g.why for g in warp.groups):
-            warp.queued = True
-            starved = self.schedule.starved
-            late = starved is not None and starved(warp.grid.launch.rank, warp.cta.ctaid, warp.index)
-            (self.hungry if late else self.queue).append(warp)
+        if any(not g.why for g in warp.groups):
+            self._line_up(warp)
 
     def _pick(self, warp: Warp) -> Group | None:
         groups = warp.groups
@@ -251,7 +260,7 @@ class Scheduler:
             group.wake()
             return True
         watching = [g for g in self.pollers.values() if g.clock]
-        if watching and self._warped < 64:
+        if watching and self._jumps < JUMPS:
             self._peeking = not self._peeking
             if self._peeking:
                 # A later time can end a wait for good. Before that everybody who polls looks once more: it
@@ -261,8 +270,8 @@ class Scheduler:
                 return True
             # Nothing else can happen before these see a later time: jump further each time, so that a bounded
             # wait ends after a few looks whatever its bound.
-            self._warped += 1
-            self.clock += 1000 << self._warped
+            self._jumps += 1
+            self.clock += min(1000 << self._jumps, LONGEST_JUMP)
             self._release(watching)
             return True
         return False
@@ -277,7 +286,7 @@ class Scheduler:
     def moved(self) -> None:
         """Something really happened: time may be slow again."""
         self.progress += 1
-        self._warped = 0
+        self._jumps = 0
 
     def describe(self, what: str) -> str:
         """Where every warp stands, below a headline."""
@@ -313,6 +322,8 @@ class Scheduler:
         return lines
 
     def reset(self) -> None:
-        """Forgets all warps."""
+        """Forgets all warps, and how long those of this run have waited."""
         for waiting in (self.queue, self.hungry, self.live, self.pollers, self.sleepers):
             waiting.clear()  # type: ignore[attr-defined]
+        self.faults.let_go()
+        self._begin_afresh()
