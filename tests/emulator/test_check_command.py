@@ -1,6 +1,7 @@
 """`check`, `--schedule` and the pytest plugin: kernels of other people, in every mode, with one verdict."""
 
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -51,7 +52,7 @@ def script(tmp_path_factory):
 
 def test_a_missing_barrier_is_found_in_every_mode_with_its_source_line(script, tmp_path):
     outcomes = tmp_path / "outcomes.json"
-    words = ["check", "--seeds", "1", "--json", outcomes, script, "races"]
+    words = ["check", "--seeds", "1", "--roles", "0-3=turns round", "--json", outcomes, script, "races"]
     command = [sys.executable, "-m", "overlap_gemm.emulator", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stderr
@@ -62,9 +63,18 @@ def test_a_missing_barrier_is_found_in_every_mode_with_its_source_line(script, t
     assert f"(reverse.py:{line})" in done.stdout and "shared-race" in done.stdout
     assert f"reverse.py:{line}: dst[tid] = held[127 - tid]  # the read\n" in done.stdout
     assert f"{len(found)} of {len(found)} runs are not clean" in done.stdout
-    repeat = next(text for text in done.stdout.splitlines() if "repeat: " in text).split()
+    repeat = shlex.split(next(text for text in done.stdout.splitlines() if "repeat: " in text))
     again = run(*repeat[repeat.index("overlap_gemm.emulator") + 1 :])
     assert again.returncode == 1 and "shared-race" in again.stderr
+    assert found[0]["messages"][0].splitlines()[0] in again.stderr and "(turns round)" in again.stderr
+
+
+def test_a_run_that_does_not_end_is_broken_off_and_so_is_its_repetition(script):
+    done = run("check", "--seeds", 0, "--limit", 20, script, "meets")
+    assert done.returncode == 1 and "more than the limit" in done.stdout
+    repeat = shlex.split(next(text for text in done.stdout.splitlines() if "repeat: " in text))
+    again = run(*repeat[repeat.index("overlap_gemm.emulator") + 1 :])
+    assert again.returncode == 1 and "more than the limit" in again.stderr
 
 
 def test_a_right_kernel_is_clean(script):

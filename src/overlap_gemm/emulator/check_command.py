@@ -113,7 +113,9 @@ def main(
             words = ["python", "-m", "overlap_gemm.emulator", "--arch", arch, "--ranks", str(ranks)]
             words += ["--mode", setting.mode, "--seed", str(setting.seed), "--schedule", setting.schedule]
             words += ["--num-sms", str(num_sms)] if num_sms else []
+            words += ["--limit", str(limit)]
             words += ["--strict"] if strict else []
+            words += ["--roles", roles] if roles else []
             words += [word for kind in ignore or () for word in ("--ignore", kind)]
             outcome.command = shlex.join([*words, script, *(arguments or [])])
             outcomes.append(outcome)
