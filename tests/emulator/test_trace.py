@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from overlap_gemm.emulator.errors import Deadlock
 from overlap_gemm.emulator.host.emulator import Emulator
 from overlap_gemm.emulator.trace import Trace
 
+from .handwritten import aligned, run
 from .kernels import build
 from .kernels.gemm_sm100 import LOAD_WARP, MMA_WARP, GemmSm100
 
@@ -106,3 +108,19 @@ def test_waiting_is_named_and_closed_when_the_warp_goes_on():
         ("active", 20, 30, "", 10),
     ]
     assert trace.name(0) == "warp 0 (only)"
+
+
+def test_a_run_that_breaks_off_shows_who_waited_for_what():
+    """Warp 1 ends, warp 0 waits for a flag that nobody sets."""
+    trace, out = Trace(), aligned(1)
+    body = """
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, 32; @%p0 bra END;
+    WAIT: ld.acquire.gpu.global.b32 %r1, [%d0]; setp.eq.b32 %p1, %r1, 0; @%p1 bra WAIT;
+    END:
+    """
+    with pytest.raises(Deadlock):
+        run(body, [out], block=(64, 1, 1), trace=trace)
+    last = {s.row: s for s in trace.spans}
+    assert (last[1].kind, last[0].kind) == ("active", "wait")
+    assert f"a change at global {out.ctypes.data:#x}" in last[0].what
+    assert last[0].end == max(s.end for s in trace.spans)

@@ -108,6 +108,13 @@ class Trace:
         row = "store" if event.kind in ("read", "write") else event.kind
         self.spans.append(Span(place, row, begin, self._now, row, event.what))
 
+    def finish(self) -> None:
+        """A run is over: who has not ended, as where it broke off, is shown as far as it came."""
+        for key, state in self._warps.items():
+            self._close(key, state, self._now)
+        self._warps.clear()
+        self._issued.clear()
+
     def _close(self, key: tuple[Place, int], state: _Open, end: int) -> None:
         kind = "wait" if state.waiting else "active"
         self.spans.append(Span(*key, state.begin, end, kind, state.what, state.instructions))

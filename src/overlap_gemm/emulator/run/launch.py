@@ -220,6 +220,8 @@ class Machine:
                 sms.clear()
             self.scheduler.reset()
             self.engine.reset()
+            if self.scheduler.trace is not None:
+                self.scheduler.trace.finish()
             self.watch.clear()
             self.checks.clear()
             self.held.clear()
