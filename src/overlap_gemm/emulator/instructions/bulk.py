@@ -14,7 +14,7 @@ import numpy as np
 
 from overlap_gemm.emulator.errors import MemoryFault
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
-from overlap_gemm.emulator.instructions.memory import combine
+from overlap_gemm.emulator.instructions.memory import combine, operation_of, shape_of
 from overlap_gemm.emulator.instructions.registry import instruction
 from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.access import notify
@@ -237,10 +237,7 @@ def _bulk(program: Any, f: Function, ins: Instruction) -> Op:
     if any("mask" in p for p in parts):
         raise Unsupported(ins.opcode)
     spaces = [p for p in parts if p.startswith(("shared", "global"))]
-    reduces = parts[1] == "reduce"
-    name = next((p for p in parts if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), "")
-    kind = parts[-1] if parts[-1] in TYPE_BYTES else "u32"
-    merge = reducer(name, kind) if reduces else None
+    merge = reducer(operation_of(ins), shape_of(ins)[0]) if parts[1] == "reduce" else None
     if spaces[0] == "global":
         return _bulk_out(ins, merge)
     return _bulk_in(ins, merge, spaces[1] == "global")

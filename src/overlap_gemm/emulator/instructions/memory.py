@@ -1,4 +1,4 @@
-"""ld, st, atom, red, multimem and prefetches (PTX ISA 9.7.9.8 to 9.7.9.27, 9.7.13.5, 9.7.13.6)."""
+"""ld, st, atom, red and prefetches (PTX ISA 9.7.9.8 to 9.7.9.27, 9.7.13.5, 9.7.13.6)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported, width_of
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
-from overlap_gemm.emulator.machine.access import STRONG, Access, granules
+from overlap_gemm.emulator.machine.access import Access, granules
 from overlap_gemm.emulator.machine.store_run import store_run
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.numbers import formats
@@ -57,7 +57,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     sign, bits = kind[0] == "s", 8 * width
     regs = [r if r is not None and kind != "b128" and width_of(r) != bits else None for r in outputs]
     convert = any(r is not None for r in regs)
-    polling = any(p in STRONG for p in ins.parts)
+    polling = access.strong
 
     def run(group: Group, mask: int, address: Any) -> Any:
         where, at = access.resolve(group, mask, address)
@@ -165,17 +165,16 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
         count, width = 2, 8
     access = Access(ins, space, width, count, is_store=True)
     single = count == 1
-    strong = any(p in STRONG for p in ins.parts)
-    if space == "shared" and (width, count) == (4, 4) and not strong:
+    if space == "shared" and (width, count) == (4, 4) and not access.strong:
         return Op(Store(access), (address, source), (), joins=True)
 
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         where, at = access.resolve(group, mask, address)
-        if strong:
+        if access.strong:
             group.warp.grid.checks.strong_store(group, ins, mask, where, at)
         access.store(group, mask, where, at, (values,) if single else values)
 
-    return Op(run, (address, source), (), head=strong)
+    return Op(run, (address, source), (), head=access.strong)
 
 
 class Store:
@@ -242,6 +241,17 @@ def _float_op(name: str, kind: str) -> Callable[[int, int], int]:
     return halves
 
 
+_OPERATIONS = frozenset(("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec", "cas"))
+
+
+def operation_of(ins: Instruction) -> str:
+    """What an atomic or a reduction does, such as `add`."""
+    name = next((p for p in ins.parts if p in _OPERATIONS), None)
+    if name is None:
+        raise Unsupported(ins.opcode)
+    return name
+
+
 def combine(name: str, kind: str) -> Callable[[int, int], int]:
     """The function of an atomic or reduction on bit patterns: `f(old, operand)`."""
     if kind.startswith(("f", "bf")):
@@ -266,17 +276,12 @@ def combine(name: str, kind: str) -> Callable[[int, int], int]:
     return table[name]
 
 
-_ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec", "cas")
-
-
 @instruction("atom", "red")
 def _atom(program: Any, f: Function, ins: Instruction) -> Op:
     if "async" in ins.parts:
         raise Unsupported(ins.opcode)
     kind, width, count = shape_of(ins)
-    name = next((p for p in ins.parts if p in _ATOMICS), None)
-    if name is None:
-        raise Unsupported(ins.opcode)
+    name = operation_of(ins)
     returns = ins.parts[0] == "atom"
     address, *sources = ins.operands[1:] if returns else ins.operands
     assert isinstance(address, Mem)

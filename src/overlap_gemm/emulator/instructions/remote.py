@@ -13,19 +13,16 @@ import numpy as np
 
 from overlap_gemm.emulator.instructions.bulk import copies_in
 from overlap_gemm.emulator.instructions.emit import Op, Unsupported
-from overlap_gemm.emulator.instructions.memory import combine, shape_of
+from overlap_gemm.emulator.instructions.memory import combine, operation_of, shape_of
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
 from overlap_gemm.emulator.instructions.sync import fail
-from overlap_gemm.emulator.machine.access import STRONG, Access
+from overlap_gemm.emulator.machine.access import Access
 from overlap_gemm.emulator.machine.asyncq import Event
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers import fmath
 from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, as_array, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem
-
-_OPERATIONS = ("add", "min", "max", "and", "or", "xor")
-
 
 # -- multimem --------------------------------------------------------------------------------------
 
@@ -85,8 +82,8 @@ def _adder(name: str, kind: str) -> Callable[[list[Any]], Any]:
 @instruction("multimem.ld_reduce")
 def _ld_reduce(program: Any, f: Function, ins: Instruction) -> Op:
     kind, width, count = shape_of(ins)
-    name = next((p for p in ins.parts if p in _OPERATIONS), None)
-    if name is None or kind in ("e4m3x2", "e5m2x2", "f16", "bf16"):
+    name = operation_of(ins)
+    if kind in ("e4m3x2", "e5m2x2", "f16", "bf16"):
         raise Unsupported(ins.opcode)
     access, reduce = Access(ins, "global", width, count, is_store=False), _adder(name, kind)
 
@@ -97,7 +94,7 @@ def _ld_reduce(program: Any, f: Function, ins: Instruction) -> Op:
             return reduce(loaded)
         return [reduce([values[n] for values in loaded]) for n in range(count)]
 
-    return Op(run, (ins.operands[1],), destinations(ins), head=any(p in STRONG for p in ins.parts))
+    return Op(run, (ins.operands[1],), destinations(ins), head=access.strong)
 
 
 @instruction("multimem.st")
@@ -112,16 +109,14 @@ def _multimem_st(program: Any, f: Function, ins: Instruction) -> Op:
                 checks.strong_store(group, ins, mask, "global", _shifted(address, shift))
             access.store(group, mask, "global", _shifted(address, shift), values if count > 1 else (values,))
 
-    return Op(run, ins.operands[:2], (), head=any(p in STRONG for p in ins.parts))
+    return Op(run, ins.operands[:2], (), head=access.strong)
 
 
 @instruction("multimem.red")
 def _multimem_red(program: Any, f: Function, ins: Instruction) -> Op:
     kind, width, count = shape_of(ins)
-    name = next((p for p in ins.parts if p in _OPERATIONS), None)
-    if name is None:
-        raise Unsupported(ins.opcode)
-    access, function = Access(ins, "global", width, count, is_store=True), combine(name, kind)
+    access = Access(ins, "global", width, count, is_store=True)
+    function = combine(operation_of(ins), kind)
 
     def run(group: Group, mask: int, address: Any, values: Any) -> None:
         operands = values if count > 1 else (values,)
@@ -146,8 +141,7 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
     if "global" in ins.parts:
         raise Unsupported(ins.opcode)
     kind, width, count = shape_of(ins)
-    name = next((p for p in ins.parts if p in (*_OPERATIONS, "inc", "dec")), None)
-    function = combine(name, kind) if ins.parts[0] == "red" and name is not None else None
+    function = combine(operation_of(ins), kind) if ins.parts[0] == "red" else None
     address, values, barrier = ins.operands[:3]
     size = width * count
 

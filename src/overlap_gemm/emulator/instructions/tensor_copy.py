@@ -19,6 +19,7 @@ from overlap_gemm.emulator.instructions.bulk import (
     write_smem,
 )
 from overlap_gemm.emulator.instructions.emit import Op, Unsupported
+from overlap_gemm.emulator.instructions.memory import operation_of
 from overlap_gemm.emulator.instructions.registry import instruction
 from overlap_gemm.emulator.instructions.sync import fail
 from overlap_gemm.emulator.machine.asyncq import Event
@@ -129,9 +130,7 @@ def _gather_box(memory: Any, tmap: TensorMap, plan: Plan) -> np.ndarray:
 def _tensor_store(ins: Instruction, reduces: bool) -> Op:
     target, source = ins.operands[:2]
     assert isinstance(target, Mem)
-    name = next(
-        (p for p in ins.parts[4:] if p in ("add", "min", "max", "inc", "dec", "and", "or", "xor")), ""
-    )
+    name = operation_of(ins) if reduces else ""
 
     def run(group: Group, mask: int, target: Any, coords: Any, source: Any) -> None:
         for lane, (t, c, s) in threads(mask, (target, coords, source)):

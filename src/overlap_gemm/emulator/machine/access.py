@@ -45,7 +45,7 @@ def _safe(address: np.ndarray, mask: int) -> np.ndarray:
     return np.where(lane_array(mask), address, address[lane_list(mask)[0]])
 
 
-STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
+_STRONG = frozenset(("relaxed", "acquire", "volatile", "release", "acq_rel", "mmio"))
 _ORDERING = frozenset(("acquire", "release"))
 
 
@@ -55,7 +55,7 @@ def strength_of(ins: Instruction) -> int:
         return order.scope_of(ins, "gpu")
     if ins.opcode.startswith("multimem.red"):
         return order.scope_of(ins, "sys")
-    return order.scope_of(ins, "sys") if STRONG & set(ins.parts) else -1
+    return order.scope_of(ins, "sys") if _STRONG & set(ins.parts) else -1
 
 
 class Access:
