@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.run.scheduler import Schedule
 
 from .handwritten import aligned, run
 
@@ -67,3 +68,59 @@ def test_a_relaxed_barrier_tells_of_the_mbarriers_that_were_fenced(fence, found)
     """
     report = run(body, [], SMEM, **CLUSTER).report
     assert sorted({finding.kind for finding in report.findings}) == found
+
+
+def test_a_barrier_that_reduces_gives_every_thread_the_votes_of_all():
+    out = aligned(64 * 4)
+    body = """
+    mov.u32 %r0, %tid.x; mul.wide.u32 %d1, %r0, 16; add.s64 %d0, %d0, %d1;
+    setp.lt.u32 %p0, %r0, 40; setp.lt.u32 %p1, %r0, 64; setp.eq.u32 %p2, %r0, 63;
+    barrier.cta.red.popc.aligned.u32 %r1, 0, 64, %p0;
+    bar.red.and.pred %p3, 0, %p1; bar.red.and.pred %p4, 0, !%p2;
+    bar.red.or.pred %p5, 1, 64, %p2; bar.red.popc.u32 %r2, 1, !%p0;
+    selp.b32 %r3, 1, 0, %p3; selp.b32 %r4, 2, 0, %p4; selp.b32 %r5, 4, 0, %p5;
+    or.b32 %r3, %r3, %r4; or.b32 %r3, %r3, %r5;
+    st.global.v4.b32 [%d0], {%r1, %r2, %r3, 1};
+    """
+    for seed in range(3):
+        run(body, [out], block=(64, 1, 1), seed=seed, schedule=Schedule("random", lanes=bool(seed)))
+        assert np.unique(out.reshape(64, 4), axis=0).tolist() == [[40, 24, 0b101, 1]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ((48, 48), "thread count 48 is not a multiple of the warp size"),
+        ((64, 96), "a participant expects 96 threads, an earlier one 64"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["sync", "red"])
+def test_wrong_thread_counts_of_a_barrier_are_errors_that_say_where(verb, counts, says):
+    meet = {"sync": "bar.sync 2, {};", "red": "bar.red.popc.u32 %r1, 2, {}, %p0;"}[verb]
+    body = f"""
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, 32; @%p0 bra SECOND;
+    {meet.format(counts[0])} bra.uni END;
+    SECOND: {meet.format(counts[1])}
+    END:
+    """
+    with pytest.raises(EmulatorError, match=rf"warp \d.*line \d+ \(bar.{verb}.*{says}"):
+        run(body, [], block=(64, 1, 1))
+
+
+def test_who_gave_up_a_wait_at_an_mbarrier_is_not_waiting_there():
+    out = aligned(1)
+    body = """
+    mov.u32 %r0, %tid.x; setp.ne.b32 %p0, %r0, 0;
+    @!%p0 mbarrier.init.shared.b64 [bar], 1;
+    bar.sync 0;
+    setp.lt.u32 %p1, %r0, 32; @%p1 bra MEET;
+    mov.u64 %d10, %globaltimer;
+    LOOK: mbarrier.try_wait.parity.shared.b64 %p2, [bar], 0; @%p2 trap;
+    mov.u64 %d11, %globaltimer; sub.s64 %d12, %d11, %d10;
+    setp.lt.u64 %p5, %d12, 1000000; @%p5 bra LOOK;
+    MEET: bar.sync 0;
+    @!%p0 mbarrier.init.shared.b64 [bar], 2;
+    @!%p0 st.global.b32 [%d0], 1;
+    """
+    run(body, [out], SMEM, block=(64, 1, 1))
+    assert out[0] == 1

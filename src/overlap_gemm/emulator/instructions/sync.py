@@ -10,6 +10,7 @@ import numpy as np
 from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
+from overlap_gemm.emulator.machine.barrier import MBarrier
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import bits, lane_list, one
@@ -29,75 +30,50 @@ def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
 def _bar(program: Any, f: Function, ins: Instruction) -> Op:
     parts = [p for p in ins.parts if p not in ("cta", "aligned")]
     verb = parts[1] if len(parts) > 1 else "sync"
-    if verb == "red":
-        return _bar_red(ins, parts[2])
-    if verb not in ("sync", "arrive"):
+    if verb not in ("sync", "arrive", "red"):
         raise Unsupported(ins.opcode)
-    number, count = ins.operands[0], ins.operands[1] if len(ins.operands) > 1 else Imm(0)
+    reduces = verb == "red"
+    number, *rest = ins.operands[1:] if reduces else ins.operands
+    vote = rest.pop() if reduces else Imm(0)
+    count = rest[0] if rest else Imm(0)
 
-    def run(group: Group, mask: int, number: Any, count: Any) -> Any:
+    def run(group: Group, mask: int, number: Any, count: Any, vote: Any) -> Any:
         cta = group.warp.cta
         barrier = cta.barrier(number if number.__class__ is int else one(number, mask))
-        if group.token is not None:
-            if barrier.generation == group.token:
-                barrier.park(group, str(barrier))
-                return BLOCK_RESULT
-            group.token = None
-            cta.grid.checks.leave(group, barrier, ins)
-            cta.grid.checks.passed(group, barrier, ins)
-            return None
-        count = one(count, mask)
-        if count % 32:
-            raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
-        cta.grid.checks.arrive(group, barrier, ins)
-        try:
-            generation = barrier.arrive(_threads(group, mask), count)
-        except EmulatorError as why:
-            raise fail(group, ins, str(why)) from None
-        group.effects += 1
-        if verb == "arrive":
-            return None
-        if barrier.generation != generation:
-            cta.grid.checks.leave(group, barrier, ins)
-            cta.grid.checks.passed(group, barrier, ins)
-            return None
-        group.token = generation
-        barrier.park(group, str(barrier))
-        return BLOCK_RESULT
-
-    return Op(run, (number, count), (), head=True)
-
-
-def _threads(group: Group, mask: int) -> int:
-    """Threads that an arrival counts: a ragged last warp counts as a whole one."""
-    warp = group.warp
-    return 32 if mask == warp.live else mask.bit_count()
-
-
-def _bar_red(ins: Instruction, operation: str) -> Op:
-    number, count, p = ins.operands[1], ins.operands[2] if len(ins.operands) > 3 else Imm(0), ins.operands[-1]
-
-    def run(group: Group, mask: int, number: Any, count: Any, p: Any) -> Any:
-        cta = group.warp.cta
-        barrier = cta.barrier(one(number, mask))
         if group.token is None:
-            expected = one(count, mask)
-            votes = (bits(p) & mask).bit_count()
+            count = one(count, mask)
+            if count % 32:
+                raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
+            votes = (bits(vote) & mask).bit_count() if reduces else 0
+            expected = (count or barrier.everyone()) if reduces else 0
             cta.grid.checks.arrive(group, barrier, ins)
-            group.token = (
-                barrier.arrive(_threads(group, mask), expected, votes),
-                expected or barrier.everyone(),
-            )
+            try:
+                generation = barrier.arrive(_threads(group, mask), count, votes)
+            except EmulatorError as why:
+                raise fail(group, ins, str(why)) from None
+            group.effects += 1
+            if verb == "arrive":
+                return None
+            group.token = generation, expected
         generation, expected = group.token
         if barrier.generation == generation:
             barrier.park(group, str(barrier))
             return BLOCK_RESULT
         group.token = None
         cta.grid.checks.leave(group, barrier, ins)
+        cta.grid.checks.passed(group, barrier, ins)
+        if not reduces:
+            return None
         votes = barrier.votes[generation & 1]
-        return votes if operation == "popc" else votes > 0 if operation == "or" else votes >= expected
+        return {"popc": votes, "or": votes > 0, "and": votes >= expected}[parts[2]]
 
-    return Op(run, (number, count, p), destinations(ins), head=True)
+    return Op(run, (number, count, vote), destinations(ins) if reduces else (), head=True)
+
+
+def _threads(group: Group, mask: int) -> int:
+    """Threads that an arrival counts: a ragged last warp counts as a whole one."""
+    warp = group.warp
+    return 32 if mask == warp.live else mask.bit_count()
 
 
 @instruction("barrier.cluster")
@@ -146,8 +122,6 @@ def _per_lane(mask: int, *values: Any) -> list[tuple[int, ...]]:
 
 @instruction("mbarrier.init")
 def _init(program: Any, f: Function, ins: Instruction) -> Op:
-    from overlap_gemm.emulator.machine.barrier import MBarrier
-
     def run(group: Group, mask: int, address: Any, count: Any) -> None:
         for a, n in dict.fromkeys(_per_lane(mask, address, count)):
             cta = group.warp.cta.cluster.owner(a & WINDOW)
@@ -238,9 +212,11 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
     outputs = (d.first, d.second) if isinstance(d, Pair) else (d,)
     address, phase = ins.operands[1:3]
     hinted = len(ins.operands) > 3
-    looked: WeakKeyDictionary[Group, int] = (
-        WeakKeyDictionary()
-    )  # groups that were told "not yet" by this line
+    # Groups that were told "not yet" by this line.
+    looked: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+
+    def done(barrier: MBarrier, want: int) -> bool:
+        return barrier.phase != want & 1 if by_parity else barrier.completed > want >> 1
 
     def run(group: Group, mask: int, address: Any, phase: Any) -> Any:
         if address.__class__ is not int:
@@ -251,14 +227,15 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         checks = group.warp.grid.checks
         checks.mbarrier_known(group, barrier, ins.line)
         want = phase if phase.__class__ is int else one(phase, mask)
-        done = barrier.phase != (want & 1) if by_parity else barrier.completed > want >> 1
-        if done:
+        if done(barrier, want):
             if group.token is not None:
                 group.token = None
             checks.leave(group, barrier, ins)
             checks.completed(group, barrier)
             return True
         timed_out = group.token == "timeout"
+        if timed_out and group in barrier.parked:
+            barrier.parked.remove(group)  # it looks again, or gives up
         if timed_out or not (hinted or looked.get(group) == group.effects):
             group.token = None
             looked[group] = group.effects
@@ -274,7 +251,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             barrier = group.warp.cta.mbarrier(one(address, 1 << lane) & WINDOW)
             checks = group.warp.grid.checks
             checks.mbarrier_known(group, barrier, ins.line)
-            out[lane] = barrier.test(one(phase, 1 << lane) & 1)
+            out[lane] = done(barrier, one(phase, 1 << lane))
             if out[lane]:
                 checks.leave(group, barrier, ins)
                 checks.completed(group, barrier)

@@ -135,10 +135,6 @@ class MBarrier(Waiters):
         self.pending -= count
         self._advance()
 
-    def test(self, parity: int) -> bool:
-        """`test_wait.parity`: whether the phase with this parity has completed."""
-        return self.phase != parity
-
     def _advance(self) -> None:
         if self.pending == 0 and self.tx == 0:
             self.publish()
