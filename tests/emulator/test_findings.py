@@ -156,8 +156,9 @@ def test_a_trace_names_the_warps_of_messages():
 def test_roles_on_the_command_line():
     assert parse_roles("0-2=epilogue, 4=mma") == {0: "epilogue", 1: "epilogue", 2: "epilogue", 4: "mma"}
     assert parse_roles("") == {}
-    with pytest.raises(ValueError, match="4:mma"):
-        parse_roles("4:mma")
+    for wrong in ("4:mma", "3-1=mma"):
+        with pytest.raises(ValueError, match=wrong):
+            parse_roles(wrong)
 
 
 def test_lines_beyond_the_text_show_nothing():

@@ -1,4 +1,4 @@
-"""Runs the PTX that CuTe DSL compiles for sm_90a and sm_100a on a CPU, several ranks at once.
+"""Runs the PTX that CuTe DSL compiles for Hopper and Blackwell GPUs on a CPU, several ranks at once.
 
 As a library: `Emulator`. As a command: ``python -m overlap_gemm.emulator script.py``.
 """

@@ -6,6 +6,13 @@ import re
 from dataclasses import dataclass
 
 from overlap_gemm.emulator.errors import EmulatorError
+from overlap_gemm.emulator.machine.residency import (
+    CTAS_PER_SM,
+    REGISTERS_PER_SM,
+    SMEM_PER_SM,
+    THREADS_PER_SM,
+)
+from overlap_gemm.emulator.machine.window import SMEM_BASE
 from overlap_gemm.emulator.run.grid import max_smem
 
 L2_BYTES = 126 << 20
@@ -44,15 +51,15 @@ class DeviceProperties:
             5: 2**31 - 1, 6: 65_535, 7: 65_535,  # maxGridDim
             8: 49_152,  # maxSharedMemoryPerBlock
             10: 32,  # warpSize
-            12: 65_536,  # maxRegistersPerBlock
+            12: REGISTERS_PER_SM,  # maxRegistersPerBlock
             16: self.num_sms,  # multiProcessorCount
-            39: 2048,  # maxThreadsPerMultiProcessor
+            39: THREADS_PER_SM,  # maxThreadsPerMultiProcessor
             75: major, 76: minor,  # computeCapability
-            81: 233_472,  # maxSharedMemoryPerMultiprocessor
+            81: SMEM_PER_SM,  # maxSharedMemoryPerMultiprocessor
             95: 1,  # cooperativeLaunch
             97: max_smem(self.arch),  # maxSharedMemoryPerBlockOptin
-            106: 32,  # maxBlocksPerMultiprocessor
-            111: 1024,  # reservedSharedMemoryPerBlock
+            106: CTAS_PER_SM,  # maxBlocksPerMultiprocessor
+            111: SMEM_BASE,  # reservedSharedMemoryPerBlock
         }  # fmt: skip
         if number not in values:
             raise EmulatorError(f"the emulated device has no value for cudaDeviceAttr {number}")

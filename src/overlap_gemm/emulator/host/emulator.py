@@ -56,9 +56,8 @@ class Emulator:
 
     A function compiled inside the block, called with CPU tensors and any stream, runs in the emulator. With
     one rank a call runs before it returns. With several, calls inside ``with emu.rank(r):`` are queued, and
-    `run` executes
-    all queued launches of all ranks together: launches of one (rank, stream) in order, everything else
-        concurrently.
+    `run` executes all queued launches of all ranks together: launches of one (rank, stream) in order,
+    everything else concurrently.
 
     Memory: the tensors of a call may be touched by its kernel until it ends. Memory that a kernel reaches in
     another way (an address in a table, a raw pointer argument) must be made known with `register`, or come

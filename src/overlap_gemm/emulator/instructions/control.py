@@ -197,7 +197,7 @@ def _vprintf(group: Group, text: Any, arguments: Any) -> int:
             return bytes(row[base + offset : base + offset + size])
 
         line = format_printf(string(one(text, 1 << lane)), read, string)
-        warp.grid.machine.printed(warp.grid.launch.rank, line)
+        warp.grid.machine.printed(line)
     return 0
 
 

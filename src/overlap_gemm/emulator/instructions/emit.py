@@ -39,13 +39,14 @@ class Op:
     """How one instruction is executed by a call rather than by inline Python.
 
     Attributes:
-        run: `run(group, mask, *inputs)`; returns the outputs (one value, or a tuple), or `BLOCK` to wait.
+        run: `run(group, mask, *inputs)`; returns the outputs (one value, or a tuple), or `BLOCK_RESULT` to
+            wait.
         inputs: Operands evaluated for the call, in order.
         outputs: Registers that take the result; None drops a part.
         head: Whether it may wait; then it begins an item.
         uses: Further registers that `run` reads from the register file itself.
         defs: Further registers that `run` writes to the register file itself.
-        joins: Whether neighbours of its kind, `peephole.STORE`, may be made one: then `run` is a `Store`.
+        joins: Whether neighbours of its kind may be made one (`memory.stores`): then `run` is a `Store`.
     """
 
     run: Callable[..., Any]

@@ -9,7 +9,6 @@ from overlap_gemm.emulator.instructions.scalar import is_float, type_of
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Instruction, Operand
 
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
-_APPROX = ("approx", "full", "rn")
 
 
 def _finish(e: Emitter, ins: Instruction, expression: str) -> None:

@@ -65,7 +65,7 @@ class Event:
     followers: list[Event] = field(default_factory=list, init=False)
 
 
-_order = attrgetter("order")
+_number = attrgetter("order")
 
 
 class AsyncEngine:
@@ -106,8 +106,8 @@ class AsyncEngine:
 
     def _release(self, event: Event) -> None:
         """Nothing keeps an unordered event from happening any more."""
-        insort(self._free, event, key=_order)
-        insort(self._of_kind[event.kind], event, key=_order)
+        insort(self._free, event, key=_number)
+        insort(self._of_kind[event.kind], event, key=_number)
 
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
@@ -158,7 +158,7 @@ class AsyncEngine:
         if number < len(free):
             event = free[number]
             for events in (self._free, self._of_kind[event.kind]):
-                del events[bisect_left(events, event.order, key=_order)]
+                del events[bisect_left(events, event.order, key=_number)]
         else:
             chosen = queues[number - len(free)]
             queue = self.queues[chosen]

@@ -41,7 +41,7 @@ class Allocation:
         nbytes: Size.
         rank: The rank whose memory it is.
         name: For messages.
-        kind: `device`, `symmetric`, `host` or `const`.
+        kind: `device`, `symmetric`, or `module` for a module's variables.
         owner: The registry it is in, None after `unregister`. Whoever keeps an allocation for later must ask:
             the host gives the same addresses to other tensors, and to other machines.
     """
@@ -132,10 +132,6 @@ class GlobalMemory:
     def register_multicast(self, address: int, nbytes: int, targets: list[int]) -> None:
         """Makes `address` stand for `nbytes` bytes at each of `targets` (which must be registered)."""
         self._multicast.append(Multicast(address, nbytes, tuple(targets)))
-
-    def unregister_multicast(self, address: int) -> None:
-        """Ends a multicast range."""
-        self._multicast = [m for m in self._multicast if m.base != address]
 
     def multicast_targets(self, address: int, nbytes: int = 1) -> list[int]:
         """The addresses behind a multicast address, or the address itself."""

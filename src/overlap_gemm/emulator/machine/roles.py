@@ -26,6 +26,8 @@ def parse_roles(text: str) -> dict[int, str]:
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise ValueError(f"roles {text!r}: {part!r} must read like 4=mma or 0-3=epilogue")
-        first = int(match[1])
-        found |= dict.fromkeys(range(first, int(match[2] or first) + 1), match[3].strip())
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"roles {text!r}: {part!r} names no warp")
+        found |= dict.fromkeys(range(first, last + 1), match[3].strip())
     return found

@@ -142,11 +142,6 @@ def truth(p: Value) -> Value:
     return p if p.__class__ is bool or p.__class__ is ndarray else bool(p)
 
 
-def to_pred(value: Value) -> Value:
-    """`mov.pred p, imm` and integers used as predicates: non-zero is true."""
-    return value != 0
-
-
 # -- float views ---------------------------------------------------------------------------------
 
 
@@ -374,12 +369,3 @@ def _each(f: Callable[..., int], width: int, *values: Value) -> Value:
         return f(*values)
     lists = [[v] * LANES if v.__class__ is int else v.tolist() for v in values]
     return np.array([f(*xs) for xs in zip(*lists, strict=True)], DTYPE[width])
-
-
-def lanewise(width: int, source: int = 0) -> Callable[[Callable[..., int]], Callable[..., Value]]:
-    """Lifts a function of ints to register values: for rare instructions, where simple beats fast."""
-
-    def lift(f: Callable[..., int]) -> Callable[..., Value]:
-        return lambda *values: _each(f, width, *values)
-
-    return lift

@@ -98,7 +98,7 @@ class Machine:
         num_sms: SMs of each rank, or of all; the default is the architecture's number. What is resident at
             once on them: `machine.residency`.
         progress: Called now and then during `run` with the number of warp instructions so far.
-        limit: Warp instructions after which an endless run is broken off; None for no limit.
+        limit: Warp instructions, of all its runs, after which it breaks off; None for no limit.
         trace: Records what each warp and each async operation did when.
         roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
         ignore: Kinds of findings that are not kept, such as `exit-pending`.
@@ -133,7 +133,8 @@ class Machine:
             raise ValueError(f"{arch=}{meant} must be one of {', '.join(SM_COUNT)}")
         unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS)
         if unknown or ranks < 1:
-            raise ValueError(f"{ranks=} must be positive and checks among {CHECKS}, not {sorted(unknown)}")
+            known = ", ".join(CHECKS + STRICT_CHECKS)
+            raise ValueError(f"{ranks=} must be positive and checks among {known}, not {sorted(unknown)}")
         if none := [kind for kind in ignore if kind not in KINDS]:
             unknown_kinds = ", ".join(map(repr, none))
             raise ValueError(f"no findings are of kind {unknown_kinds}; kinds: {', '.join(KINDS)}")
@@ -229,7 +230,7 @@ class Machine:
             self.report.instructions = self.scheduler.executed
             self.report.seconds += time.perf_counter() - begin
 
-    def printed(self, rank: int, text: str) -> None:
+    def printed(self, text: str) -> None:
         """A kernel's printf."""
         self.report.output.append(text)
         print(text, end="" if text.endswith("\n") else "\n")

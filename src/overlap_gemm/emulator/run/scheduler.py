@@ -54,7 +54,7 @@ class Scheduler:
         progress: Grows with every event that can let a parked warp go on.
         executed: Warp instructions run.
         clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
-        limit: Warp instructions after which a run is broken off.
+        limit: Warp instructions, of all runs, after which one is broken off.
     """
 
     def __init__(self, engine: AsyncEngine, schedule: Schedule, seed: int) -> None:

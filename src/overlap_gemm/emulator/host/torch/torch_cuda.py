@@ -47,8 +47,8 @@ def _of_devices(devices: CudaDevices) -> dict[str, Any]:
             total_memory=MEMORY_BYTES,
             multi_processor_count=devices.properties.num_sms,
             L2_cache_size=L2_BYTES,
-            warp_size=32,
-            max_threads_per_multi_processor=2048,
+            warp_size=devices.attribute(10),
+            max_threads_per_multi_processor=devices.attribute(39),
             shared_memory_per_block_optin=devices.attribute(97),
         )
 
