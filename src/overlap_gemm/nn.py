@@ -1,4 +1,9 @@
-"""Tensor-parallel layers with Megatron's names, each equal to the unsharded `nn.Linear` it is cut from."""
+"""Tensor-parallel layers with Megatron's names, each equal to the unsharded `nn.Linear` it is cut from.
+
+Parameters are plain tensors, this rank's shards, and who does not know that sees one rank's: torch's
+distributed checkpoints would take them for copies of one tensor (`full_state_dict` is for checkpoints), and
+`clip_grad_norm_` knows one rank's norm. `overlap_gemm.parallel` has styles that make DTensors.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -222,7 +227,9 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`. Gate and up share one gather of x.
+    """SwiGLU: `down(silu(gate(x)) * up(x))`.
+
+    Gate and up share one gather of x, unless one of them is hooked or wrapped.
 
     Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it.
     The parameters are called as in Llama: gate_proj, up_proj, down_proj.
@@ -289,7 +296,7 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies; see the class for shapes."""
         first, second = self.gate_proj, self.up_proj
-        if first.sequence_parallel:
+        if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
             gate, up = all_gather_gemm(
                 x,
                 [first.weight, second.weight],
@@ -341,18 +348,40 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         module: Any module with tensor-parallel layers of this file somewhere in it.
 
     Returns:
-        `module.state_dict()` with each sharded parameter gathered; the same on every rank. The layers take
-        such a state dict in `load_state_dict` as they take their own.
+        `module.state_dict()` with each sharded parameter gathered, from FSDP's shards, too; the same on every
+        rank. The layers take such a state dict in `load_state_dict` as they take their own.
+
+    Raises:
+        ValueError: The state dict holds something else in the place of a layer's parameter.
     """
-    state = dict(module.state_dict())
-    for prefix, layer in module.named_modules():
+    sharded: dict[int, tuple[Tensor, int, int, str]] = {}
+    for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
             for name, dim in layer.shard_dims.items():
-                key = f"{prefix}.{name}" if prefix else name
-                if key in state:
+                if (parameter := getattr(layer, name)) is not None:
                     total = (layer.output_size, layer.input_size)[dim]
-                    state[key] = moves.join_shards(state[key], dim, total, layer.tp_group)
+                    sharded[id(parameter)] = parameter, dim, total, layer.tp_group
+    state = dict(module.state_dict(keep_vars=True))  # names may be anybody's; the parameters are the layers'
+    if missing := sharded.keys() - {id(value) for value in state.values()}:
+        shapes = ", ".join(str(list(sharded[key][0].shape)) for key in missing)
+        raise ValueError(
+            f"the state dict does not hold shards {shapes} of tensor-parallel layers as they are: they are "
+            f"parametrized, or a hook has changed them, and what is there instead cannot be gathered"
+        )
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # FSDP's DTensors
+            if id(value) in sharded:
+                whole = moves.join_shards(whole, *sharded[id(value)][1:])
+            state[key] = whole.detach()
     return state
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether calling the layer is calling its op: it is not hooked, wrapped, or given another forward."""
+    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    is_replaced = "forward" in layer.__dict__ or type(layer).forward is not ColumnParallelLinear.forward
+    return not is_replaced and not any(hooks)
 
 
 def _check_options(sequence_dim: int, backend: str, reserve_sms: int | None) -> None:

@@ -5,7 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from overlap_gemm import all_gather_gemm
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, full_state_dict
 from overlap_gemm.sharding import Shards
 
@@ -149,6 +153,77 @@ def check_state_dicts(rank, size):
     twin.load_state_dict(whole.state_dict())
     for other in (again, twin):
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), sharded.parameters(), strict=True))
+
+
+def check_wrapped_state_dicts(rank, size):
+    """What others do to modules renames parameters, shards them further, or puts others in their place."""
+    torch.manual_seed(1)
+    whole = Whole().state_dict()
+
+    def loaded():
+        sharded = Sharded()
+        sharded.load_state_dict(whole)
+        return sharded
+
+    recomputed, compiled, again = loaded(), loaded(), loaded()
+    recomputed.first = checkpoint_wrapper(recomputed.first)
+    compiled.second = torch.compile(compiled.second)
+    fully_shard(again, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))["dp"])
+    for wrapped in (recomputed, compiled, again):
+        found = {key.replace("_orig_mod.", ""): value for key, value in full_state_dict(wrapped).items()}
+        assert list(found) == list(whole)
+        assert all(torch.equal(found[key], value) for key, value in whole.items())
+        assert not any(value.requires_grad for value in found.values())
+
+    parametrized = loaded()
+    nn.utils.parametrizations.weight_norm(parametrized.first)
+    with pytest.raises(ValueError, match=r"does not hold shards \[\d, 6\] of tensor-parallel layers"):
+        full_state_dict(parametrized)
+
+
+def test_state_dicts_of_wrapped_layers(ranks):
+    ranks(2).run(check_wrapped_state_dicts)
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter around a layer."""
+
+    def __init__(self, layer, rank, size):
+        super().__init__()
+        self.layer = layer
+        self.low = nn.Parameter(torch.full((11, 6), 0.3, **DOUBLE).chunk(size)[rank])
+
+    def forward(self, x):
+        return self.layer(x) + all_gather_gemm(x, self.low, rows=9)
+
+
+def check_adapted_mlp(rank, size, which, how):
+    """Both projections of an MLP are called as modules wherever somebody counts on that."""
+    torch.manual_seed(3)
+    linears = [nn.Linear(a, b, bias=False, **DOUBLE) for a, b in ((6, 11), (6, 11), (11, 6))]
+    mlp = ParallelMLP.from_linears(*linears, sequence_parallel=True, rows=9)
+    x = torch.randn(9, 2, 6, **DOUBLE)
+    gate, up, down = linears
+    products = {"gate_proj": gate(x), "up_proj": up(x)}
+    layer = getattr(mlp, which)
+    if how == "wrapped":
+        setattr(mlp, which, Adapted(layer, rank, size))
+        products[which] = products[which] + 0.3 * x.sum(-1, keepdim=True)
+    elif how == "replaced":
+        plain = layer.forward
+        layer.forward = lambda x: 2 * plain(x)
+        products[which] = 2 * products[which]
+    else:
+        layer.register_forward_hook(lambda _module, _given, out: 2 * out)
+        products[which] = 2 * products[which]
+    expected = down(nn.functional.silu(products["gate_proj"]) * products["up_proj"])
+    torch.testing.assert_close(mlp(mine(x, 0, rank, size)), mine(expected, 0, rank, size))
+
+
+@pytest.mark.parametrize("how", ["hooked", "replaced", "wrapped"])
+@pytest.mark.parametrize("which", ["gate_proj", "up_proj"])
+def test_adapted_mlp(ranks, which, how):
+    ranks(2).run(check_adapted_mlp, which, how)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
