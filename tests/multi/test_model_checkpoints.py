@@ -1,6 +1,7 @@
 """Parallelized models are saved and loaded: whole, sharded, and by another number of ranks."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -103,3 +104,22 @@ def test_save_pretrained(ranks, tmp_path, family, how):
     ranks(2).run(save_pretrained, family, str(tmp_path / how))
     for world in (1, 3):
         ranks(world).run(loads_pretrained, family, str(tmp_path / how))
+
+
+def pickled(rank, size):
+    plain, sharded, _, _ = trained(size, "phi3")
+    file = io.BytesIO()
+    torch.save(sharded, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    same_weights(again, plain)
+    ids = torch.arange(5).view(1, 5)
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()  # the other model's alone
+    assert again(ids).logits.any()
+
+
+def test_a_model_can_be_pickled(ranks):
+    """Each rank its own, for a world like this one."""
+    ranks(2).run(pickled)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -71,6 +72,27 @@ def accumulates(rank, size, family, checkpointing, order):
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
 def test_accumulation_and_checkpointing(ranks, checkpointing, order):
     ranks(3).run(accumulates, "qwen3", checkpointing, order)
+
+
+def recomputes_a_part(rank, size, part, how):
+    plain, sharded = pair(size, "qwen3")
+    for model in (plain, sharded):
+        for layer in model.model.layers:
+            setattr(layer, part, checkpoint_wrapper(getattr(layer, part), CheckpointImpl[how]))
+        losses = [model(ids, labels=ids).loss for ids in tokens(8, 7, 5)]
+        for loss in losses:
+            loss.backward()
+    for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(found.grad), expected.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("how", ["REENTRANT", "NO_REENTRANT"])
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_a_part_of_a_layer_is_recomputed_by_itself(ranks, part, how):
+    """While microbatches of other lengths are in flight."""
+    ranks(2).run(recomputes_a_part, part, how)
 
 
 def optimizers_agree(rank, size, options):

@@ -1,13 +1,15 @@
 """The ParallelStyle classes on a Hugging Face Llama: same logits, same gradients as the unsharded model."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
+from torch.nn.utils import parametrize
 
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
@@ -154,3 +156,46 @@ def layouts_that_are_not_served(rank, size):
 
 def test_layouts_that_are_not_served(ranks):
     ranks(1).run(layouts_that_are_not_served)
+
+
+class LowRank(nn.Module):
+    """Of a weight [n, k]: W + 2 BA. As DTensors W, B and A lie in any way, and so does what comes out."""
+
+    def __init__(self, n, k, mesh=None, layouts=()):
+        super().__init__()
+        torch.manual_seed(5)
+        factors = torch.randn(2, k), torch.randn(n, 2)
+        if mesh is not None:
+            factors = [distribute_tensor(f, mesh, [at]) for f, at in zip(factors, layouts, strict=True)]
+        self.a, self.b = (nn.Parameter(factor) for factor in factors)
+
+    def forward(self, weight):
+        return self.b @ self.a * 2 + weight
+
+
+def parametrized_weights(rank, size, which, layouts):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False))
+    sharded, x, mesh = copy.deepcopy(plain), torch.randn(5, 6), init_device_mesh("cpu", (size,))
+    parallelize_module(sharded, mesh, {"0": OverlapColwiseParallel(), "1": OverlapRowwiseParallel()})
+    n, k = plain[which].weight.shape
+    parametrize.register_parametrization(plain[which], "weight", LowRank(n, k))
+    parametrize.register_parametrization(sharded[which], "weight", LowRank(n, k, mesh, layouts))
+    for model in (plain, sharded):
+        out = model(x)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, plain(x))
+    for (name, parameter), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(
+            found.grad.full_tensor(), parameter.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "layouts", [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)], ids=str
+)
+@pytest.mark.parametrize("which", [0, 1], ids=["column", "row"])
+@pytest.mark.filterwarnings("ignore:CPU process group does not support alltoall")
+def test_parametrized_weights(ranks, which, layouts):
+    """What a parametrization returns need not lie as the weight that it was given."""
+    ranks(2).run(parametrized_weights, which, layouts)

@@ -1,7 +1,7 @@
 """`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
 
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -22,13 +22,12 @@ from .parts import (
     GradientAsContiguous,
     HeadsOfRank,
     NormForward,
-    NoteLength,
     PackedLinear,
     RefuseRecords,
     SequenceLength,
 )
 from .plan import Role, head_dim, plan
-from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather, Rows
 
 Logits: TypeAlias = Literal["replicated", "sharded"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,7 +88,7 @@ def parallelize(
         head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
     model.register_load_state_dict_pre_hook(_shard_incoming)
-    model.save_pretrained = MethodType(_save_pretrained, model)
+    model.save_pretrained = partial(_save_pretrained, model)  # can be pickled, unlike a method of no class
     return model
 
 
@@ -140,6 +139,8 @@ class _Builder:
                 self._distribute(module, Shard(0))
                 module.forward = EmbeddingForward(module, self.group)
             case "layer":
+                if self.sequence_parallel:
+                    module.register_forward_pre_hook(self.length.begin_layer)
                 if self.sequence_parallel and not self.entered:
                     module.register_forward_pre_hook(EnterLayers(self.group))
                 self.entered = True
@@ -164,31 +165,32 @@ class _Builder:
 
     def _attention(self, module: Any) -> None:
         if self.sequence_parallel:
-            module.register_forward_pre_hook(NoteLength(self.length), with_kwargs=True)
+            module.register_forward_pre_hook(self.length.note, with_kwargs=True)
             module.o_proj.register_forward_pre_hook(GradientAsContiguous())
         if not hasattr(module, "qkv_proj"):
-            self._share_gather(module, ["q_proj", "k_proj", "v_proj"], "hidden_states")
+            self._share_gather(module, ["q_proj", "k_proj", "v_proj"], "hidden_states", self.length)
             return
         config = self.config
         queries, keys = (
             heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
         module.qkv_proj = PackedLinear(module.qkv_proj, {"q": queries, "k": keys, "v": keys})
-        self._share_gather(module, ["qkv_proj.q", "qkv_proj.k", "qkv_proj.v"], "hidden_states")
+        self._share_gather(module, ["qkv_proj.q", "qkv_proj.k", "qkv_proj.v"], "hidden_states", self.length)
         module.config = HeadsOfRank(config, self.mesh.size())
         module.num_key_value_heads //= self.mesh.size()
 
     def _mlp(self, module: Any) -> None:
+        rows = self.length.for_mlp
         if hasattr(module, "gate_up_proj"):
             half = module.gate_up_proj.out_features // 2
             module.gate_up_proj = PackedLinear(module.gate_up_proj, {"gate": half, "up": half})
-            self._share_gather(module, ["gate_up_proj.gate", "gate_up_proj.up"], "hidden_states")
+            self._share_gather(module, ["gate_up_proj.gate", "gate_up_proj.up"], "hidden_states", rows)
         else:
-            self._share_gather(module, ["gate_proj", "up_proj"], "x")
+            self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
 
-    def _share_gather(self, module: nn.Module, linears: list[str], argument: str) -> None:
+    def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows) -> None:
         if self.sequence_parallel:
-            style = OverlapSharedGather(*linears, argument=argument, rows=self.length, backend=self.backend)
+            style = OverlapSharedGather(*linears, argument=argument, rows=rows, backend=self.backend)
             parallelize_module(module, self.mesh, style)
 
     def _distribute(self, module: nn.Module, layout: Placement) -> None:

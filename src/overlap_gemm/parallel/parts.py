@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..moves import join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
@@ -19,15 +19,35 @@ SEQUENCE_DIM = 1
 class SequenceLength:
     """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
 
-    A module between sharded rows cannot see it; every attention, the first to need it in its layer, says it.
+    A module between sharded rows cannot see it. Every attention can, and says it: for itself and, where it
+    runs as a part of its layer, for the layer's MLP. An MLP that is recomputed by itself finds nothing said
+    for it: the last attention that ran may have been another microbatch's.
     """
 
     def __init__(self) -> None:
         self.total = 0
+        self.in_layer = False
+        self.of_layer: int | None = None
 
     def __call__(self) -> int:
-        """The length in tokens."""
+        """The length in tokens, for an attention and for what runs behind all layers."""
         return self.total
+
+    def for_mlp(self) -> int | None:
+        """The same for the MLP of a layer, once; None: the ranks must ask each other."""
+        total, self.of_layer = self.of_layer, None
+        return total
+
+    def begin_layer(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Pre-forward hook of every decoder layer."""
+        self.in_layer = True
+
+    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pre-forward hook of every attention."""
+        cosines, _ = kwargs["position_embeddings"]  # [b or 1, s, head_dim]
+        self.total = cosines.shape[1]
+        if self.in_layer:
+            self.in_layer, self.of_layer = False, self.total
 
 
 class EnterLayers:
@@ -40,18 +60,6 @@ class EnterLayers:
         """Called by torch before the layer."""
         hidden, *others = args
         return keep_shard(hidden, SEQUENCE_DIM, self.group), *others
-
-
-class NoteLength:
-    """Pre-forward hook of an attention, which runs again where a layer is recomputed: notes the length."""
-
-    def __init__(self, length: SequenceLength):
-        self.length = length
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by torch before the attention."""
-        cosines, _ = kwargs["position_embeddings"]  # [b or 1, s, head_dim]
-        self.length.total = cosines.shape[1]
 
 
 class GradientAsContiguous:
@@ -108,7 +116,7 @@ class EmbeddingForward:
         padding = module.padding_idx
         own = F.embedding(
             (input - start).masked_fill(elsewhere, 0),
-            local(module.weight),
+            local(module.weight, Shard(0)),
             padding - start if padding is not None and start <= padding < stop else None,
         ).masked_fill(elsewhere.unsqueeze(-1), 0)
         out = sum_over_ranks(own, self.group)

@@ -18,7 +18,7 @@ from ..backends.select import check_name
 from ..functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
 from ..nn import column_parallel_gemm
 
-Rows: TypeAlias = Length | Callable[[], int]
+Rows: TypeAlias = Length | Callable[[], Length]
 """The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
 
 
@@ -164,10 +164,10 @@ class _SharedGather:
             if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = _local(x, self.mesh, style.layout, style.rows)
-        biases = [local(linear.bias) for linear in linears if linear.bias is not None]
+        biases = [local(linear.bias, Shard(0)) for linear in linears if linear.bias is not None]
         outs = all_gather_gemm(
             x,
-            [local(linear.weight) for linear in linears],
+            [local(linear.weight, Shard(0)) for linear in linears],
             bias=biases or None,
             group=self.mesh,
             dim=style.layout.dim,
@@ -198,8 +198,8 @@ class ColwiseForward:
             (_, out), self.product = self.product, None
             return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
-        weight, columns = local(self.source.weight), _extent(module, 0)
-        bias = None if module.bias is None else local(module.bias)
+        weight, columns = local(self.source.weight, Shard(0)), _extent(module, 0)
+        bias = None if module.bias is None else local(module.bias, Shard(0))
         if isinstance(style.input_layout, Shard):
             out = all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
@@ -228,8 +228,8 @@ class RowwiseForward:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
         x, _ = _local(x, self.mesh, style.input_layout, None)
-        weight, k = local(module.weight), _extent(module, 1)
-        bias = None if module.bias is None else local(module.bias)
+        weight, k = local(module.weight, Shard(1)), _extent(module, 1)
+        bias = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
             out = gemm_reduce_scatter(
                 x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, backend=style.backend
@@ -252,9 +252,18 @@ def _distribute(
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`)."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local(parameter: Tensor, layout: Placement) -> Tensor:
+    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`).
+
+    Args:
+        parameter: Of a module; what a parametrization makes of it may lie in any way.
+        layout: How it shall lie.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.placements != (layout,):
+        parameter = parameter.redistribute(placements=(layout,))
+    return parameter.to_local()
 
 
 def _extent(linear: Any, dim: int) -> int:
