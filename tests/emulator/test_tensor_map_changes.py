@@ -39,8 +39,14 @@ def test_fields(field):
 
 
 def test_values_that_do_not_fit():
-    for name, value in (("box_dim", 257), ("global_stride", 8), ("element_stride", 9), ("elemtype", 16)):
-        with pytest.raises(ValueError):
+    for name, value, says in (
+        ("box_dim", 257, "box_dim of 257 does not fit its 8 bits"),
+        ("element_stride", 9, "element_stride of 9 does not fit its 3 bits"),
+        ("global_stride", 8, "stride 8 of ordinal 0: a multiple of 16"),
+        ("global_stride", 1 << 40, "stride 1099511627776 of ordinal 0: .* below 2\\*\\*40"),
+        ("elemtype", 16, "16 is no CUtensorMapDataType"),
+    ):
+        with pytest.raises(ValueError, match=says):
             field_bits(name, 0, value)
 
 

@@ -167,8 +167,9 @@ def field_bits(name: str, ordinal: int, value: int) -> list[tuple[int, int, int,
     if name == "box_dim" and ordinal == 0:
         word, shift = 13, 24
     if name == "global_stride":
-        if value % 16 or ordinal > 3:
-            raise ValueError(f"stride {value} of ordinal {ordinal}: a multiple of 16 bytes, ordinals 0 to 3")
+        if value % 16 or not 0 <= value < 1 << 40 or ordinal > 3:
+            rule = "a multiple of 16 bytes below 2**40, ordinals 0 to 3"
+            raise ValueError(f"stride {value} of ordinal {ordinal}: {rule}")
         field = value >> 4
         return [(word, 0, 32, field & 0xFFFFFFFF), (7, 4 * ordinal, 4, field >> 32)]
     if name == "global_address":
