@@ -104,7 +104,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(calls, "LIMIT", 10)
     for rows in range(1, 30):
         overlap_gemm.gemm_all_reduce(torch.randn(rows, 4), WEIGHT)
-        assert len(resolve(LOCAL).calls) <= 10
+        assert 1 <= len(resolve(LOCAL).calls) <= 10
 
 
 @pytest.mark.parametrize("way", ["plain", "dispatched", "compiled"])

@@ -37,11 +37,17 @@ def test_gathered_is_not_the_input():
 
 def test_layers_in_a_world_of_one():
     torch.manual_seed(0)
-    mlp = ParallelMLP(3, 8, sequence_parallel=True)
+    x, linear = torch.randn(4, 3), torch.nn.functional.linear
     column, row = ColumnParallelLinear(3, 4), RowParallelLinear(3, 4, sequence_parallel=True)
-    torch.testing.assert_close(column(X), torch.nn.functional.linear(X, column.weight, column.bias))
-    torch.testing.assert_close(row(X), torch.nn.functional.linear(X, row.weight, row.bias))
-    assert mlp(X).shape == X.shape
+    torch.testing.assert_close(column(x), linear(x, column.weight, column.bias))
+    torch.testing.assert_close(row(x), linear(x, row.weight, row.bias))
+    for sequence_parallel in (False, True):
+        mlp = ParallelMLP(3, 8, sequence_parallel=sequence_parallel, bias=True)
+        for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            torch.nn.init.normal_(projection.bias)
+        gate, up = (linear(x, each.weight, each.bias) for each in (mlp.gate_proj, mlp.up_proj))
+        between = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(mlp(x), linear(between, mlp.down_proj.weight, mlp.down_proj.bias))
     assert "tp=1" in repr(column)
 
 
@@ -118,11 +124,15 @@ def test_options_that_do_not_fit(options, words):
         overlap_gemm.all_gather_gemm(X, W, **options)
 
 
-@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
-def test_dimensions_may_be_counted_from_behind(op):
-    x, call = torch.randn(2, 3, 4, 5), getattr(overlap_gemm, op)
+def test_dimensions_may_be_counted_from_behind():
+    x, weight = torch.randn(2, 3, 4, 5), torch.randn(6, 5)
     for dim in range(3):
-        assert torch.equal(call(x, torch.ones(6, 5), dim=dim - 4), call(x, torch.ones(6, 5), dim=dim))
+        for same in (dim, dim - 4):
+            out = overlap_gemm.gemm_reduce_scatter(x, weight, dim=same)
+            torch.testing.assert_close(out, x @ weight.t())
+            # One rank has all rows of any dimension; what it says of a wrong number tells which one is meant.
+            with pytest.raises(ValueError, match=rf"owns 9 .* its operand has {x.shape[dim]}$"):
+                overlap_gemm.all_gather_gemm(x, weight, dim=same, rows=9)
 
 
 def test_no_weights():

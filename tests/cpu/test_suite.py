@@ -29,7 +29,7 @@ def test_a_run_removes_what_killed_runs_have_left_and_leaves_nothing(tmp_path):
     descriptor = lock(live)
     try:
         subprocess.run(
-            [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/cpu/test_package.py"],
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/cpu/test_timing.py"],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,

@@ -38,9 +38,9 @@ def test_other_sizes_are_refused():
 
 def test_memory_nobody_knows_is_refused():
     with Emulator("sm_90a", 1) as emulator:
-        source = torch.zeros(16, dtype=torch.uint8)
+        source = torch.ones(16, dtype=torch.uint8)
         emulator.copy(0, 0, 4096, source.data_ptr(), 16)
-        with pytest.raises(EmulatorError):
+        with pytest.raises(EmulatorError, match="out of bounds: 16 bytes at 0x1000"):
             emulator.run()
 
 

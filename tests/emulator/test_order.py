@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 
+from overlap_gemm.emulator.machine.asyncq import MODES
 from overlap_gemm.emulator.run.launch import Machine
 from overlap_gemm.emulator.run.scheduler import Schedule
 
 from .handwritten import aligned, launch, module
-
-MODES = ["immediate", "random", "lazy"]
 
 
 def exchange(

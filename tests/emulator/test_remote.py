@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from overlap_gemm.emulator.machine.asyncq import MODES
+
 from .handwritten import aligned, launch, machine, module, run
 
-MODES = ["immediate", "random", "lazy"]
 ADDRESS = "mov.u32 %r0, %tid.x; mul.wide.u32 %d5, %r0, {size}; add.s64 %d6, %d5, %d0; add.s64 %d7, %d5, %d1;"
 
 

@@ -45,6 +45,7 @@ def two_calls(order_of_rank, num_sms=4, ctas=3, **options):
             at = [counters.ctypes.data + 128 * (2 * kernel + r) for r in (rank, 1 - rank)]
             submit(m, MEET, [*at, 2 * ctas], rank=rank, stream=kernel, grid=(ctas, 1, 1))
     m.run()
+    assert counters.reshape(4, 32)[:, 0].tolist() == [2 * ctas] * 4
 
 
 def test_calls_that_every_rank_submits_in_one_order_run_in_turn():

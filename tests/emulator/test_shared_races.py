@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from .handwritten import aligned, run
+from overlap_gemm.emulator.machine.asyncq import MODES
 
-MODES = ("immediate", "random", "lazy")
+from .handwritten import aligned, run
 
 SETUP = """
 mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; mov.b32 %r10, bar; mov.b32 %r11, buf; and.b32 %r2, %r0, 31;
