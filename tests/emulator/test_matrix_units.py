@@ -387,10 +387,6 @@ def test_ldmatrix_and_stmatrix(num, trans):
         at = (lane // 4, 2 * (lane % 4) + half)
         assert registers[i, lane] >> (16 * half) & 0xFFFF == rows[i][at[::-1] if trans else at]
     np.testing.assert_array_equal(mma.stmatrix(registers, trans), rows)
-    addresses = np.arange(32) * 16
-    np.testing.assert_array_equal(
-        mma.matrix_row_addresses(addresses, num), addresses[: 8 * num].reshape(num, 8)
-    )
 
 
 @pytest.mark.parametrize("element", ["bf16", "f16", "tf32", "e4m3"])

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from overlap_gemm.emulator.errors import EmulatorError
 from overlap_gemm.emulator.machine.asyncq import MODES
+from overlap_gemm.emulator.units.tma_encode import encode_tiled
 
 from .handwritten import aligned, launch, machine, module, run
 
@@ -110,6 +112,43 @@ def test_bulk_copy_of_unfenced_shared_memory_is_reported():
     m = run(REMOTE_STORE.format(send=BULK.format(fence="")), [out], smem=SMEM, **CLUSTER)
     assert [f.kind for f in m.report.findings] == ["proxy-fence"]
     assert "warp 0 wrote" in m.report.findings[0].message
+
+
+TO_SEVERAL = {
+    "bulk": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+    " [%r11], [%d0], 16, [%r10], %h0;",
+    "tile": "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [%r11], [%d1, {%r5}], [%r10], %h0;",
+    "commit": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
+    " [%r10], %h0;",
+}
+
+
+@pytest.mark.parametrize("mask", [0, 4, 7])
+@pytest.mark.parametrize("send", TO_SEVERAL)
+def test_a_multicast_mask_names_ctas_that_are_there(send, mask):
+    source, tensor = aligned(4, fill=5), aligned(32)
+    encoded = encode_tiled(2, source.ctypes.data, [4], [], [4], [1]).encode()
+    tensor[:] = np.frombuffer(encoded, np.uint32)
+    body = f"""
+    mov.b32 %r10, bar; mov.b32 %r11, buf; mov.b32 %r5, 0; mov.u16 %h0, {mask};
+    mbarrier.init.shared.b64 [%r10], 1; fence.mbarrier_init.release.cluster;
+    {TO_SEVERAL[send]}
+    """
+    smem = ".shared .align 8 .b64 bar; .shared .align 128 .b8 buf[16];"
+    with pytest.raises(EmulatorError, match=rf"line \d+ .*multicast mask {mask:#x} in a cluster of 2"):
+        run(body, [source, tensor], smem=smem, **{**CLUSTER, "block": (1, 1, 1)})
+
+
+def test_a_bulk_copy_ends_within_the_shared_memory_that_it_reads():
+    body = """
+    mov.b32 %r10, bar; mov.b32 %r11, buf; mbarrier.init.shared.b64 [%r10], 1;
+    fence.mbarrier_init.release.cluster;
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11], [%r11+16], 32, [%r10];
+    """
+    smem = ".shared .align 8 .b64 bar; .shared .align 16 .b8 buf[32];"
+    with pytest.raises(EmulatorError, match=r"line \d+ .*source 0x420 \+ 32 reaches beyond shared memory"):
+        run(body, [], smem=smem, block=(1, 1, 1))
 
 
 CANCEL = """

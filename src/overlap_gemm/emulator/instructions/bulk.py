@@ -23,7 +23,7 @@ from overlap_gemm.emulator.machine.barrier import MBarrier
 from overlap_gemm.emulator.machine.order import BULK, SCOPES
 from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.shared_races import Unit, Where
-from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cta, Group, Warp
+from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cluster, Cta, Group, Warp
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
 from overlap_gemm.emulator.numbers.lanes import first_lane, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
@@ -203,6 +203,17 @@ def bulk_reads(warp: Warp) -> Unit:
     return warp.cta.cluster.unit(warp.agent.units, "bulk", "a bulk store", warp, hint)
 
 
+def multicast_ctas(cluster: Cluster, mask: int) -> list[Cta]:
+    """The CTAs that a multicast mask names, by rank.
+
+    Raises:
+        ValueError: it names none, or one that is not there.
+    """
+    if not mask or mask >> cluster.size:
+        raise ValueError(f"multicast mask {mask:#x} in a cluster of {cluster.size}")
+    return [cta for cta in cluster.ctas if mask >> cta.rank_in_cluster & 1]
+
+
 def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrier, line: int) -> None:
     """A warp tells an async unit to write shared memory, and to complete on an mbarrier."""
     checks = group.warp.grid.checks
@@ -297,7 +308,7 @@ def _copy_in(
     if cta_mask is None:
         places = [(cluster.owner(dst), cluster.owner(barrier))]
     else:
-        places = [(cluster.ctas[r], cluster.ctas[r]) for r in range(cluster.size) if cta_mask >> r & 1]
+        places = [(cta, cta) for cta in multicast_ctas(cluster, cta_mask)]
     memory = grid.machine.memory
     where, chunk = _slice_of(dst, nbytes), 16
     if (dst & OFFSET) + nbytes > len(places[0][0].smem):
@@ -309,6 +320,8 @@ def _copy_in(
             grid.machine.races.async_read(group.warp.agent, ins.line, lambda: addresses, chunk, bounds)
     else:
         source_cta = cluster.owner(src)
+        if (src & OFFSET) + nbytes > len(source_cta.smem):
+            raise ValueError(f"source {src:#x} + {nbytes} reaches beyond shared memory")
         grid.checks.smem_read(group, source_cta, _slice_of(src, nbytes), "the bulk copy", ins.line)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from overlap_gemm.emulator.instructions.bulk import threads
+from overlap_gemm.emulator.instructions.bulk import multicast_ctas, threads
 from overlap_gemm.emulator.instructions.convergence import gathered
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
@@ -380,14 +380,12 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, barrier: Any, cta_mask: Any) -> None:
         lane = mask & -mask
-        cta = group.warp.cta
+        cta, to = group.warp.cta, one(cta_mask, lane) & 0xFFFF
         at = one(barrier, lane) & WINDOW
-        if multicast:
-            ranks = [r for r in range(16) if one(cta_mask, lane) >> r & 1]
-            targets = [cta.cluster.ctas[r] for r in ranks]
-        else:
-            targets = [cta.cluster.owner(at)]
-
+        try:
+            targets = multicast_ctas(cta.cluster, to) if multicast else [cta.cluster.owner(at)]
+        except ValueError as why:
+            raise fail(group, ins, str(why)) from None
         for target in targets:
             mbarrier = target.mbarriers.get(at & OFFSET)
             if mbarrier is not None:

@@ -14,6 +14,7 @@ from overlap_gemm.emulator.instructions.bulk import (
     arrives,
     copies_in,
     copy_out,
+    multicast_ctas,
     reducer,
     threads,
     write_smem,
@@ -89,11 +90,11 @@ def _load_box(
     if cta_mask is None:
         places = [(cluster.owner(dst), cluster.owner(barrier))]
     else:
-        ranks = [r for r in range(16) if cta_mask >> r & 1]
-        if not ranks or ranks[-1] >= cluster.size:
-            raise ValueError(f"multicast mask {cta_mask:#x} in a cluster of {cluster.size}")
         leader = (barrier >> 24) & 1
-        places = [(cluster.ctas[r], cluster.ctas[(r & ~1) | leader if paired else r]) for r in ranks]
+        places = [
+            (cta, cluster.ctas[cta.rank_in_cluster & ~1 | leader] if paired else cta)
+            for cta in multicast_ctas(cluster, cta_mask)
+        ]
     limit = len(places[0][0].smem)
     if plan.smem_end > limit:
         raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")

@@ -145,16 +145,11 @@ def mma_sync_scaled(
         return c_registers(add(left @ right.T, c_matrix(c, "f32"), "f32"), "f32")
 
 
-def matrix_row_addresses(addresses: NDArray[np.integer], num: int) -> NDArray[np.int64]:
-    """Byte addresses `[num, 8]` of the rows of ldmatrix/stmatrix `.x{num}`: lanes 8i.. give matrix i."""
-    return addresses[: 8 * num].astype(np.int64).reshape(num, 8)
-
-
 def ldmatrix(rows: Bits, trans: bool) -> U32:
     """Registers of `ldmatrix.m8n8.x{num}.b16`.
 
     Args:
-        rows: the 16-byte rows read, any dtype, `num * 8 * 16` bytes in order of `matrix_row_addresses`.
+        rows: the 16-byte rows read, any dtype, `num * 8 * 16` bytes: lanes 8 i.. give matrix i.
         trans: whether `.trans` is given.
 
     Returns:

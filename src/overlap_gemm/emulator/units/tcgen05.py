@@ -27,6 +27,7 @@ from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.arrays import F32, I64
 from overlap_gemm.emulator.units import operands
 from overlap_gemm.emulator.units.block_scale import Scaling
+from overlap_gemm.emulator.units.mma import add
 from overlap_gemm.emulator.units.smem_desc import SmemDescriptor, decode_umma, gather_steps
 
 TMEM_LANES, TMEM_COLUMNS = 128, 512
@@ -315,14 +316,12 @@ class Mma:
 
     def _accumulate(self, d: Tmem, product: NDArray[np.floating]) -> None:
         if self.shape.d_type == "s32":
-            total = product.astype(np.int64) + (d.view(np.int32) if self.accumulate else 0)
-            if self.shape.saturate:
-                total = np.clip(total, -(1 << 31), (1 << 31) - 1)
-            d[...] = total.astype(np.uint32)
+            old = d.view(np.int32) if self.accumulate else None
+            d[...] = add(product, old, "s32", self.shape.saturate).view(np.uint32)
             return
         if self.shape.d_type == "f16":
-            old = formats.f16_to_f32(d) if self.accumulate else np.float32(0)
-            d[...] = formats.f32_to_f16((product + np.ldexp(old, -self.scale_d)).astype(np.float32))
+            before = formats.f16_to_f32(d) if self.accumulate else np.float32(0)
+            d[...] = formats.f32_to_f16((product + np.ldexp(before, -self.scale_d)).astype(np.float32))
             return
         values = d.view(np.float32)
         if not self.accumulate:

@@ -62,8 +62,7 @@ class RuntimeApi:
     """Functions by symbol name, for the DSL's JIT to call.
 
     An exception inside a callback cannot cross the C frames above it: it is kept for `reraise`, and the
-        callback
-    returns a CUDA error code, which makes the host code return.
+    callback returns a CUDA error code, which makes the host code return.
 
     Attributes:
         launch: Receives every kernel call.
