@@ -64,3 +64,26 @@ def test_many_pending_events_do_not_slow_each_other_down(mode):
     if mode == "lazy":  # seed 1: loads first, writes last
         kinds_seen = [kinds[n % 3] for n in happened if n >= 0]
         assert kinds_seen == sorted(kinds_seen)
+
+
+@pytest.mark.parametrize("mode", ["random", "lazy"])
+def test_what_a_grid_leaves_is_carried_out_without_looking_for_it_each_time(mode):
+    """And what others have pending stays: events that follow, unordered ones and a queue's."""
+    engine, happened, grids = AsyncEngine(mode, 1), [], ("mine", "others")
+    count = 16_000
+    for n in range(count):
+        grid = grids[n % 2]
+        first = engine.submit(Event(partial(happened.append, (grid, n)), grid, None, "first", "read"))
+        engine.submit(Event(partial(happened.append, (grid, ~n)), grid, None, "second", "write", (first,)))
+        engine.enqueue(grid, Event(partial(happened.append, (grid, n, 0)), grid, None, "third", "tensor"))
+    before = time.process_time()
+    engine.drain("mine")
+    assert time.process_time() - before < 6
+    assert {grid for grid, *_ in happened} == {"mine"} and len(set(happened)) == len(
+        happened
+    ) == 3 * count // 2
+    place = {what: at for at, what in enumerate(happened)}
+    assert all(place["mine", n] < place["mine", ~n] for n in range(0, count, 2))
+    while engine.idle_step():
+        pass
+    assert len(set(happened)) == len(happened) == 3 * count

@@ -47,7 +47,7 @@ class Event:
         after: Events that must have happened before.
         line: PTX line of the instruction.
         done: Whether it has happened.
-        order: Number in the order of submission.
+        order: Number in the order of submission, from 1; 0 of an event of a queue.
         waits: How many of `after` have not happened.
         followers: Events that wait for this one.
     """
@@ -66,6 +66,10 @@ class Event:
 
 
 _number = attrgetter("order")
+
+
+def _remove(events: list[Event], event: Event) -> None:
+    del events[bisect_left(events, event.order, key=_number)]
 
 
 class AsyncEngine:
@@ -148,17 +152,17 @@ class AsyncEngine:
             heads = {queue: self.queues[queue][0].kind for queue in queues}
             kind = next(k for k in self._order if self._of_kind[k] or k in heads.values())
             free, queues = self._of_kind[kind], [queue for queue in queues if heads[queue] == kind]
-        return self._one(free, queues)
+        return self._one(free, queues) is not None
 
-    def _one(self, free: list[Event], queues: list[Any]) -> bool:
-        """Lets one of some unordered events, or the first of one of some queues, happen."""
+    def _one(self, free: list[Event], queues: list[Any]) -> Event | None:
+        """Lets one of some unordered events, or the first of one of some queues, happen; returns it."""
         if not free and not queues:
-            return False
+            return None
         number = self.rng.randrange(len(free) + len(queues))
         if number < len(free):
             event = free[number]
             for events in (self._free, self._of_kind[event.kind]):
-                del events[bisect_left(events, event.order, key=_number)]
+                _remove(events, event)
         else:
             chosen = queues[number - len(free)]
             queue = self.queues[chosen]
@@ -167,7 +171,7 @@ class AsyncEngine:
                 del self.queues[chosen]
         self._count(event, -1)
         self._do(event)
-        return True
+        return event
 
     def _do(self, event: Event) -> None:
         try:
@@ -196,11 +200,17 @@ class AsyncEngine:
 
     def drain(self, grid: Any) -> None:
         """Carries out what a grid that has ended left behind, as the end of a kernel does."""
+        mine = [e for e in self._free if e.grid is grid]
         while True:
-            mine = [e for e in self._free if e.grid is grid]
             queues = [q for q, events in self.queues.items() if events[0].grid is grid]
-            if not self._one(mine, queues):
+            event = self._one(mine, queues)
+            if event is None:
                 return
+            if event.order:  # of no queue
+                _remove(mine, event)
+            for follower in event.followers:
+                if not follower.waits and follower.grid is grid:
+                    insort(mine, follower, key=_number)
 
     def reset(self) -> None:
         """Drops everything that is pending."""
