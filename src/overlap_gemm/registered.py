@@ -48,7 +48,7 @@ class Registered:
         self.tensors = tensors
 
         def run(*arguments: Any) -> Any:
-            return _owned(self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors]))
+            return owned(self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors]))
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
@@ -66,7 +66,7 @@ class Registered:
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
         bound = self.bound(tensors, arguments)
-        return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
+        return bound.with_gradient(*tensors) if needs_grad(*tensors) else owned(bound.run(*tensors))
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""
@@ -113,7 +113,7 @@ class Bound(NamedTuple):
         return [next(left) if n is None else [next(left) for _ in range(n)] for n in self.counts]
 
 
-def _owned(result: Any) -> Any:
+def owned(result: Any) -> Any:
     """`result`, a tensor or a list of some, none of which is a view for autograd.
 
     Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
@@ -131,7 +131,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
         tensors = bound.grouped(flat)
-        result = _owned(bound.run(*tensors))
+        result = owned(bound.run(*tensors))
         bound.op.save(ctx, (*tensors, *bound.arguments), result)
         ctx.bound = bound
         return tuple(result) if bound.lists else result

@@ -120,8 +120,14 @@ def written_in_place(rank, size, op, backend, watched):
     through = torch.autocast("cpu", torch.bfloat16) if watched else nullcontext()
     with through:  # torch's dispatcher, where somebody watches; autocast leaves float64
         out = getattr(overlap_gemm, op)(own_x, own_weight, backend=backend)
+        with torch.no_grad():
+            frozen = getattr(overlap_gemm, op)(own_x, own_weight, backend=backend)
+    factor = torch.tensor(3, **DOUBLE).requires_grad_()
     out *= 3
-    torch.testing.assert_close(out, layout.part(3 * x @ weight.t(), layout.out, rank, size))
+    frozen *= factor
+    for result in (out, frozen):
+        torch.testing.assert_close(result, layout.part(3 * x @ weight.t(), layout.out, rank, size))
+    assert frozen.requires_grad
     out.sum().backward()
     torch.testing.assert_close(own_x.grad, layout.part(3 * weight.sum(0).expand(5, 6), layout.x, rank, size))
 
