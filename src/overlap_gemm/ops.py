@@ -276,9 +276,7 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
     grad_bias = None
-    if (
-        needs_bias and torch.is_grad_enabled()
-    ):  # replicated, where rows that were gathered are each rank's own
+    if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
         grad_bias = _ops.sum_over_ranks(grad.sum(0), group)
     elif needs_bias and gathered is not None:
         grad_bias = gathered.sum(0)

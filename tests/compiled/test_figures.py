@@ -51,7 +51,7 @@ def test_nothing_has_grown(name, op):
 @pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not on PATH")
 @pytest.mark.parametrize("name", ["sm_90a_swapped_32x64_c1x1_bf16_k2", "sm_90a_swapped_128x64_c1x1_bf16"])
 def test_kernels_for_few_rows_are_checked_as_they_run(name):
-    """Their data is its own flag; with the registers of the other kernels their receive role spills."""
+    """Of small tiles the data is its own flag; with other kernels' registers their receive role spills."""
     checked = check(CONFIGS[name], "GEMM-AR two-shot")
     assert not checked.findings
 

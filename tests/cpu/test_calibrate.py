@@ -63,6 +63,7 @@ def truth():
         arrival=9e-6,
         step=1e-4,
         efficiency=efficiency,
+        one_wave={name: round(share + 0.1, 3) for name, share in efficiency.items() if "swapped" not in name},
         host={way: (i + 1) * 1e-5 for i, way in enumerate(HOSTS)},
     )
 
@@ -77,6 +78,7 @@ def test_the_constants_are_found_again(truth, world):
     assert found.arrival == pytest.approx(truth.arrival, abs=3e-6)
     for name, share in truth.efficiency.items():
         assert found.efficiency[name] == pytest.approx(share, abs=0.003), name
+    assert found.one_wave == pytest.approx(truth.one_wave, abs=0.003)
     assert found.host["fused"] == truth.host["fused"]
     for name in COLLECTIVES:
         assert [b for b, _ in found.collectives[name][world]] == list(CURVE_BYTES)

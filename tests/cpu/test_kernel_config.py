@@ -162,3 +162,9 @@ def test_puts_of_shards_are_the_gather_buffer(rows, chunks, world):
         received += [(puts.target + at, nbytes) for _, at, nbytes in pieces(puts)]
     assert not overlapping(received)
     assert sum(nbytes for _, nbytes in received) == rows * row_bytes
+
+
+def test_small_tiles_are_sent_as_words_by_themselves():
+    sent = {tile: GemmConfig("sm_90a", tile, mma="swapped").sends_words for tile in TILES["swapped"]}
+    assert sent == {(16, 64): True, (32, 64): True, (64, 64): True, (128, 64): False}
+    assert not GemmConfig("sm_90a", (64, 128), mma="pingpong").sends_words

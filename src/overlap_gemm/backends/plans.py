@@ -188,7 +188,7 @@ def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
             f"transport='peer_words' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
-    return asked == "peer_words" or (asked in (None, "copy_engine") and config.is_swapped)
+    return asked == "peer_words" or (asked in (None, "copy_engine") and config.sends_words)
 
 
 def asks_for_switch(op: str) -> bool:

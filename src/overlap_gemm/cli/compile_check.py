@@ -72,7 +72,7 @@ def check(config: GemmConfig, op: str) -> Checked:
             kernel = make_gather_kernel(config, PeerBulk(), push=GATHERS[op], keep=GATHERS[op])
         elif op in EXCHANGES:
             # As `backends.plans.sends_words` has it where nobody asks for other ways.
-            transport = PeerWords() if config.is_swapped else PeerBulk()
+            transport = PeerWords() if config.sends_words else PeerBulk()
             kernel = make_kernel(config, transport, pattern=EXCHANGES[op])
         else:
             kernel = make_kernel(config)

@@ -21,6 +21,9 @@ T = TypeVar("T")
 GEMM_SIZES = (8192, 4096)
 """Edges of the cubes that kernels are compared on."""
 
+ONE_WAVE_ROWS, ONE_WAVE_DEPTH = 4, 8192
+"""Rows in cluster tiles, and K, of a product whose tiles are one wave; as many columns as fill the SMs."""
+
 DECODE = (16, 8192, 8192)
 """M, N, K of a product that only reads its weight."""
 
@@ -135,36 +138,46 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
     """Rates of all kernels, whole waves counted, as shares of the best one's."""
     shares: dict[str, list[float]] = {}
     best: list[float] = []
+    kernels = [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
     for size in GEMM_SIZES:
-        rates = {
-            efficiency_key(config): _rate(config, size, probe, machine)
-            for config in candidates(arch, "bf16", machine)
-            if config.k_split == 1
-        }
+        rates = {efficiency_key(c): _rate(c, (size, size, size), probe, machine) for c in kernels}
         best.append(max(rates.values()))
         for name, rate in rates.items():
             shares.setdefault(name, []).append(rate / best[-1])
     efficiency = {name: sum(found) / len(found) for name, found in shares.items()}
     # The rate is that of the largest product, where power limits it; the best kernel's share is 1.
     top = max(efficiency.values())
+    # A swapped one is bound by the memory there, which the model counts by itself.
+    one_wave = {
+        efficiency_key(c): round(_rate(c, _one_wave(c, probe), probe, machine) / best[0], 3)
+        for c in kernels
+        if not c.is_swapped
+    }
     return replace(
         machine,
         sms=probe.sms,
         mma_rate=best[0],
         efficiency={name: round(share / top, 3) for name, share in efficiency.items()},
+        one_wave=one_wave,
     )
 
 
-def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
-    """FLOP/s of a kernel on all SMs while its tiles fill them."""
-    tile_m, tile_n = config.cluster_tile
+def _one_wave(config: GemmConfig, probe: Probe) -> tuple[int, int, int]:
+    """M, N, K of a product whose tiles all run at once, on all SMs or nearly."""
+    (tile_m, tile_n), resident = config.cluster_tile, probe.sms // config.cluster_ctas
+    return ONE_WAVE_ROWS * tile_m, max(1, resident // ONE_WAVE_ROWS) * tile_n, ONE_WAVE_DEPTH
+
+
+def _rate(config: GemmConfig, product: tuple[int, int, int], probe: Probe, machine: Machine) -> float:
+    """FLOP/s of a kernel on all SMs while its tiles fill them; ``product`` is M, N, K."""
+    (m, n, k), (tile_m, tile_n) = product, config.cluster_tile
     resident = max(1, probe.sms // config.cluster_ctas)
-    waves = ceil_div(ceil_div(size, tile_m) * ceil_div(size, tile_n), resident)
+    waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n), resident)
     rows, columns = config.cta_tile
-    mainloop = (probe.gemm(config, size, size, size) - machine.launch) / waves
+    mainloop = (probe.gemm(config, m, n, k) - machine.launch) / waves
     if config.mma == "cooperative":
         mainloop -= machine.epilogue * rows * columns
-    return 2 * rows * columns * size / _positive(mainloop) * probe.sms
+    return 2 * rows * columns * k / _positive(mainloop) * probe.sms
 
 
 def _memory(probe: Probe, machine: Machine) -> Machine:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,8 @@ class Machine:
             expected).
         collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum behind it.
         host: Backend or ``"product"`` -> seconds of host time of an eager call.
+        one_wave: The same as `efficiency` where a call's tiles all run at once, of kernels of which that was
+            measured: then they share what they load in the L2 without being told to, and draw no more power.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Machine:
     efficiency: Mapping[str, float]
     collectives: Mapping[str, Mapping[int, Curve]]
     host: Mapping[str, float]
+    one_wave: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:

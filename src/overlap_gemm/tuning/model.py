@@ -31,12 +31,20 @@ UNKNOWN = 4
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
 
-STREAM = 0.97
-"""Share of the memory's rate at which a `"swapped"` kernel reads its operands, where nothing else is slower:
-30.7 us where cuBLAS takes 29.6 (16 x 8192 x 7168 on one H200; longer k tiles do the same)."""
+STREAM = {False: 0.95, True: 0.97}
+"""Share of the memory's rate at which a kernel reads its operands, where nothing else is slower, and a
+`"swapped"` one: 30.7 us where cuBLAS takes 29.6 (16 x 8192 x 7168 on one H200; longer k tiles too)."""
 
 WORDS_ARRIVAL = 1.5e-6
 """Seconds from a store to its first load where data is its own flag, instead of `Machine.arrival`."""
+
+TOLD = 5.5e-6
+"""Seconds between two tiles of a CTA that tells a peer of each by a flag: stores, their completion, the
+flag's release. (On two H200 64x128 tiles take that with 1024 elements of K and with fewer, 4.2 us alone.)"""
+
+SMALL_TILE, SMALL_TILE_RATE = 64 * 128, 0.87
+"""Kernels of tiles of at most so many elements reach so much of `Machine.bulk_rate`: an all-reduce of 2048 x
+4096 x 2048, bound by the link, took two H200 72.3 us with tiles of 64x128, and 65.5 of 128x128."""
 
 COPY_ENGINE_BYTES = 4 << 20
 """Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
@@ -120,9 +128,14 @@ def efficiency_key(config: GemmConfig) -> str:
     return f"{config.mma} {m}x{n} {cm}x{cn}"
 
 
-def efficiency_of(config: GemmConfig, machine: Machine) -> float:
-    """A kernel's efficiency; of one that was not measured, the least of its tile's, its kind's, or all."""
+def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) -> float:
+    """A kernel's efficiency, in one wave or in several.
+
+    Of one that was not measured, the least of its tile's, its kind's, or all.
+    """
     known, name = machine.efficiency, efficiency_key(config)
+    if one_wave and name in machine.one_wave:
+        return machine.one_wave[name]
     if name in known:
         return known[name]
     kind, tile, _ = name.split()
@@ -156,10 +169,10 @@ def _memory_seconds(m: int, n: int, k: int, dtype: str, machine: Machine) -> flo
     return (m * k + n * k + m * n) * DTYPE_BYTES[dtype] / machine.memory_rate
 
 
-def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine) -> float:
-    """A CTA tile on its SM's tensor cores."""
+def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) -> float:
+    """A CTA tile on its SM's tensor cores, one of so many waves."""
     rows, columns = config.cta_tile
-    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine)
+    rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
 
 
@@ -276,18 +289,24 @@ def fused_time(
         clusters = owners * ceil_div(m, tile_m) * ceil_div(block, tile_n)
     if owners:  # a rank that owns nothing sends everything
         copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
-    link_share = machine.bulk_rate / sms
+    num_waves = ceil_div(clusters, resident)
+    told = world > 1 and num_waves > 1 and not config.sends_words
+    small = told and rows * columns <= SMALL_TILE
+    bulk_rate = machine.bulk_rate * (SMALL_TILE_RATE if small else 1)
+    link_share = bulk_rate / sms
     # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
     exist = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
     exist *= _sent_columns(config, block)
     tile_bytes = config.tile_bytes * exist + FLAG_BYTES
 
-    mainloop = _mainloop_seconds(config, k, machine)
+    mainloop = _mainloop_seconds(config, k, machine, num_waves)
     ring = config.ring_stages * config.slot_subtile_bytes
     drain = copies * max(0, tile_bytes - ring) / link_share
     epilogue = machine.epilogue * rows * columns + drain
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-    sent = copies * tile_bytes * config.cluster_size / machine.bulk_rate
+    if told:
+        wave = max(wave, TOLD)
+    sent = copies * tile_bytes * config.cluster_size / bulk_rate
     last = min(clusters, resident)
     # Behind the last wave: the slots of its tiles are read, and what they make is written.
     arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
@@ -303,11 +322,10 @@ def fused_time(
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
-    few = config.is_swapped
-    read = _memory_seconds(m, n, k, facts.dtype, machine) / (STREAM if few else 1)
-    arrival = WORDS_ARRIVAL if few else machine.arrival
+    read = _memory_seconds(m, n, k, facts.dtype, machine) / STREAM[config.is_swapped]
+    arrival = WORDS_ARRIVAL if config.sends_words else machine.arrival
     return FusedTime(
-        waves=max(ceil_div(clusters, resident) * wave, read),
+        waves=max(num_waves * wave, read),
         link=link,
         memory=memory,
         fill=mainloop,
@@ -326,9 +344,9 @@ def _sent_columns(config: GemmConfig, columns: int) -> float:
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
     """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
 
-    The own shard is there; the others arrive one behind the other at the link's full rate. The wave in which
-    a shard's first tile is cannot end sooner than a tile's time behind its arrival, and the waves behind it
-    follow. What of the arrivals the product does not hide is `tail`.
+    The own shard is there; the others arrive one behind the other at the link's full rate. What waits for a
+    shard begins when it arrives, so the waves of its tiles and of those behind them follow. What of the
+    arrivals the product does not hide is `tail`.
     """
     m, n, k = facts.local
     world = facts.world
@@ -338,14 +356,14 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_ctas)
     rows, columns = config.cta_tile
-    mainloop = _mainloop_seconds(config, k, machine)
+    num_waves = ceil_div(owners * per_shard, resident)
+    mainloop = _mainloop_seconds(config, k, machine, num_waves)
     epilogue = machine.epilogue * rows * columns
     wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-    num_waves = ceil_div(owners * per_shard, resident)
     waves = done = num_waves * wave
     arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
     for step in range(1, owners):
-        left = num_waves - step * per_shard // resident
+        left = ceil_div((owners - step) * per_shard, resident)
         done = max(done, step * arrival + machine.arrival + left * wave)
     return FusedTime(
         waves=waves,

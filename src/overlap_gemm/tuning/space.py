@@ -201,7 +201,7 @@ def _choose(
     pattern: Pattern,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
-    fitting = _fitting(arch, facts.dtype, machine, fields)
+    fitting = _resident(_fitting(arch, facts.dtype, machine, fields), num_sms)
     if facts.m > FEW_ROWS or facts.op not in OPS.values():
         fitting = [c for c in fitting if c.mma != "swapped"] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
@@ -242,6 +242,15 @@ def _fitting(
         if fitting:
             return [c for c in fitting if _goes_with(c, fields)] or fitting
     return known
+
+
+def _resident(configs: list[GemmConfig], num_sms: int) -> list[GemmConfig]:
+    """Those of which two clusters have room at once, since one place may be a relay kernel's.
+
+    Where there is none, those with the smallest clusters.
+    """
+    room = max(num_sms // 2, min(config.cluster_ctas for config in configs))
+    return [config for config in configs if config.cluster_ctas <= room]
 
 
 def _goes_with(config: GemmConfig, fields: tuple[tuple[str, Any], ...]) -> bool:
