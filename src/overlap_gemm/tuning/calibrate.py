@@ -21,8 +21,9 @@ T = TypeVar("T")
 GEMM_SIZES = (8192, 4096)
 """Edges of the cubes that kernels are compared on."""
 
-ONE_WAVE_ROWS, ONE_WAVE_DEPTH = 4, 8192
-"""Rows in cluster tiles, and K, of a product whose tiles are one wave; as many columns as fill the SMs."""
+ONE_WAVE_ROWS, ONE_WAVE_DEPTHS = 4, (4096, 8192)
+"""Rows in cluster tiles of a product whose tiles are one wave, with as many columns as fill the SMs. Two K:
+their times' difference has nothing of what a wave costs beside its mainloop, which is much of such a call."""
 
 DECODE = (16, 8192, 8192)
 """M, N, K of a product that only reads its weight."""
@@ -149,9 +150,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
     top = max(efficiency.values())
     # A swapped one is bound by the memory there, which the model counts by itself.
     one_wave = {
-        efficiency_key(c): round(_rate(c, _one_wave(c, probe), probe, machine) / best[0], 3)
-        for c in kernels
-        if not c.is_swapped
+        efficiency_key(c): round(_one_wave_rate(c, probe) / best[0], 3) for c in kernels if not c.is_swapped
     }
     return replace(
         machine,
@@ -160,12 +159,6 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
         efficiency={name: round(share / top, 3) for name, share in efficiency.items()},
         one_wave=one_wave,
     )
-
-
-def _one_wave(config: GemmConfig, probe: Probe) -> tuple[int, int, int]:
-    """M, N, K of a product whose tiles all run at once, on all SMs or nearly."""
-    (tile_m, tile_n), resident = config.cluster_tile, probe.sms // config.cluster_ctas
-    return ONE_WAVE_ROWS * tile_m, max(1, resident // ONE_WAVE_ROWS) * tile_n, ONE_WAVE_DEPTH
 
 
 def _rate(config: GemmConfig, product: tuple[int, int, int], probe: Probe, machine: Machine) -> float:
@@ -178,6 +171,17 @@ def _rate(config: GemmConfig, product: tuple[int, int, int], probe: Probe, machi
     if config.mma == "cooperative":
         mainloop -= machine.epilogue * rows * columns
     return 2 * rows * columns * k / _positive(mainloop) * probe.sms
+
+
+def _one_wave_rate(config: GemmConfig, probe: Probe) -> float:
+    """FLOP/s of a kernel, as of all SMs, while all its tiles run at once."""
+    (tile_m, tile_n), (rows, columns) = config.cluster_tile, config.cta_tile
+    wide = max(1, probe.sms // config.cluster_ctas // ONE_WAVE_ROWS)
+    less, more = (
+        probe.gemm(config, ONE_WAVE_ROWS * tile_m, wide * tile_n, depth) for depth in ONE_WAVE_DEPTHS
+    )
+    deeper = ONE_WAVE_DEPTHS[1] - ONE_WAVE_DEPTHS[0]
+    return 2 * rows * columns * deeper / _positive(more - less) * probe.sms
 
 
 def _memory(probe: Probe, machine: Machine) -> Machine:
