@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.parallel import exportable, full_state_dict, parallelize
 from overlap_gemm.testing.models import VOCABULARY, tiny
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}  # of 1, 2 and 3 ranks
@@ -123,3 +124,25 @@ def pickled(rank, size):
 def test_a_model_can_be_pickled(ranks):
     """Each rank its own, for a world like this one."""
     ranks(2).run(pickled)
+
+
+def what_nobody_could_gather(rank, size):
+    """Refused instead of written: one rank's shards under the names of the whole."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
+    model = parallelize(tiny("llama", size), mesh["tp"])
+    with torch.no_grad(), exportable(model), pytest.raises(ValueError, match="one rank's"):
+        full_state_dict(model)
+    whole = full_state_dict(model)
+    assert whole["lm_head.weight"].shape[0] == model.resize_token_embeddings(VOCABULARY).num_embeddings
+    with pytest.raises(ValueError, match=r"\(97 rows now\) before parallelize"):
+        model.resize_token_embeddings(50)
+    replicas = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    ids = torch.arange(6).view(1, 6)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'model.embed_tokens' are no DTensors .* one rank's"):
+            full_state_dict(model)
+        replicas(ids, labels=ids).loss.backward()  # behind it, the parameters are not even registered
+
+
+def test_what_nobody_could_gather(ranks):
+    ranks(2).run(what_nobody_could_gather)

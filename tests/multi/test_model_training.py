@@ -95,6 +95,25 @@ def test_a_part_of_a_layer_is_recomputed_by_itself(ranks, part, how):
     ranks(2).run(recomputes_a_part, part, how)
 
 
+def hooked(rank, size, family):
+    """Hooks that change what goes into attentions and MLPs."""
+    plain, sharded = pair(size, family)
+    (ids,) = tokens(7)
+    for model in (plain, sharded):
+        layer = model.model.layers[1]
+        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 3}),
+            with_kwargs=True,
+        )
+        model(ids, labels=ids).loss.backward()
+    same_gradients(plain, sharded)
+
+
+def test_hooks_change_the_input_of_a_part(ranks):
+    ranks(3).run(hooked, "qwen3")
+
+
 def optimizers_agree(rank, size, options):
     plain, sharded = pair(size, "gemma3")
     (ids,) = tokens(7)

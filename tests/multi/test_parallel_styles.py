@@ -142,6 +142,42 @@ def test_shared_gather_is_for_its_own_call(ranks):
     ranks(2).run(shared_gather_is_for_its_own_call)
 
 
+class Twice(nn.Module):
+    """Calls its projection several times, with the input it got or with another."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 8)
+
+    def forward(self, x, *factors):
+        return tuple(self.proj(x if factor == 1 else x * factor) for factor in factors)
+
+
+def hooks_see_the_input(rank, size):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size,))
+    module, seen = Twice(), []
+    weight, bias = (p.detach().chunk(size)[rank] for p in module.proj.parameters())
+    parallelize_module(module.proj, mesh, OverlapColwiseParallel())
+    parallelize_module(module, mesh, OverlapSharedGather("proj", argument="x"))
+    x = torch.randn(2, 3 * size, 6)
+    own = x.chunk(size, 1)[rank].clone().requires_grad_()
+    for factors in ((1, 1), (2,)):
+        with pytest.raises(RuntimeError, match=r"Linear\(.*\) shares the gather"):
+            module(own, *factors)
+    torch.testing.assert_close(module.proj(x), x @ weight.t() + bias)  # the calls that failed left nothing
+    module.register_forward_pre_hook(lambda _module, args: (args[0] * 3, *args[1:]))
+    module.register_full_backward_hook(lambda _module, found, _out: seen.append(found[0]))
+    (out,) = module(own, 1)
+    torch.testing.assert_close(out, 3 * x @ weight.t() + bias)
+    out.sum().backward()
+    torch.testing.assert_close(3 * seen[0], own.grad)
+
+
+def test_hooks_see_the_input_of_a_shared_gather(ranks):
+    ranks(2).run(hooks_see_the_input)
+
+
 def layouts_that_are_not_served(rank, size):
     for style in (
         lambda: OverlapColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .model import Model
-from .parts import EmbeddingForward, NormForward
+from .parts import FORWARDS
 from .styles import ColwiseForward, RowwiseForward
-
-FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
-"""Those that take local tensors as parameters."""
 
 
 @contextmanager

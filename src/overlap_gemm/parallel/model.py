@@ -15,6 +15,7 @@ from ..backends.base import BackendName
 from ..backends.select import check_name, preferring
 from ..runtime.group import group_name
 from .parts import (
+    FORWARDS,
     SEQUENCE_DIM,
     EmbeddingForward,
     EnterLayers,
@@ -88,7 +89,9 @@ def parallelize(
         head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
     model.register_load_state_dict_pre_hook(_shard_incoming)
-    model.save_pretrained = partial(_save_pretrained, model)  # can be pickled, unlike a method of no class
+    # These can be pickled, unlike methods of no class.
+    model.save_pretrained = partial(_save_pretrained, model)
+    model.resize_token_embeddings = partial(_resize_token_embeddings, model)
     return model
 
 
@@ -103,7 +106,17 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         `model.state_dict()` with whole tensors under their original names; the same on every rank.
+
+    Raises:
+        ValueError: Somebody has put local tensors in the place of the DTensors, and nobody knows the rest.
     """
+    for name, module in model.named_modules():
+        is_ours = isinstance(vars(module).get("forward"), FORWARDS)
+        if is_ours and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ValueError(
+                f"the parameters of {name!r} are no DTensors any more: DistributedDataParallel or exportable "
+                f"has made local tensors of them, which are one rank's"
+            )
     state = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()
@@ -209,6 +222,14 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["state_dict"] = full_state_dict(model)
     kwargs.setdefault("is_main_process", dist.get_rank() == 0)
     type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """`resize_token_embeddings` where it changes nothing; transformers would go by one rank's rows."""
+    rows = model.get_input_embeddings().num_embeddings
+    if new_num_tokens not in (None, rows) or args or kwargs.get("pad_to_multiple_of"):
+        raise ValueError(f"resize the embedding ({rows} rows now) before parallelize: its rows are sharded")
+    return type(model).resize_token_embeddings(model, new_num_tokens, **kwargs)
 
 
 def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..moves import join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
 from ..sharding import Shards
-from .styles import local
+from .styles import ColwiseForward, RowwiseForward, local
 
 SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""
@@ -154,6 +154,10 @@ class _Localized:
             return value.to_local()
         # The gradient that to_local passes back is one rank's addend; redistribute's backward sums them.
         return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
+"""Those of modules that hold parameters; they take local tensors for DTensors."""
 
 
 class GatherOutput:

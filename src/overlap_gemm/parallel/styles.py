@@ -111,10 +111,10 @@ class OverlapSharedGather(ParallelStyle):
     """One gather for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
 
     The module's input is sharded along a row dimension; the named children, each styled
-    `OverlapColwiseParallel()`, multiply it in one `all_gather_gemm`. The module itself then sees a stand-in
-    of the gathered input's shape that holds no values (reading it gives NaN), which is all that code needs
-    which only hands its input to those children and asks for its shape, like Hugging Face's attention and
-    MLP.
+    `OverlapColwiseParallel()`, multiply it in one `all_gather_gemm`. The module's hooks see its input; its
+    forward sees a stand-in of the gathered input's shape that holds no values (reading it gives NaN), which
+    is all that code needs which only hands its input to those children, once, and asks for its shape, like
+    Hugging Face's attention and MLP. A child that is given anything else meanwhile raises RuntimeError.
 
     Args:
         *children: Names of the linears, as `get_submodule` takes them.
@@ -143,20 +143,35 @@ class OverlapSharedGather(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linears = [module.get_submodule(name) for name in self.children]
-        module.register_forward_pre_hook(_SharedGather(self, linears, device_mesh), with_kwargs=True)
+        module.forward = _SharedGatherForward(module, self, linears, device_mesh)
         return module
 
 
-class _SharedGather:
-    """Pre-forward hook of a module styled `OverlapSharedGather`; unlike a closure, copied with the module."""
+class _SharedGatherForward:
+    """The forward of a module styled `OverlapSharedGather`; unlike a closure, copied with the module."""
 
-    def __init__(self, style: OverlapSharedGather, linears: list[nn.Module], mesh: DeviceMesh):
-        self.style, self.linears, self.mesh = style, linears, mesh
+    def __init__(
+        self, module: nn.Module, style: OverlapSharedGather, linears: list[nn.Module], mesh: DeviceMesh
+    ):
+        self.module, self.style, self.linears, self.mesh = module, style, linears, mesh
+        self.replaced = vars(module).get("forward")
+        """What somebody put in the place of the class's forward before."""
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Multiplies, and runs the module's own forward on the stand-in."""
         argument = self.style.argument
         stand_in = self._multiply(args[0] if args else kwargs[argument])
-        return ((stand_in, *args[1:]), kwargs) if args else (args, {**kwargs, argument: stand_in})
+        if args:
+            args = (stand_in, *args[1:])
+        else:
+            kwargs = {**kwargs, argument: stand_in}
+        try:
+            if self.replaced is not None:
+                return self.replaced(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            for linear in self.linears:
+                linear.forward.product = None
 
     def _multiply(self, x: Tensor) -> Tensor:
         style, linears = self.style, self.linears
@@ -188,14 +203,20 @@ class ColwiseForward:
         self.module, self.mesh, self.style = module, mesh, style
         self.source = module
         """Which module has the weight: another one where weights are tied."""
-        self.product: tuple[Tensor, Tensor] | None = None
-        """(stand-in, result) that an `OverlapSharedGather` left for the coming call."""
+        self.product: tuple[Tensor, Tensor | None] | None = None
+        """(stand-in, result or None once it has been fetched) while an `OverlapSharedGather` runs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
-        if self.product is not None and self.product[0] is x:
-            (_, out), self.product = self.product, None
+        if self.product is not None:
+            stand_in, out = self.product
+            if x is not stand_in or out is None:
+                raise RuntimeError(
+                    f"{module} shares the gather of its input with others, so it is called once, with the "
+                    f"input of the module around it as it is: a hook that changes it belongs on that module"
+                )
+            self.product = (stand_in, None)
             return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
         weight, columns = local(self.source.weight, Shard(0)), _extent(module, 0)
