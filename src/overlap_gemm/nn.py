@@ -1,19 +1,19 @@
 """Tensor-parallel layers with Megatron's names, each equal to the unsharded `nn.Linear` it is cut from.
 
-Parameters are plain tensors, this rank's shards, and who does not know that sees one rank's: torch's
-distributed checkpoints would take them for copies of one tensor (`full_state_dict` is for checkpoints), and
-`clip_grad_norm_` knows one rank's norm. `overlap_gemm.parallel` has styles that make DTensors.
+Parameters are plain tensors, this rank's shards, and who does not know that sees one rank's. torch's
+distributed checkpoints would take them for copies of one tensor: `full_state_dict` is for them. torch's
+`clip_grad_norm_` knows one rank's norm: the one here knows that of all. A `torch.amp.GradScaler` skips a step
+on those ranks that have an infinity: `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, given
+the group, on all. `overlap_gemm.parallel` has styles that make DTensors.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import moves, ops
 from .backends.base import BackendName
-from .backends.select import check_name
 from .functional import (
     Length,
     all_gather_gemm,
@@ -22,15 +22,21 @@ from .functional import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
+from .linears import InitMethod, ShardedLinear, clip_grad_norm_, full_state_dict
 from .lowering import lower_column_parallel_gemm
-from .runtime.group import GroupLike, group_name, group_rank, group_size
-from .sharding import Shards
-from .tuning.settings import check_reserve_sms
+from .runtime.group import GroupLike
 
-InitMethod = Callable[[Tensor], Any]
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "clip_grad_norm_",
+    "column_parallel_gemm",
+    "full_state_dict",
+]
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ShardedLinear):
     """`nn.Linear` whose output features are divided over the ranks.
 
     Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
@@ -57,6 +63,8 @@ class ColumnParallelLinear(nn.Module):
         dtype: Of the parameters.
     """
 
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
     def __init__(
         self,
         input_size: int,
@@ -75,24 +83,14 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
         if gather_output and sequence_parallel:
             raise ValueError("gather_output=True and sequence_parallel=True cannot go together")
-        _check_options(sequence_dim, backend, reserve_sms)
-        self.input_size, self.output_size = input_size, output_size
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.sequence_parallel, self.sequence_dim, self.rows = sequence_parallel, sequence_dim, rows
-        self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
-        self.shard_dims = {"weight": 0, "bias": 0}
-        self.register_load_state_dict_pre_hook(_shard_incoming)
-        _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any
-    ) -> "ColumnParallelLinear":
-        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
-        return _adopt(_empty_like(cls, linear, tp_group, options), linear)
+        super().__init__(
+            input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
+            backend=backend, reserve_sms=reserve_sms, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.gather_output, self.rows = gather_output, rows
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Multiplies; see the class for shapes."""
@@ -123,15 +121,8 @@ class ColumnParallelLinear(nn.Module):
             out = column_parallel_gemm(x, self.weight, bias, self.tp_group, self.backend, self.reserve_sms)
         return (out, self.bias) if self.skip_bias_add else out
 
-    def extra_repr(self) -> str:
-        """For print(module)."""
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
-        )
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ShardedLinear):
     """`nn.Linear` whose input features are divided over the ranks; the ranks' partial results are summed.
 
     Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
@@ -156,6 +147,8 @@ class RowParallelLinear(nn.Module):
         dtype: Of the parameters.
     """
 
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
     def __init__(
         self,
         input_size: int,
@@ -173,22 +166,12 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        _check_options(sequence_dim, backend, reserve_sms)
-        self.input_size, self.output_size = input_size, output_size
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
-        self.shard_dims = {"weight": 1}
-        self.register_load_state_dict_pre_hook(_shard_incoming)
-        _adopt(self, _full_linear(input_size, output_size, bias, init_method, device, dtype))
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any
-    ) -> "RowParallelLinear":
-        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
-        return _adopt(_empty_like(cls, linear, tp_group, options), linear)
+        super().__init__(
+            input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
+            backend=backend, reserve_sms=reserve_sms, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """Multiplies and sums; see the class for shapes."""
@@ -217,13 +200,6 @@ class RowParallelLinear(nn.Module):
                 reserve_sms=self.reserve_sms,
             )
         return (out, self.bias) if self.skip_bias_add else out
-
-    def extra_repr(self) -> str:
-        """For print(module)."""
-        return (
-            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
-            f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
-        )
 
 
 class ParallelMLP(nn.Module):
@@ -290,7 +266,7 @@ class ParallelMLP(nn.Module):
             **options,
         )
         for own, whole in ((mlp.gate_proj, gate), (mlp.up_proj, up), (mlp.down_proj, down)):
-            _adopt(own, whole)
+            own.adopt(whole)
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,109 +317,8 @@ def column_parallel_gemm(
     return call_op(ops.local_gemm, lower_column_parallel_gemm, x, weight, bias, group, how)
 
 
-def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict that the unsharded model would have. Collective over the layers' groups.
-
-    Args:
-        module: Any module with tensor-parallel layers of this file somewhere in it.
-
-    Returns:
-        `module.state_dict()` with each sharded parameter gathered, from FSDP's shards, too; the same on every
-        rank. The layers take such a state dict in `load_state_dict` as they take their own.
-
-    Raises:
-        ValueError: The state dict holds something else in the place of a layer's parameter.
-    """
-    sharded: dict[int, tuple[Tensor, int, int, str]] = {}
-    for layer in module.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-            for name, dim in layer.shard_dims.items():
-                if (parameter := getattr(layer, name)) is not None:
-                    total = (layer.output_size, layer.input_size)[dim]
-                    sharded[id(parameter)] = parameter, dim, total, layer.tp_group
-    state = dict(module.state_dict(keep_vars=True))  # names may be anybody's; the parameters are the layers'
-    if missing := sharded.keys() - {id(value) for value in state.values()}:
-        shapes = ", ".join(str(list(sharded[key][0].shape)) for key in missing)
-        raise ValueError(
-            f"the state dict does not hold shards {shapes} of tensor-parallel layers as they are: they are "
-            f"parametrized, or a hook has changed them, and what is there instead cannot be gathered"
-        )
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # FSDP's DTensors
-            if id(value) in sharded:
-                whole = moves.join_shards(whole, *sharded[id(value)][1:])
-            state[key] = whole.detach()
-    return state
-
-
 def _is_bare(layer: nn.Module) -> bool:
     """Whether calling the layer is calling its op: it is not hooked, wrapped, or given another forward."""
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     is_replaced = "forward" in layer.__dict__ or type(layer).forward is not ColumnParallelLinear.forward
     return not is_replaced and not any(hooks)
-
-
-def _check_options(sequence_dim: int, backend: str, reserve_sms: int | None) -> None:
-    if sequence_dim not in (0, 1):
-        raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
-    check_name(backend)
-    check_reserve_sms(reserve_sms)
-
-
-def _full_linear(
-    input_size: int,
-    output_size: int,
-    bias: bool,
-    init_method: InitMethod | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> nn.Linear:
-    """The unsharded layer; drawing all of it on every rank is what makes the shards one consistent layer."""
-    linear = nn.Linear(input_size, output_size, bias=bias, device=device, dtype=dtype)
-    if init_method is not None:
-        with torch.no_grad():
-            init_method(linear.weight)
-            if bias:
-                linear.bias.zero_()
-    return linear
-
-
-def _empty_like(cls: Any, linear: nn.Linear, tp_group: GroupLike, options: Mapping[str, Any]) -> Any:
-    return cls(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        tp_group=tp_group,
-        device="meta",
-        dtype=linear.weight.dtype,
-        **options,
-    )
-
-
-def _adopt(layer: Any, linear: nn.Linear) -> Any:
-    """Gives `layer` its shards of the unsharded parameters."""
-    for name in ("weight", "bias"):
-        whole = getattr(linear, name)
-        parameter = None
-        if whole is not None:
-            shard = _shard(whole.detach(), layer.shard_dims.get(name), layer.tp_group)
-            parameter = nn.Parameter(shard, requires_grad=whole.requires_grad)
-        layer.register_parameter(name, parameter)
-    return layer
-
-
-def _shard(whole: Tensor, dim: int | None, group: str) -> Tensor:
-    if dim is None:
-        return whole.clone()
-    start, stop = Shards.even(whole.shape[dim], group_size(group)).range(group_rank(group))
-    return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
-
-
-def _shard_incoming(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: cuts parameters of the unsharded layer; leaves shards as they are."""
-    for name, dim in layer.shard_dims.items():
-        value = state.get(prefix + name)
-        total = (layer.output_size, layer.input_size)[dim]
-        if value is not None and value.ndim > dim and value.shape[dim] == total:
-            state[prefix + name] = _shard(value, dim, layer.tp_group)

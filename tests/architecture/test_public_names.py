@@ -75,7 +75,16 @@ def test_parallelize():
 
 def test_layers_and_styles():
     for module, names in (
-        (nn, ("ColumnParallelLinear", "RowParallelLinear", "ParallelMLP", "full_state_dict")),
+        (
+            nn,
+            (
+                "ColumnParallelLinear",
+                "RowParallelLinear",
+                "ParallelMLP",
+                "full_state_dict",
+                "clip_grad_norm_",
+            ),
+        ),
         (parallel, ("OverlapColwiseParallel", "OverlapRowwiseParallel", "OverlapSharedGather")),
         (parallel, ("parallelize", "exportable", "full_state_dict")),
     ):
