@@ -5,6 +5,7 @@ that owns no row of a call has nobody to wait for in it, so a sequence in which 
 """
 
 import random
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.space import every_config
 
 from .op_runs import summed
 
@@ -115,6 +117,26 @@ def random_puts(seed):
         if draw.random() < 0.3:
             calls[number] = call._replace(op="all_gather_gemm", algorithm=None, n=64 * ranks)
     return ranks, [c._replace(kernel=PUTS if n % 3 else ()) for n, c in enumerate(calls)], starved, mode
+
+
+ROOM = 4
+"""SMs for kernels in clusters of two."""
+
+
+def random_kernels(arch, seed):
+    """The same, each call by a kernel and a transport of its own: slots that others have filled otherwise."""
+    ranks, calls, starved, mode = random_calls(seed)
+    draw = random.Random(seed)
+    every = [config for config in every_config(arch) if 2 * config.cluster_ctas <= ROOM]
+    for number, call in enumerate(calls):
+        config, transport = draw.choice(every), draw.choice([None, None, "peer_bulk", "peer_words"])
+        if draw.random() < 0.2:
+            call = call._replace(op="all_gather_gemm", algorithm=None, n=64 * ranks)
+            transport = draw.choice(["copy_engine", "peer_bulk"])
+        names = ("mma", "tile", "cluster", "k_split")
+        kernel = {**{name: getattr(config, name) for name in names}, "transport": transport}
+        calls[number] = call._replace(kernel=(*kernel.items(), ("raster_group", draw.choice([1, 8]))))
+    return ranks, calls, starved, mode
 
 
 def run_random_sequence(arch, seed, drawn=random_sequence, **options):
@@ -256,6 +278,17 @@ def test_more_random_sequences_of_all_ops(arch, seed, classes, monkeypatch):
     if classes == "many":
         monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed, random_calls)
+
+
+def test_a_random_sequence_of_kernels():
+    run_random_sequence("sm_90a", 2, partial(random_kernels, "sm_90a"), num_sms=ROOM)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("seed", range(500, 520))
+def test_more_random_sequences_of_kernels(arch, seed):
+    run_random_sequence(arch, seed, partial(random_kernels, arch), num_sms=ROOM)
 
 
 @pytest.mark.slow
