@@ -12,7 +12,7 @@ from overlap_gemm.tuning.settings import configured
 
 SMALL = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
-    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
 }
 LARGER = [
     ("sm_100a", {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}),

@@ -25,7 +25,7 @@ KINDS = {
         {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},
     ],
     "sm_90a": [
-        {"mma": "pingpong", "tile": (64, 128)},
+        {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
         {"mma": "cooperative", "tile": (128, 128)},
         {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
     ],

@@ -17,7 +17,7 @@ from .op_runs import summed
 CASE = Case("gemm_reduce_scatter", 768, 64, 64, torch.bfloat16)
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
-    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
 }
 pytestmark = pytest.mark.parametrize("arch", ARCHS)
 

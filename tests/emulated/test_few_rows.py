@@ -14,7 +14,10 @@ from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_lau
 from overlap_gemm.tuning import space
 from overlap_gemm.tuning.settings import configured
 
-KERNELS = {"sm_90a": {"mma": "pingpong", "tile": (64, 128)}, "sm_100a": {"mma": "1cta", "tile": (128, 64)}}
+KERNELS = {
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
+    "sm_100a": {"mma": "1cta", "tile": (128, 64)},
+}
 
 
 @pytest.fixture(autouse=True)

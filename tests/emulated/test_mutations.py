@@ -18,7 +18,7 @@ from overlap_gemm.tuning.settings import configured
 KERNELS = {
     "1cta": ("sm_100a", {"mma": "1cta", "tile": (128, 64)}, (256, 192, 1152), 1),
     "2cta": ("sm_100a", {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}, (512, 384, 1152), 2),
-    "pingpong": ("sm_90a", {"mma": "pingpong", "tile": (64, 128)}, (128, 384, 1152), 1),
+    "pingpong": ("sm_90a", {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)}, (128, 384, 1152), 1),
     "cooperative": (
         "sm_90a",
         {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)},

@@ -17,7 +17,7 @@ from overlap_gemm.tuning.settings import configured
 
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
-    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
 }
 both = pytest.mark.parametrize("arch", ARCHS)
 

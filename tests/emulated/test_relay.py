@@ -27,7 +27,7 @@ from overlap_gemm.tuning.settings import configured
 from .op_runs import SMALL
 from .test_puts_within_reach import OPS, case_of, one_row, ragged
 
-PINGPONG = {"mma": "pingpong", "tile": (64, 128)}
+PINGPONG = {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)}
 KINDS = [
     PINGPONG,
     {"mma": "cooperative", "tile": (128, 128)},

@@ -24,7 +24,7 @@ from .op_runs import summed
 
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
-    "sm_90a": {"mma": "pingpong", "tile": (64, 128)},
+    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
 }
 both = pytest.mark.parametrize("arch", ARCHS)
 

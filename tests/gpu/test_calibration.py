@@ -19,7 +19,7 @@ ARCH = cuda_executor(0).arch if torch.cuda.is_available() else ""
 M, N, K = 264, 200, 328
 KERNELS = {
     "sm_90a": [
-        {"mma": "pingpong", "tile": (64, 128)},
+        {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
         {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
         {"mma": "cooperative", "tile": (128, 256), "cluster": (1, 2)},
     ],

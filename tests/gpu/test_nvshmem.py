@@ -47,7 +47,7 @@ ops = pytest.mark.parametrize("op", OPS)
 SHAPES = [(1024, 512, 512), (200, 128, 72), (1, 64, 64), (4096, 4096, 2048)]
 """Even; ragged; fewer rows than ranks; many tiles."""
 PUTS = {"transport": "nvshmem"}
-SMALL = {"mma": "pingpong", "tile": (64, 128)}
+SMALL = {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)}
 """One kernel of each op for all that follows, and so one compilation."""
 
 

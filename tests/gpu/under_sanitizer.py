@@ -17,7 +17,7 @@ from overlap_gemm.tuning.settings import configured
 
 M, N, K = 264, 200, 136
 KERNELS = (
-    {"mma": "pingpong", "tile": (64, 128)},
+    {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
     {"mma": "cooperative", "tile": (128, 256), "cluster": (2, 1)},
 )
 
