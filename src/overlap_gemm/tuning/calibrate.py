@@ -141,7 +141,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
     best: list[float] = []
     kernels = [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
     for size in GEMM_SIZES:
-        rates = {efficiency_key(c): _rate(c, (size, size, size), probe, machine) for c in kernels}
+        rates = {efficiency_key(c): _rate(c, size, probe, machine) for c in kernels}
         best.append(max(rates.values()))
         for name, rate in rates.items():
             shares.setdefault(name, []).append(rate / best[-1])
@@ -161,16 +161,16 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
     )
 
 
-def _rate(config: GemmConfig, product: tuple[int, int, int], probe: Probe, machine: Machine) -> float:
-    """FLOP/s of a kernel on all SMs while its tiles fill them; ``product`` is M, N, K."""
-    (m, n, k), (tile_m, tile_n) = product, config.cluster_tile
+def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
+    """FLOP/s of a kernel on all SMs while its tiles fill them."""
+    tile_m, tile_n = config.cluster_tile
     resident = max(1, probe.sms // config.cluster_ctas)
-    waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n), resident)
+    waves = ceil_div(ceil_div(size, tile_m) * ceil_div(size, tile_n), resident)
     rows, columns = config.cta_tile
-    mainloop = (probe.gemm(config, m, n, k) - machine.launch) / waves
+    mainloop = (probe.gemm(config, size, size, size) - machine.launch) / waves
     if config.mma == "cooperative":
         mainloop -= machine.epilogue * rows * columns
-    return 2 * rows * columns * k / _positive(mainloop) * probe.sms
+    return 2 * rows * columns * size / _positive(mainloop) * probe.sms
 
 
 def _one_wave_rate(config: GemmConfig, probe: Probe) -> float:
