@@ -21,7 +21,7 @@ from .lowering import (
     lower_gemm_all_reduce,
     lower_gemm_reduce_scatter,
 )
-from .registered import Bound, Registered, owned
+from .registered import Bound, Registered
 from .runtime import agree
 from .runtime.group import Group, GroupLike, find, group_name, resolve
 
@@ -370,8 +370,8 @@ class _Prepared(NamedTuple):
         bound, lowered = self
         if lowered.dim is not None:
             x = lowered.flatten(x)
-        tensors = x, weight, bias
-        result = bound.with_gradient(*tensors) if needs_grad(*tensors) else owned(bound.run(*tensors))
+        run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
+        result = run(x, weight, bias)
         return result if lowered.finish is None else lowered.finish(result)
 
 

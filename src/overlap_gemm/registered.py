@@ -48,7 +48,7 @@ class Registered:
         self.tensors = tensors
 
         def run(*arguments: Any) -> Any:
-            return owned(self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors]))
+            return self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors])
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
@@ -66,7 +66,7 @@ class Registered:
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
         bound = self.bound(tensors, arguments)
-        return bound.with_gradient(*tensors) if needs_grad(*tensors) else owned(bound.run(*tensors))
+        return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""
@@ -84,17 +84,31 @@ class Bound(NamedTuple):
 
     Attributes:
         op: It.
-        run: What `Registered.bind` made.
+        bare: What `Registered.bind` made.
         arguments: Those behind the tensors.
         lists: Whether tensors come, and go, in lists.
         counts: For each tensor argument how many tensors it lists, None where it is one.
     """
 
     op: Registered
-    run: Run
+    bare: Run
     arguments: tuple[Any, ...]
     lists: bool
     counts: tuple[int | None, ...]
+
+    def run(self, *tensors: Any) -> Any:
+        """The result, a tensor or a list of some, none of which is a view for autograd.
+
+        Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
+        Autograd would refuse to let it be written to in place, and so on that rank alone.
+        """
+        result = self.bare(*tensors)
+        if not isinstance(result, list):
+            return result.data if result._is_view() else result
+        for i, part in enumerate(result):
+            if part._is_view():
+                result[i] = part.data
+        return result
 
     def with_gradient(self, *tensors: Any) -> Any:
         """`run(*tensors)` as a node of autograd's graph, at a third of torch.library's host time."""
@@ -113,25 +127,11 @@ class Bound(NamedTuple):
         return [next(left) if n is None else [next(left) for _ in range(n)] for n in self.counts]
 
 
-def owned(result: Any) -> Any:
-    """`result`, a tensor or a list of some, none of which is a view for autograd.
-
-    Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
-    Autograd would refuse to let it be written to in place, and so on that rank alone.
-    """
-    if not isinstance(result, list):
-        return result.data if result._is_view() else result
-    for i, part in enumerate(result):
-        if part._is_view():
-            result[i] = part.data
-    return result
-
-
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
         tensors = bound.grouped(flat)
-        result = owned(bound.run(*tensors))
+        result = bound.run(*tensors)
         bound.op.save(ctx, (*tensors, *bound.arguments), result)
         ctx.bound = bound
         return tuple(result) if bound.lists else result
