@@ -127,3 +127,16 @@ def test_times_that_contradict_each_other_change_nothing(truth):
     found = calibrate(Backwards(truth, 4), base, "sm_90a", lines.append)
     assert found.bulk_rate == base.bulk_rate
     assert any("contradict each other" in line for line in lines)
+
+
+def test_single_waves_that_cannot_be_told_apart_leave_the_kernels_rates(truth):
+    class Flat(ModelProbe):
+        def gemm(self, config, m, n, k):
+            return super().gemm(config, m, n, 8192 if m < 4096 else k)
+
+    base, lines = load("h200"), []
+    found = calibrate(Flat(truth, 4), base, "sm_90a", lines.append)
+    assert found.one_wave == base.one_wave
+    assert (found.sms, found.mma_rate) == (114, pytest.approx(truth.mma_rate, rel=1e-3))
+    said = lines.index("kernels, one wave")
+    assert "contradict each other" in lines[said + 1]

@@ -106,6 +106,7 @@ def _steps(probe: Probe, arch: str) -> Iterator[tuple[str, Step]]:
     """What is measured, in this order: later steps use the constants of earlier ones."""
     yield "launch", lambda m: replace(m, launch=probe.empty())
     yield "kernels", lambda m: _kernels(probe, m, arch)
+    yield "kernels, one wave", lambda m: _one_wave(probe, m, arch)
     yield "memory", lambda m: _memory(probe, m)
     yield (
         "host",
@@ -139,26 +140,33 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
     """Rates of all kernels, whole waves counted, as shares of the best one's."""
     shares: dict[str, list[float]] = {}
     best: list[float] = []
-    kernels = [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
     for size in GEMM_SIZES:
-        rates = {efficiency_key(c): _rate(c, size, probe, machine) for c in kernels}
+        rates = {efficiency_key(c): _rate(c, size, probe, machine) for c in _whole(machine, arch)}
         best.append(max(rates.values()))
         for name, rate in rates.items():
             shares.setdefault(name, []).append(rate / best[-1])
     efficiency = {name: sum(found) / len(found) for name, found in shares.items()}
     # The rate is that of the largest product, where power limits it; the best kernel's share is 1.
     top = max(efficiency.values())
-    # A swapped one is bound by the memory there, which the model counts by itself.
-    one_wave = {
-        efficiency_key(c): round(_one_wave_rate(c, probe) / best[0], 3) for c in kernels if not c.is_swapped
-    }
     return replace(
         machine,
         sms=probe.sms,
         mma_rate=best[0],
         efficiency={name: round(share / top, 3) for name, share in efficiency.items()},
-        one_wave=one_wave,
     )
+
+
+def _one_wave(probe: Probe, machine: Machine, arch: str) -> Machine:
+    """Rates of kernels whose tiles all run at once, as shares of the best one's in whole waves."""
+    # A swapped one is bound by the memory there, which the model counts by itself.
+    kernels = [config for config in _whole(machine, arch) if not config.is_swapped]
+    shares = {efficiency_key(c): round(_one_wave_rate(c, probe) / machine.mma_rate, 3) for c in kernels}
+    return replace(machine, one_wave=shares)
+
+
+def _whole(machine: Machine, arch: str) -> list[GemmConfig]:
+    """The kernels whose tiles have all of K."""
+    return [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
 
 
 def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
