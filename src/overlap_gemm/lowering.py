@@ -54,7 +54,7 @@ def lower_all_gather_gemm(
     length, *inner = x.movedim(dim, 0).shape[:-1]
     width, unit = x.shape[-1], math.prod(inner)
     facts = _facts(op, x, width, biases, dim, how[:2], weights=len(weights), inner=tuple(inner), kept=kept)
-    total = _total(op, "rows", rows, length, x, group, facts)
+    total = total_extent(op, "rows", rows, length, x, group, facts)
     across = _across(op, "columns", columns, sum(weight.shape[0] for weight in weights), group)
     shards = Shards.even(total * unit, group_size(group), max(unit, 1))
 
@@ -125,7 +125,7 @@ def lower_gemm_all_gather(
     _check(op, group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
     rows, batch = math.prod(x.shape[:-1]), x.shape[:-1]
     facts = _facts(op, x, x.shape[-1], biases, 0, how[:2], rows=rows, shape=tuple(batch))
-    total = _total(op, "columns", columns, weight.shape[0], x, group, facts)
+    total = total_extent(op, "columns", columns, weight.shape[0], x, group, facts)
     return Lowered(
         (rows, x.shape[-1]),
         None if x.ndim == 2 else 0,
@@ -249,10 +249,23 @@ def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _total(
+def total_extent(
     op: str, what: str, given: Length, length: int, x: Tensor, group: str, facts: tuple[tuple[str, Any], ...]
 ) -> int:
-    """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say."""
+    """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say.
+
+    Args:
+        op: For messages.
+        what: The name of the extent, for messages.
+        given: By the caller.
+        length: This rank's share.
+        x: The op's operand.
+        group: Every rank of which calls.
+        facts: As for `agree.same`.
+
+    Raises:
+        ValueError: This rank's share is not that of `given`, or the ranks' are not as `torch.chunk` cuts.
+    """
     if given is None and not torch.compiler.is_compiling() and not is_capturing(x):
         return agree.total_length(op, what, length, x.device, resolve(group), facts)
     if given is None or given == "equal":

@@ -1,12 +1,15 @@
 """What training loops do to a parallelized model: accumulate, recompute, clip, mix types, shard again."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -74,11 +77,35 @@ def test_accumulation_and_checkpointing(ranks, checkpointing, order):
     ranks(3).run(accumulates, "qwen3", checkpointing, order)
 
 
+def train_at_once(rank, size):
+    """Two models in two threads, each on a group of its own; the ranks come to them in another order."""
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    pairs = [pair(size, "qwen3", DeviceMesh.from_group(group, "cpu")) for group in groups]
+
+    def train(number):
+        plain, sharded = pairs[number]
+        if number == rank:
+            time.sleep(0.5)
+        for model in (sharded, plain):
+            for ids in tokens(7, 5):
+                model(ids, labels=ids).loss.backward()
+        return plain, sharded
+
+    with ThreadPoolExecutor(2) as threads:
+        for trained in list(threads.map(train, range(2))):
+            same_gradients(*trained)
+
+
+def test_two_threads_train_a_model_each(ranks):
+    """DTensor takes their meshes for one, since ranks and names are equal."""
+    ranks(2).run(train_at_once)
+
+
 def recomputes_a_part(rank, size, part, how):
     plain, sharded = pair(size, "qwen3")
     for model in (plain, sharded):
-        for layer in model.model.layers:
-            setattr(layer, part, checkpoint_wrapper(getattr(layer, part), CheckpointImpl[how]))
+        for module in [model.model] if part == "norm" else model.model.layers:
+            setattr(module, part, checkpoint_wrapper(getattr(module, part), CheckpointImpl[how]))
         losses = [model(ids, labels=ids).loss for ids in tokens(8, 7, 5)]
         for loss in losses:
             loss.backward()
@@ -89,7 +116,7 @@ def recomputes_a_part(rank, size, part, how):
 
 
 @pytest.mark.parametrize("how", ["REENTRANT", "NO_REENTRANT"])
-@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "norm"])
 def test_a_part_of_a_layer_is_recomputed_by_itself(ranks, part, how):
     """While microbatches of other lengths are in flight."""
     ranks(2).run(recomputes_a_part, part, how)

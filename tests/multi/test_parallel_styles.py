@@ -5,7 +5,9 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
@@ -172,6 +174,36 @@ def hooks_see_the_input(rank, size):
     torch.testing.assert_close(out, 3 * x @ weight.t() + bias)
     out.sum().backward()
     torch.testing.assert_close(3 * seen[0], own.grad)
+
+
+class Frozen(Twice):
+    @torch.no_grad()
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+def without_gradients(rank, size, how):
+    mesh, module = init_device_mesh("cpu", (size,)), Frozen() if how == "frozen" else Twice()
+    parallelize_module(module.proj, mesh, OverlapColwiseParallel())
+    parallelize_module(module, mesh, OverlapSharedGather("proj", argument="x"))
+    weight, bias = (p.to_local() for p in module.proj.parameters())
+    x = torch.randn(2, 3, 6)
+    if how == "recomputed":
+        module.proj = checkpoint_wrapper(module.proj, CheckpointImpl.REENTRANT)
+    with pytest.raises(RuntimeError, match=r"Linear\(.*\) is called without gradients"):
+        module(x, 1)
+    with torch.no_grad():
+        (out,) = module(x, 1)
+    gathered = torch.empty(size * 2, 3, 6)
+    dist.all_gather_into_tensor(gathered, x)
+    gathered = torch.cat(gathered.chunk(size), 1)
+    torch.testing.assert_close(out, gathered @ weight.t() + bias)
+
+
+@pytest.mark.parametrize("how", ["recomputed", "frozen"])
+def test_a_child_of_a_shared_gather_without_gradients(ranks, how):
+    """The gather has them, and nobody would take the child's."""
+    ranks(2).run(without_gradients, how)
 
 
 def test_hooks_see_the_input_of_a_shared_gather(ranks):

@@ -148,6 +148,8 @@ class _Builder:
             case "decoder":
                 records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
+                if self.sequence_parallel:
+                    module.register_forward_pre_hook(self.length.begin_decoder)
             case "embedding":
                 self._distribute(module, Shard(0))
                 module.forward = EmbeddingForward(module, self.group)
@@ -163,7 +165,8 @@ class _Builder:
                 self._mlp(module)
             case "norm" | "head norm" | "final norm":
                 self._distribute(module, Replicate())
-                module.forward = NormForward(module, self.sequence_parallel or role == "head norm")
+                is_partial = self.sequence_parallel or role == "head norm"
+                module.forward = NormForward(module, self.group if is_partial else None)
                 if role == "final norm" and self.sequence_parallel:
                     module.register_forward_hook(GatherOutput(self.group, self.length))
             case "column":

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from ..moves import join_shards, keep_shard, sum_over_ranks
+from ..lowering import total_extent
+from ..moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
 from ..sharding import Shards
 from .styles import ColwiseForward, RowwiseForward, local
@@ -19,24 +20,36 @@ SEQUENCE_DIM = 1
 class SequenceLength:
     """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
 
-    A module between sharded rows cannot see it. Every attention can, and says it: for itself and, where it
-    runs as a part of its layer, for the layer's MLP. An MLP that is recomputed by itself finds nothing said
-    for it: the last attention that ran may have been another microbatch's.
+    A module between sharded rows cannot see it. Every attention can, and says it: for itself; for the MLP of
+    its layer, where it runs as a part of that; and for the norm behind all layers, where it runs as a part of
+    the decoder. An MLP or norm that is recomputed by itself finds nothing said for it: the last attention
+    that ran may have been another microbatch's.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        self.in_layer = False
+        self.in_layer = self.in_decoder = False
         self.of_layer: int | None = None
+        self.of_decoder: int | None = None
 
     def __call__(self) -> int:
-        """The length in tokens, for an attention and for what runs behind all layers."""
+        """The length in tokens, for an attention."""
         return self.total
 
     def for_mlp(self) -> int | None:
         """The same for the MLP of a layer, once; None: the ranks must ask each other."""
         total, self.of_layer = self.of_layer, None
         return total
+
+    def for_norm(self) -> int | None:
+        """The same for the norm behind all layers, once."""
+        total, self.of_decoder = self.of_decoder, None
+        self.in_decoder = False
+        return total
+
+    def begin_decoder(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Pre-forward hook of the decoder."""
+        self.in_decoder = True
 
     def begin_layer(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Pre-forward hook of every decoder layer."""
@@ -48,6 +61,8 @@ class SequenceLength:
         self.total = cosines.shape[1]
         if self.in_layer:
             self.in_layer, self.of_layer = False, self.total
+        if self.in_decoder:
+            self.of_decoder = self.total
 
 
 class EnterLayers:
@@ -129,31 +144,31 @@ class NormForward:
 
     Args:
         module: The norm, its parameters replicated DTensors.
-        partial: Each rank sees its own rows or heads only, so gradients of the parameters are summed.
+        group: Of the ranks each of which sees its own rows or heads only, so that gradients of the parameters
+            are summed; None: all see the same.
     """
 
-    def __init__(self, module: nn.Module, partial: bool):
-        self.module, self.partial = module, partial
+    def __init__(self, module: nn.Module, group: str | None):
+        self.module, self.group = module, group
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Normalises this rank's rows or heads."""
-        return type(self.module).forward(_Localized(self.module, self.partial), hidden_states)
+        return type(self.module).forward(_Localized(self.module, self.group), hidden_states)
 
 
 class _Localized:
     """A module with local tensors in place of its (replicated) DTensor parameters: `self` for its forward."""
 
-    def __init__(self, module: nn.Module, partial: bool):
-        self._module, self._partial = module, partial
+    def __init__(self, module: nn.Module, group: str | None):
+        self._module, self._group = module, group
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         if not isinstance(value, DTensor):
             return value
-        if not self._partial:
-            return value.to_local()
-        # The gradient that to_local passes back is one rank's addend; redistribute's backward sums them.
-        return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        # Not by a redistribution of DTensor's: it takes meshes of equal ranks and names for one, whatever
+        # their groups, and threads with a model each would meet in one group, in any order.
+        return value.to_local() if self._group is None else for_each_rank(value.to_local(), self._group)
 
 
 FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
@@ -168,7 +183,9 @@ class GatherOutput:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Called by torch behind the norm."""
-        return join_shards(out, SEQUENCE_DIM, self.length(), self.group)
+        own = out.shape[SEQUENCE_DIM]
+        total = total_extent("the last norm", "rows", self.length.for_norm(), own, out, self.group, ())
+        return join_shards(out, SEQUENCE_DIM, total, self.group)
 
 
 class PackedLinear(nn.Module):

@@ -114,7 +114,8 @@ class OverlapSharedGather(ParallelStyle):
     `OverlapColwiseParallel()`, multiply it in one `all_gather_gemm`. The module's hooks see its input; its
     forward sees a stand-in of the gathered input's shape that holds no values (reading it gives NaN), which
     is all that code needs which only hands its input to those children, once, and asks for its shape, like
-    Hugging Face's attention and MLP. A child that is given anything else meanwhile raises RuntimeError.
+    Hugging Face's attention and MLP. A child that is given anything else meanwhile, or called without
+    gradients where the module has them, raises RuntimeError.
 
     Args:
         *children: Names of the linears, as `get_submodule` takes them.
@@ -215,6 +216,11 @@ class ColwiseForward:
                 raise RuntimeError(
                     f"{module} shares the gather of its input with others, so it is called once, with the "
                     f"input of the module around it as it is: a hook that changes it belongs on that module"
+                )
+            if out.requires_grad and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{module} is called without gradients by itself (recomputed reentrantly?), but the "
+                    f"gather it shares with others has them: recompute or freeze the module around it"
                 )
             self.product = (stand_in, None)
             return self._output(out)
