@@ -291,11 +291,8 @@ def test_a_kernel_is_chosen_that_has_room_beside_a_relay(sms):
             for arch in ("sm_90a", "sm_100a"):
                 config = choose_config(call, machine_for(arch), arch, sms)
                 assert config.cluster_ctas <= max(sms // 2, 1), (rows, op, config.name)
-    with configured(cluster=(2, 1), mma="pingpong", tile=(128, 128)):
-        assert choose_config(call, load("h200"), "sm_90a", 1).cluster == (
-            2,
-            1,
-        )  # refused where it is launched
+    with configured(cluster=(2, 1), mma="pingpong", tile=(128, 128)):  # refused where it is launched
+        assert choose_config(call, load("h200"), "sm_90a", 1).cluster == (2, 1)
 
 
 def test_a_kernel_is_more_efficient_in_one_wave():

@@ -16,10 +16,11 @@ the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from typing import NamedTuple
 
 from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import FLAG_BYTES, ExchangeShape, Pattern
@@ -159,7 +160,7 @@ def _best_waves(m: int, n: int, machine: Machine, sms: int) -> float:
         kind, tile, _ = name.split()
         rows, columns = map(int, tile.split("x"))
         ctas = ceil_div(m, rows) * ceil_div(n, columns) * (2 if kind == "2cta" else 1)
-        waves = ctas / sms if ctas < sms else ceil(ctas / sms)
+        waves = ctas / sms if ctas < sms else ceil_div(ctas, sms)
         area = rows * columns // (2 if kind == "2cta" else 1)
         best = min(best, waves * 2 * area / (machine.mma_rate / machine.sms * efficiency))
     return best
@@ -174,6 +175,13 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+
+
+def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: float = 0.0) -> float:
+    """One wave; `drain`: what of a tile must leave before its epilogue ends."""
+    rows, columns = config.cta_tile
+    epilogue = machine.epilogue * rows * columns + drain
+    return mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
 
 
 def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
@@ -264,21 +272,25 @@ class FusedTime:
         return self.launch + max(self.waves + self.tail, self.fill + self.link, self.memory) + self.receive
 
 
-def fused_time(
-    config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: Pattern = "reduce_scatter"
-) -> FusedTime:
-    """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
+class _Dealt(NamedTuple):
+    """How an exchange cuts a rank's product.
 
-    What the other patterns have beside a reduce-scatter is counted in bytes and arrivals, at the same rates.
+    Attributes:
+        clusters: Cluster tiles.
+        copies: Of each tile, to other ranks.
+        exists: The part of a tile that travels.
     """
-    m, n, k = facts.local
-    world = facts.world
-    tile_m, tile_n = config.cluster_tile
-    resident = max(1, sms // config.cluster_ctas)
-    rows, columns = config.cta_tile
-    shard, block = m, n
+
+    clusters: int
+    copies: float
+    exists: float
+
+
+def _dealt(config: GemmConfig, facts: Facts, pattern: Pattern) -> _Dealt:
+    m, n, _ = facts.local
+    world, (tile_m, tile_n) = facts.world, config.cluster_tile
+    shard, block, owners = m, n, 0
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
-    owners = 0
     if pattern == "reduce_scatter":
         shard = facts.shard or shard_rows(m, world)
         owners = num_owners(m, shard)
@@ -289,40 +301,51 @@ def fused_time(
         clusters = owners * ceil_div(m, tile_m) * ceil_div(block, tile_n)
     if owners:  # a rank that owns nothing sends everything
         copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
+    # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
+    exists = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
+    return _Dealt(clusters, copies, exists * _sent_columns(config, block))
+
+
+def fused_time(
+    config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: Pattern = "reduce_scatter"
+) -> FusedTime:
+    """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
+
+    What the other patterns have beside a reduce-scatter is counted in bytes and arrivals, at the same rates.
+    """
+    m, n, k = facts.local
+    world, size = facts.world, DTYPE_BYTES[facts.dtype]
+    clusters, copies, exists = _dealt(config, facts, pattern)
+    resident = max(1, sms // config.cluster_ctas)
     num_waves = ceil_div(clusters, resident)
     told = world > 1 and num_waves > 1 and not config.sends_words
-    small = told and rows * columns <= SMALL_TILE
+    small = told and math.prod(config.cta_tile) <= SMALL_TILE
     bulk_rate = machine.bulk_rate * (SMALL_TILE_RATE if small else 1)
-    link_share = bulk_rate / sms
-    # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
-    exist = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
-    exist *= _sent_columns(config, block)
-    tile_bytes = config.tile_bytes * exist + FLAG_BYTES
+    tile_bytes = config.tile_bytes * exists + FLAG_BYTES
 
     mainloop = _mainloop_seconds(config, k, machine, num_waves)
     ring = config.ring_stages * config.slot_subtile_bytes
-    drain = copies * max(0, tile_bytes - ring) / link_share
-    epilogue = machine.epilogue * rows * columns + drain
-    wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
+    drain = copies * max(0, tile_bytes - ring) / (bulk_rate / sms)
+    wave = _wave_seconds(config, mainloop, machine, drain)
     if told:
         wave = max(wave, TOLD)
     sent = copies * tile_bytes * config.cluster_size / bulk_rate
     last = min(clusters, resident)
+    link, tail, memory = clusters * sent, last * sent, _memory_seconds(m, n, k, facts.dtype, machine)
+    read = memory / STREAM[config.is_swapped]
     # Behind the last wave: the slots of its tiles are read, and what they make is written.
     arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
-    link, tail, memory = clusters * sent, last * sent, _memory_seconds(m, n, k, facts.dtype, machine)
     if pattern == "two_shot":  # the sums go out as the partials did, and are copied
         arrivals, received = 2, 2 * received
         link, tail = 2 * link, 2 * tail
-        memory += 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        memory += 2 * m * n * size / machine.memory_rate
     elif pattern != "reduce_scatter":  # every rank reads and writes what all send
         copies_of = world - 1 if pattern == "output_gather" else world  # own tiles go straight to the output
-        copied = 2 * copies_of * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
+        copied = 2 * copies_of * m * n * size / machine.memory_rate
         received *= 2
         memory += copied
         if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
             received += copied
-    read = _memory_seconds(m, n, k, facts.dtype, machine) / STREAM[config.is_swapped]
     arrival = WORDS_ARRIVAL if config.sends_words else machine.arrival
     return FusedTime(
         waves=max(num_waves * wave, read),
@@ -355,11 +378,8 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     tile_m, tile_n = config.cluster_tile
     per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_ctas)
-    rows, columns = config.cta_tile
     num_waves = ceil_div(owners * per_shard, resident)
-    mainloop = _mainloop_seconds(config, k, machine, num_waves)
-    epilogue = machine.epilogue * rows * columns
-    wave = mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
+    wave = _wave_seconds(config, _mainloop_seconds(config, k, machine, num_waves), machine)
     waves = done = num_waves * wave
     arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
     for step in range(1, owners):
