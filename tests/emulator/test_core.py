@@ -219,6 +219,16 @@ def test_a_flag_that_never_comes_is_a_deadlock_naming_the_line():
         run(SPIN.format(write="mov.b32 %r2, 5;"), [out, flag], grid=(2, 1, 1))
 
 
+def test_a_deadlock_says_whose_memory_a_flag_is_in_and_what_was_found_there():
+    """A flag that was never set to where it begins is the commonest mistake."""
+    out, flag = np.zeros(1, np.uint32), np.array([0xFFFFFFFF], np.uint32)
+    body = SPIN.replace("%r1, 0;", "%r1, -1;").format(write="mov.b32 %r2, 5;")
+    with pytest.raises(Deadlock) as error:
+        run(body, [out, flag], grid=(2, 1, 1))
+    at = flag.ctypes.data
+    assert f"global {at:#x} of array 1 of rank 0 [{at:#x}, {at + 4:#x}), found 0xffffffff" in str(error.value)
+
+
 def test_a_spin_loop_with_a_counter_ends_by_itself():
     out, flag = np.zeros(32, np.uint32), np.zeros(1, np.uint32)
     body = """

@@ -95,7 +95,7 @@ def _parked(
     if poll is None or poll.key != key:
         if poll is not None:
             group.polls.clear()
-        group.polls[ins.line] = Poll(key, state, space, address, mask, size)
+        group.polls[ins.line] = Poll(key, state, space, address, mask, size, parts)
         return False
     poll.visits += 1
     if poll.visits < _PATIENCE and not all(
@@ -108,7 +108,7 @@ def _parked(
         watch = machine.watch if p.space == "global" else group.warp.cta.cluster.watch
         for granule in granules(p.address, p.mask, p.size):
             watch.setdefault(granule, []).append(group)
-    places = ", ".join(f"{p.space} {one(p.address, p.mask):#x}" for p in group.polls.values())
+    places = ", ".join(p.describe(machine) for p in group.polls.values())
     group.polls.clear()
     group.warp.grid.scheduler.poll(group, f"a change at {places}", counting=poll.visits >= _PATIENCE)
     return True
@@ -124,7 +124,16 @@ class Poll:
     address: Any
     mask: int
     size: int
+    parts: tuple[Any, ...]
     visits: int = 0
+
+    def describe(self, machine: Any) -> str:
+        """Where it looks, and what its first lane found there."""
+        address = one(self.address, self.mask)
+        owner = machine.memory.lookup(address) if self.space == "global" else None
+        inside = f" of {owner}" if owner is not None else ""
+        found = ", ".join(f"{one(part, self.mask):#x}" for part in self.parts)
+        return f"{self.space} {address:#x}{inside}, found {found}"
 
 
 def _plain(value: Any) -> bool:

@@ -371,7 +371,11 @@ class Cta:
         owner = self.cluster.owner(address)
         barrier = owner.mbarriers.get(address & OFFSET)
         if barrier is None:
-            raise EmulatorError(f"no mbarrier has been initialised at shared address {address:#x} of {owner}")
+            raise EmulatorError(
+                f"no mbarrier has been initialised at shared address {address:#x} of {owner}: between "
+                "mbarrier.init and the first use must lie a barrier of all who use it (of the cluster, where "
+                "other CTAs do)"
+            )
         return barrier
 
     def warp_exited(self, warp: Warp) -> None:

@@ -74,7 +74,10 @@ class Seam:
             EmulatorError: An emulator is open already.
         """
         if self._opened is not None:
-            raise EmulatorError("an emulator is open already; this process runs one at a time")
+            raise EmulatorError(
+                "an emulator is open already; this process runs one at a time (python -m "
+                "overlap_gemm.emulator opens one: a script that opens its own is started without it)"
+            )
         self._opened = contextlib.ExitStack()
         try:
             for change in self._changes(device, pack, called):
