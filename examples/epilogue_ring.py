@@ -72,14 +72,11 @@ def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: 
     num_tiles = (cute.size(x, mode=[3]) - first + stride - 1) // stride
 
     smem = memory.SmemAllocator()
-    barriers = smem.allocate_array(Int64, 2 * NUM_STAGES, byte_alignment=8)
     stages = smem.allocate_tensor(Float32, cute.make_layout((SUBTILE, NUM_STAGES)), byte_alignment=128)
     by_thread = cute.make_tensor(
         stages.iterator, cute.make_layout((VALUES, 32 * NUM_EPILOGUE_WARPS, NUM_STAGES))
     )
-    ring = EpilogueRing.create(barriers, NUM_STAGES, INFLIGHT, NUM_EPILOGUE_WARPS)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+    ring = EpilogueRing.create(num_stages=NUM_STAGES, inflight=INFLIGHT, num_warps=NUM_EPILOGUE_WARPS)
 
     if warp < NUM_EPILOGUE_WARPS:
         state = ring.producer_state()

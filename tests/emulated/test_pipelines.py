@@ -12,6 +12,7 @@ from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.emulator import Emulator, EmulatorError
 from overlap_gemm.pipelines import (
     RECORD_WORDS,
+    EpilogueRing,
     Failure,
     FailureSite,
     PipelineTmaStoreAsync,
@@ -119,26 +120,37 @@ def test_a_consumer_that_holds_stages_needs_as_many_more():
 
 @pytest.mark.parametrize(("stages", "inflight"), [(2, 2), (1, -1)])
 def test_a_store_never_waits_for_the_stage_it_would_free(stages, inflight):
+    counts = {"num_stages": stages, "inflight": inflight}
     with pytest.raises(ValueError, match=rf"inflight={inflight} .*num_stages={stages}"):
-        PipelineTmaStoreAsync.create(num_stages=stages, inflight=inflight, consumer_group=None)
+        PipelineTmaStoreAsync.create(**counts, consumer_group=None)
+    with pytest.raises(ValueError, match=rf"inflight={inflight} .*num_stages={stages}"):
+        EpilogueRing.create(**counts, num_warps=4)
 
 
 @cute.kernel
-def wait_in_vain(flag: Int64, bound: WaitBound):
-    wait_flag(flag, Uint32(7), bound, FailureSite(tile=5, index=3))
+def wait_in_vain(flag: Int64, epoch: Uint32, bound: WaitBound, site: cutlass.Constexpr):
+    wait_flag(flag, epoch, bound, site)
 
 
 @cute.jit
-def launch_wait(flag: Int64, bound: WaitBound):
-    wait_in_vain(flag, bound).launch(grid=(1, 1, 1), block=(1, 1, 1))
+def launch_wait(flag: Int64, epoch: Uint32, bound: WaitBound, site: cutlass.Constexpr):
+    wait_in_vain(flag, epoch, bound, site).launch(grid=(1, 1, 1), block=(1, 1, 1))
 
 
-def test_a_wait_of_a_kernel_of_ones_own_is_bounded_and_leaves_its_record():
+@pytest.mark.parametrize(
+    ("site", "epoch", "seen", "record"),
+    [
+        (FailureSite(tile=5, index=3), 7, 6, Failure(0, Op.OTHER, Role.OTHER, 5, 0, 3, 7, 6)),
+        (FailureSite(rank=2, op=70, role=90), 1, -3, Failure(2, 70, 90, 0, 0, 0, 1, 2**32 - 3)),
+    ],
+)
+def test_a_wait_of_a_kernel_of_ones_own_is_bounded_and_leaves_its_record(site, epoch, seen, record):
+    """Also where the kernel numbers its own roles, and the host has the words as int32."""
     words = torch.zeros(2 + RECORD_WORDS, dtype=torch.int32)
     flag = words.data_ptr()
-    words[0] = 6
+    words[0] = seen
     with Emulator("sm_90a") as emulator:
         emulator.register(words)
         with pytest.raises(EmulatorError, match="(?i)trap"):
-            launch_wait(flag, WaitBound(Int64(1000), Int64(flag + 8), Int64(flag + 4)))
-    assert read_record(words[2:].tolist()) == Failure(0, Op.OTHER, Role.OTHER, 5, 0, 3, 7, 6)
+            launch_wait(flag, epoch, WaitBound(Int64(1000), Int64(flag + 8), Int64(flag + 4)), site)
+    assert read_record(words[2:].tolist()) == record

@@ -59,8 +59,8 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: who waited.
-        op: :class:`Op`.
-        role: :class:`Role`.
+        op: :class:`Op`, or a number that is a kernel of one's own.
+        role: :class:`Role`, likewise.
         tile: tile index in the waiting rank's shard.
         source: rank waited for.
         flag: index of the flag in the waiting rank's workspace.
@@ -69,8 +69,8 @@ class Failure(NamedTuple):
     """
 
     rank: int
-    op: Op
-    role: Role
+    op: int
+    role: int
     tile: int
     source: int
     flag: int
@@ -79,8 +79,19 @@ class Failure(NamedTuple):
 
 
 def read_record(words: Sequence[int]) -> Failure | None:
-    """The failure in a record of ``RECORD_WORDS`` uint32 words, or None if no wait expired."""
+    """The failure in a record of ``RECORD_WORDS`` words, or None if no wait expired.
+
+    The words are 32 bits each, read as ``uint32`` or as ``int32``.
+    """
     if int(words[0]) == 0:
         return None
-    rank, op, role, tile, source, flag, expected, seen = (int(w) for w in words[1:RECORD_WORDS])
-    return Failure(rank, Op(op), Role(role), tile, source, flag, expected, seen)
+    rank, op, role, *rest = (int(word) & 0xFFFFFFFF for word in words[1:RECORD_WORDS])
+    return Failure(rank, _named(Op, op), _named(Role, role), *rest)
+
+
+def _named(numbers: type[IntEnum], number: int) -> int:
+    """One of ours by its name; any other number stays one."""
+    try:
+        return numbers(number)
+    except ValueError:
+        return number

@@ -88,7 +88,13 @@ class FusedGemm:
         smem = memory.SmemAllocator()
         barriers = smem.allocate_array(Int64, mainloop.num_barriers + 2 * cfg.ring_stages, byte_alignment=8)
         res = mainloop.setup(ops, barriers + 2 * cfg.ring_stages, smem)
-        ring = EpilogueRing.create(barriers, cfg.ring_stages, cfg.inflight, cfg.epilogue_threads // 32)
+        ring = EpilogueRing.create(
+            num_stages=cfg.ring_stages,
+            inflight=cfg.inflight,
+            num_warps=cfg.epilogue_threads // 32,
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
         stages = allocate_stages(cfg, op.stage_dtype, smem)
         receive: Any = op.receive
         tally, counted = None, receive is not None or op.gate is not None

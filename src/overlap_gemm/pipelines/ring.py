@@ -60,15 +60,24 @@ class EpilogueRing:
     inflight: int
 
     @staticmethod
-    def create(barrier_storage: Any, num_stages: int, inflight: int, num_warps: int) -> EpilogueRing:
-        """Initialises the mbarriers; the caller fences and synchronises the CTA afterwards.
+    def create(
+        *,
+        num_stages: int,
+        inflight: int,
+        num_warps: int,
+        barrier_storage: Any = None,
+        defer_sync: bool = False,
+    ) -> EpilogueRing:
+        """Initialises the mbarriers.
 
         Args:
-            barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers.
             num_stages: stages of the ring.
             inflight: bulk groups left in flight. ``inflight == num_stages`` would wait for a stage that is
                 never freed.
             num_warps: epilogue warps that fill each stage together.
+            barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
+                shared memory, as the DSL's pipelines do.
+            defer_sync: the caller fences the initialisation and synchronises the CTA.
 
         Raises:
             ValueError: if ``inflight`` is not in ``[0, num_stages)``.
@@ -80,7 +89,7 @@ class EpilogueRing:
             num_stages=num_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_warps),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-            defer_sync=True,
+            defer_sync=defer_sync,
         )
         return EpilogueRing(pipe, num_stages, inflight)
 

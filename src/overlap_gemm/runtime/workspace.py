@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
+from ..device.failure import NOTHING, RECORD_WORDS, Failure, Op, Role, read_record
 from .group import Group, GroupLike, group_name
 from .order import forbid_capture
 from .peers import Peers, forget, left_behind, sides
@@ -45,8 +45,9 @@ class CommTimeoutError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
         seen = "nothing of it" if failure.seen == NOTHING else failure.seen
+        op, role = Op(failure.op).name.lower(), Role(failure.role).name.lower()
         super().__init__(
-            f"{failure.op.name.lower()}: rank {failure.rank} ({failure.role.name.lower()}) gave up on "
+            f"{op}: rank {failure.rank} ({role}) gave up on "
             f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
             f"expected epoch {failure.expected}, seen {seen}. "
             f"Rank {failure.source} is dead, stalled, or did not make the same calls."
@@ -63,7 +64,7 @@ class OverlappingCallsError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
         super().__init__(
-            f"{failure.op.name.lower()}: call {failure.expected} of rank {failure.rank} began while call "
+            f"{Op(failure.op).name.lower()}: call {failure.expected} of rank {failure.rank} began while call "
             f"{failure.seen} ran on the same device, and the two could have waited for each other for ever. "
             f"Calls are ordered behind each other, and so are those captured in one graph; a replay is "
             f"ordered by its stream alone. Replay graphs of fused calls on the stream of the other fused "
