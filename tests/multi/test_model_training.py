@@ -3,6 +3,7 @@
 import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -237,19 +238,21 @@ def test_beside_data_parallelism(ranks, way):
     ranks(4).run(two_dimensions, way)
 
 
-def under_ddp(rank, size, family):
+def under_ddp(rank, size, family, options):
     """It makes local tensors of the parameters, so norms of gradients are not to be had."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, sharded = pair(2, family, mesh["tp"])
-    wrapped = DistributedDataParallel(sharded, device_mesh=mesh["dp"])
-    torch.manual_seed(1)
-    ids = torch.randint(VOCABULARY, (2, 2, 7))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, wrapped)]
-    for step in range(3):
-        own = ids[(mesh["dp"].get_local_rank() + step) % 2]
-        wrapped(own, labels=own).loss.backward()
-        every = ids.flatten(0, 1)
-        plain(every, labels=every).loss.backward()
+    wrapped = DistributedDataParallel(sharded, device_mesh=mesh["dp"], **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
+    for length in (7, 4, 9):
+        torch.manual_seed(length)
+        microbatches = torch.randint(VOCABULARY, (3, 2, 2, length))
+        for number, ids in enumerate(microbatches):
+            with nullcontext() if number == 2 or "static_graph" in options else wrapped.no_sync():
+                own = ids[mesh["dp"].get_local_rank()]
+                wrapped(own, labels=own).loss.backward()
+            every = ids.flatten(0, 1)
+            plain(every, labels=every).loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -261,6 +264,11 @@ def under_ddp(rank, size, family):
     torch.testing.assert_close(local, shard, **SINGLE)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
-def test_under_distributed_data_parallel(ranks, family):
-    ranks(4).run(under_ddp, family)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3", {}), ("phi3", {"gradient_as_bucket_view": True}), ("llama", {"static_graph": True})],
+    ids=["plain", "views", "static"],
+)
+def test_under_distributed_data_parallel(ranks, family, options):
+    """Microbatches of which the last is synchronised, other lengths, an optimizer that minds factors."""
+    ranks(4).run(under_ddp, family, options)
