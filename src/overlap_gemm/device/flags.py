@@ -87,7 +87,7 @@ def wait_flag(
             seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
                 fail(bound, site, target, seen)
-                start = cute.arch.globaltimer()
+                start = cute.arch.globaltimer()  # another lane was first: look on until its trap ends us
     _acquire(flag, word)
 
 

@@ -47,7 +47,7 @@ from overlap_gemm.kernels.all_reduce import OneShot, TwoShot
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
-from overlap_gemm.kernels.gate import Gate
+from overlap_gemm.kernels.gate import GateKernel
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Pattern, Puts
@@ -160,7 +160,7 @@ def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
 def compile_gate(arch: str, transport: Any, options: str = "") -> Any:
     """Compiles the gate kernel; its arguments: whose shard (or `geometry.END`), ``exchange``, a stream."""
     fakes = (Int32(0), _fake_exchange(), make_fake_stream())
-    return cute.compile(Gate(transport), *fakes, options=f"--gpu-arch {arch} {options}".strip())
+    return cute.compile(GateKernel(transport), *fakes, options=f"--gpu-arch {arch} {options}".strip())
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:

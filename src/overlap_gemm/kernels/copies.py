@@ -34,7 +34,7 @@ from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
 
 SHOTS = 2
-"""A sum's owner may wait for partials as long as anybody, before others wait for its sum."""
+"""Bounds in a row that a sum is waited for: its owner may itself wait, for partials, as long as anybody."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from overlap_gemm.kernels.gathering import await_piece
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateKernel:
     """One warp, launched in front of each shard's product and behind the last.
 
     Attributes:

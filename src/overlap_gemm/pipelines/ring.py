@@ -33,10 +33,14 @@ from overlap_gemm.pipelines.publication import LaggedPublication
 
 
 class TileSender(Protocol):
-    """What the comm lane does with tiles; each method is traced into the kernel."""
+    """What the comm lane does with tiles, counted from 0; each method is traced into the kernel."""
 
     def locate(self, tile: Any) -> Any:
-        """Everything about ``tile`` that its subtiles share: a tuple of run-time values."""
+        """Everything about ``tile`` that its subtiles share: a run-time value, or a tuple of them.
+
+        It may wait for a peer, but not for its answer to one of the last `LaggedPublication.lag` tiles: they
+        are not published yet.
+        """
 
     def send(self, place: Any, subtile: Any, stage: Any) -> None:
         """Starts the bulk stores of one subtile, found in ring stage ``stage``; neither commits nor waits."""
