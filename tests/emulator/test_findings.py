@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlap_gemm.emulator import errors
-from overlap_gemm.emulator.errors import EmulatorError, MemoryFault
+from overlap_gemm.emulator.errors import EmulatorError, KernelTrap, MemoryFault
 from overlap_gemm.emulator.machine.roles import parse_roles
 from overlap_gemm.emulator.run.launch import Machine
 from overlap_gemm.emulator.source import excerpt
@@ -163,3 +163,23 @@ def test_roles_on_the_command_line():
 
 def test_lines_beyond_the_text_show_nothing():
     assert excerpt("a;\nb;", 3) == excerpt("a;", 0) == ""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_bounded_wait_that_runs_out_because_nothing_goes_on_shows_where_the_others_stand(waits):
+    flag = aligned(1)
+    body = """
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, 32; @%p0 bra OTHER;
+    mov.u64 %d5, %globaltimer; add.s64 %d5, %d5, {bound};
+    WAIT: ld.relaxed.sys.global.b32 %r2, [%d0]; setp.ne.b32 %p0, %r2, 0; @%p0 bra END;
+    mov.u64 %d6, %globaltimer; setp.lt.u64 %p1, %d6, %d5; @%p1 bra WAIT;
+    trap;
+    OTHER: bar.sync 3, 96;
+    END:
+    """
+    with pytest.raises(KernelTrap) as error:
+        run(body.format(bound=10**9 if waits else 0), [flag], block=(64, 1, 1))
+    shown = "where the warps stood" in str(error.value) and "bar.sync 3, 96; waits for barrier 3" in str(
+        error.value
+    )
+    assert shown == waits

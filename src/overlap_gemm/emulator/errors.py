@@ -31,7 +31,11 @@ class EmulatorError(RuntimeError):
         """Adds the instructions around its line to the message, once."""
         if self.line and not self._shown:
             self._shown = True
-            self.args = (f"{self}\n{source.excerpt(ptx, self.line)}",)
+            self.add(source.excerpt(ptx, self.line))
+
+    def add(self, text: str) -> None:
+        """Adds lines to the message."""
+        self.args = (f"{self}\n{text}",)
 
 
 class CooperativeLaunchTooLargeError(ValueError):

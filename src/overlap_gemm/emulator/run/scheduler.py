@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overlap_gemm.emulator.errors import Deadlock, EmulatorError
+from overlap_gemm.emulator.errors import Deadlock, EmulatorError, KernelTrap
 from overlap_gemm.emulator.instructions.emit import BLOCK
 from overlap_gemm.emulator.machine.inject import Faults
 from overlap_gemm.emulator.machine.visibility import HeldStores
@@ -190,6 +190,9 @@ class Scheduler:
                     group.pc = pc
             except EmulatorError as error:
                 error.show(program.module.text)
+                if self._jumps and isinstance(error, KernelTrap):
+                    # A bounded wait that has run out: without the bound this would have been a deadlock.
+                    error.add(self.describe("only time could pass; where the warps stood:"))
                 raise
             except Exception as error:
                 located = program.locate(error, group, pc)
