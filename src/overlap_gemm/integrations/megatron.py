@@ -4,8 +4,9 @@
     model = GPTModel(config, with_overlap(get_gpt_layer_local_spec()), ...)
 
 The layers are Megatron's own, with their parameters, initialisation and checkpoints; only the forward (and so
-the backward) is ours. A layer asked for what ours has not (experts, gradient accumulation fusion, deferred
-weight gradients, CPU offloading) calls Megatron's forward, and the logger of this module says so, once.
+the backward) is ours. A layer asked for what ours has not (experts, shared experts that overlap with the
+dispatcher, gradient accumulation fusion, deferred weight gradients, CPU offloading) calls Megatron's forward,
+and the logger of this module says so, once.
 """
 
 import copy
@@ -89,20 +90,52 @@ OURS = {
 }
 
 
+MLAS_OWN = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Fields whose class Megatron's latent attention compares with a list of its own."""
+
+
 def with_overlap(spec: Any) -> Any:
     """A module specification with our linears in place of Megatron's local ones.
 
     Args:
-        spec: A `ModuleSpec`, such as `get_gpt_layer_local_spec()` returns, or a part of one; not changed.
+        spec: A `ModuleSpec`, such as `get_gpt_layer_local_spec()` returns, what holds several, as
+            `get_gpt_decoder_block_spec` does, or a part of one; not changed.
+
+    Raises:
+        ValueError: There is none of Megatron's local linears in it, as in Transformer Engine's.
     """
+    found: list[type] = []
+    changed = _with_overlap(spec, found)
+    if not found:
+        raise ValueError(
+            "with_overlap found none of Megatron's own linears (tensor_parallel.ColumnParallelLinear and "
+            "RowParallelLinear) in the specification, and those of Transformer Engine it does not replace: "
+            "start from a local one, such as get_gpt_layer_local_spec()"
+        )
+    return changed
+
+
+def _with_overlap(spec: Any, found: list[type]) -> Any:
+    """`with_overlap`, which adds the linears that it comes across to `found`."""
     if isinstance(spec, type):
-        return OURS.get(spec, spec)
+        ours = OURS.get(spec, spec)
+        if ours in OURS.values():
+            found.append(ours)
+        return ours
     if isinstance(spec, ModuleSpec):
         changed = copy.copy(spec)
-        changed.module, changed.submodules = with_overlap(spec.module), with_overlap(spec.submodules)
+        changed.module, changed.submodules = (
+            _with_overlap(each, found) for each in (spec.module, spec.submodules)
+        )
         return changed
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(_with_overlap(each, found) for each in spec)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        fields = {field.name: with_overlap(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+        fields = {
+            field.name: _with_overlap(getattr(spec, field.name), found)
+            for field in dataclasses.fields(spec)
+            if field.name not in MLAS_OWN
+        }
         return dataclasses.replace(spec, **fields)
     return spec
 
@@ -111,6 +144,8 @@ def _why_not(layer: Any) -> str | None:
     """What a layer is asked for that our forward has not."""
     asked = {
         "experts": layer.is_expert,
+        # Set on a shared expert that overlaps with the dispatcher, which communicates for it.
+        "explicit_expert_comm": layer.explicit_expert_comm,
         "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
         "defer_embedding_wgrad_compute": layer.config.defer_embedding_wgrad_compute,
         "cpu_offloading": layer.config._cpu_offloading_context is not None,
