@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -19,8 +20,11 @@ from torch import nn
 from overlap_gemm.integrations import vllm as plugin
 
 NAMES = {
+    "vllm.config": ["get_current_vllm_config_or_none"],
     "vllm.distributed": ["tensor_model_parallel_all_reduce"],
     "vllm.distributed.parallel_state": ["get_tp_group"],
+    "vllm.envs": ["environment_variables", "VLLM_BATCH_INVARIANT"],
+    "vllm.model_executor.custom_op": ["maybe_get_oot_by_class"],
     "vllm.model_executor.layers.linear": ["RowParallelLinear", "UnquantizedLinearMethod"],
 }
 """What the plug-in imports."""
@@ -33,21 +37,20 @@ ATTRIBUTES = (
 
 
 def stand_in(calls):
-    """Modules with the names, the registry and the forward's contract of vLLM's."""
+    """Modules with the names, the registry by class names and the forward's contract of vLLM's."""
+    registry = {}
 
     class UnquantizedLinearMethod:
         pass
 
     class RowParallelLinear(nn.Module):
-        registered = None
-
         def __new__(cls, *args, **kwargs):
-            return super().__new__(RowParallelLinear.registered or cls)
+            return super().__new__(registry.get(cls.__name__, cls))
 
         @classmethod
         def register_oot(cls, layer):
-            assert cls.registered is None, "Duplicate layer name"
-            cls.registered = layer
+            assert cls.__name__ not in registry, "Duplicate layer name"
+            registry[cls.__name__] = layer
             return layer
 
         def __init__(self, weight, bias, **options):
@@ -68,7 +71,15 @@ def stand_in(calls):
         return x
 
     group = SimpleNamespace(device_group=dist.group.WORLD)
+    settings = SimpleNamespace(
+        kernel_config=SimpleNamespace(linear_backend="auto"),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+    )
     contents = {
+        "get_current_vllm_config_or_none": lambda: settings,
+        "environment_variables": {},
+        "VLLM_BATCH_INVARIANT": False,
+        "maybe_get_oot_by_class": lambda kind: registry.get(kind.__name__, kind),
         "tensor_model_parallel_all_reduce": tensor_model_parallel_all_reduce,
         "get_tp_group": lambda: group,
         "RowParallelLinear": RowParallelLinear,
@@ -81,20 +92,32 @@ def stand_in(calls):
         modules[name] = ModuleType(name)
         for one in wanted:
             setattr(modules[name], one, contents[one])
-    return modules, RowParallelLinear
+    modules["vllm"].envs = modules["vllm.envs"]
+    return modules, RowParallelLinear, registry, settings
+
+
+@contextmanager
+def registered(calls):
+    """The stand-in with the plug-in switched on."""
+    modules, layer_class, registry, settings = stand_in(calls)
+    plugin._register.cache_clear()
+    plugin._overlaps.cache_clear()
+    plugin._say.cache_clear()
+    with mock.patch.dict(sys.modules, modules):
+        plugin.register()
+        assert not registry, "off unless it is asked for"
+        with mock.patch.dict(os.environ, {plugin.SWITCH: "1"}):
+            plugin.register()
+            plugin.register()  # as vLLM may
+            yield modules, layer_class, registry, settings
+    plugin._register.cache_clear()
 
 
 def serves(rank, size):
     calls = []
-    modules, layer_class = stand_in(calls)
-    plugin._register.cache_clear()
-    plugin._overlaps.cache_clear()
-    with mock.patch.dict(sys.modules, modules):
-        plugin.register()
-        assert layer_class.registered is None, "off unless it is asked for"
-        with mock.patch.dict(os.environ, {plugin.SWITCH: "1"}):
-            plugin.register()
-            plugin.register()  # as vLLM may
+    with registered(calls) as (modules, layer_class, _, settings):
+        # What vLLM keys its stored graphs by, and hands to the workers of Ray.
+        assert modules["vllm.envs"].environment_variables[plugin.SWITCH]() == "1"
         torch.manual_seed(0)
         whole, bias = torch.randn(6, 8 * size), torch.randn(6)
         weight = whole.chunk(size, 1)[rank].contiguous()
@@ -117,15 +140,58 @@ def serves(rank, size):
             calls.clear()
             assert layer_class(weight, bias, **option)(own)[0] == "vLLM's"
             assert calls == ["own"]
+        for owner, name, asked in (
+            (modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True),
+            (settings.kernel_config, "linear_backend", "flashinfer_cutlass"),
+            (settings.compilation_config.pass_config, "enable_sp", True),
+        ):
+            calls.clear()
+            with mock.patch.object(owner, name, asked), mock.patch.object(plugin.logger, "warning") as said:
+                layer = layer_class(weight, bias)
+                layer_class(weight, bias)
+            assert layer(own)[0] == "vLLM's"
+            assert calls == ["own"]
+            said.assert_called_once_with("vLLM's own forward of RowParallelLinear runs: %s", name)
+        opcheck(own, weight, bias)
+
+
+def opcheck(own, weight, bias):
     torch.library.opcheck(
         torch.ops.overlap_gemm.vllm_row_parallel.default,
-        (own, weight, bias, 8 * size, dist.group.WORLD.group_name),
+        (own, weight, bias, own.shape[1] * dist.get_world_size()),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 def test_serves(ranks):
     ranks(2).run(serves)
+
+
+def test_is_heard():
+    """vLLM shows its own loggers' messages only."""
+    assert plugin.logger.name.startswith("vllm.")
+
+
+def test_another_plug_in_has_the_layer():
+    modules, layer_class, registry, _ = stand_in([])
+    registry["RowParallelLinear"] = type("Another", (layer_class,), {})
+    plugin._register.cache_clear()
+    with mock.patch.dict(sys.modules, modules), mock.patch.dict(os.environ, {plugin.SWITCH: "1"}):
+        with pytest.raises(RuntimeError, match="another plug-in has registered.*Another"):
+            plugin.register()
+        assert plugin.SWITCH not in modules["vllm.envs"].environment_variables
+
+
+def test_an_old_vllm_is_refused():
+    modules, *_ = stand_in([])
+    del modules["vllm.model_executor.custom_op"].maybe_get_oot_by_class
+    plugin._register.cache_clear()
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.dict(os.environ, {plugin.SWITCH: "1"}),
+        pytest.raises(RuntimeError, match="needs vLLM 0.24 or newer"),
+    ):
+        plugin.register()
 
 
 def test_entry_point():
@@ -159,7 +225,7 @@ def test_names_of_the_released_wheel(tmp_path):
             for name in (
                 "vllm/distributed/communication_op.py", "vllm/distributed/parallel_state.py",
                 "vllm/model_executor/layers/linear.py", "vllm/model_executor/custom_op.py",
-                "vllm/plugins/__init__.py",
+                "vllm/plugins/__init__.py", "vllm/envs.py", "vllm/config/vllm.py", "vllm/config/kernel.py",
             )
         }  # fmt: skip
     defined = {
@@ -168,8 +234,15 @@ def test_names_of_the_released_wheel(tmp_path):
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
+    annotated = {
+        node.target.id: node
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     for names in NAMES.values():
-        assert set(names) <= defined.keys()
+        assert set(names) <= defined.keys() | annotated.keys()
+    assert "linear_backend" in annotated
     layer = defined["RowParallelLinear"]
     forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
     assert [argument.arg for argument in forward.args.args] == ["self", "input_"]

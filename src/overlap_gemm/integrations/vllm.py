@@ -5,8 +5,8 @@ unless `OVERLAP_GEMM_VLLM=1`. Then every unquantized `RowParallelLinear` becomes
 each call, by the tokens there are: `gemm_all_reduce` where the model of `overlap_gemm.tuning` predicts the
 fused kernel to be faster than product and collective, vLLM's own product and all-reduce otherwise.
 
-Never run with vLLM: written against the sources of 0.33.0, run with a stand-in of its layer. What it costs:
-an all-reduce in an opaque op is out of reach of vLLM's fusion of all-reduce and RMSNorm.
+Run in vLLM 0.32 on CPUs, written against the sources of 0.24 to 0.33. What it costs: an all-reduce in an
+opaque op is out of reach of vLLM's fusion of all-reduce and RMSNorm.
 """
 
 import logging
@@ -21,60 +21,112 @@ from torch import Tensor
 from ..backends.base import Problem
 from ..backends.select import choose
 from ..functional import gemm_all_reduce
-from ..runtime.group import resolve
+from ..runtime.group import find
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and no others'
 
 SWITCH = "OVERLAP_GEMM_VLLM"
 """Environment variable; "1" switches the plug-in on."""
 
 
 def register() -> None:
-    """The entry point. vLLM may call it several times in a process."""
+    """The entry point. vLLM may call it several times in a process.
+
+    Raises:
+        RuntimeError: It is switched on, and this vLLM is too old, or another plug-in has the layer.
+    """
     if os.environ.get(SWITCH) == "1":
         _register()
 
 
 @cache
 def _register() -> type:
-    from vllm.distributed.parallel_state import get_tp_group
-    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+    try:
+        from vllm import envs
+        from vllm.config import get_current_vllm_config_or_none
+        from vllm.model_executor.custom_op import maybe_get_oot_by_class
+        from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+    except ImportError as error:
+        raise RuntimeError(f"{SWITCH}=1 needs vLLM 0.24 or newer: {error}") from error
+    registered = maybe_get_oot_by_class(RowParallelLinear)
+    if registered is not RowParallelLinear:
+        raise RuntimeError(
+            f"{SWITCH}=1, but another plug-in has registered vLLM's RowParallelLinear: "
+            f"{registered.__module__}.{registered.__qualname__}; switch one of the two off"
+        )
 
-    @RowParallelLinear.register_oot
+    # A variable that vLLM knows is in the key of its stored graphs, which would be taken with the switch the
+    # other way otherwise, and reaches Ray's workers, which would differ about the layer otherwise.
+    envs.environment_variables[SWITCH] = lambda: os.environ.get(SWITCH)
+
     class OverlapRowParallelLinear(RowParallelLinear):
         """vLLM's layer with its weights and loaders; the forward is ours where ours can serve."""
 
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            why = _why_not(get_current_vllm_config_or_none(), envs)
+            if why is not None:
+                _say(why)
+            self._is_asked_for_vllms = why is not None
+
         def forward(self, input_: Tensor) -> Any:
             plain = type(self.quant_method) is UnquantizedLinearMethod and self.weight.ndim == 2
-            if not (plain and self.input_is_parallel and self.reduce_results and self.tp_size > 1):
+            sums = self.input_is_parallel and self.reduce_results and self.tp_size > 1
+            if self._is_asked_for_vllms or not (plain and sums):
                 return super().forward(input_)
             bias = None if self.skip_bias_add else self.bias
-            group = get_tp_group().device_group.group_name
-            out = torch.ops.overlap_gemm.vllm_row_parallel(input_, self.weight, bias, self.input_size, group)
+            out = torch.ops.overlap_gemm.vllm_row_parallel(input_, self.weight, bias, self.input_size)
             if not self.return_bias:
                 return out
             return out, self.bias if self.skip_bias_add else None
 
+    RowParallelLinear.register_oot(OverlapRowParallelLinear)
     logger.info("vLLM's RowParallelLinear is overlap_gemm's; %s=1", SWITCH)
     return OverlapRowParallelLinear
 
 
+def _why_not(config: Any, envs: Any) -> str | None:
+    """What vLLM is asked for that an op of ours would not keep to.
+
+    Sequence parallelism, a pass of vLLM up to 0.31, rewrites neighbouring all-reduces together, and would
+    see every second one of them or none.
+    """
+    asked = {
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "linear_backend": config is not None and config.kernel_config.linear_backend != "auto",
+        "enable_sp": config is not None
+        and getattr(config.compilation_config.pass_config, "enable_sp", False),
+    }
+    return next((name for name, wanted in asked.items() if wanted), None)
+
+
+@cache
+def _say(why: str) -> None:
+    """Once for each reason."""
+    logger.warning("vLLM's own forward of RowParallelLinear runs: %s", why)
+
+
 @torch.library.custom_op("overlap_gemm::vllm_row_parallel", mutates_args=())
-def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, group: str) -> Tensor:
-    """X `[..., K_local]`, weight `[N, K_local]` -> `[..., N]`, summed over the ranks, plus bias."""
-    ranks = resolve(group)
+def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
+    """X `[..., K_local]`, weight `[N, K_local]` -> `[..., N]`, summed over the ranks, plus bias.
+
+    The group is vLLM's of the moment: its name in a compiled graph would outlive it in vLLM's cache.
+    """
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().device_group
+    ranks = find(group)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     problem = Problem.of("gemm_all_reduce", rows, weight.shape[0], k, x, ranks, None)
     if _overlaps(problem):
         return gemm_all_reduce(x, weight, bias=bias, group=group, k=k)
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    out = tensor_model_parallel_all_reduce(F.linear(x, weight))
-    return out if bias is None else out + bias
+    # As vLLM does it: the bias is a part of one rank's product.
+    return tensor_model_parallel_all_reduce(F.linear(x, weight, bias if ranks.rank == 0 else None))
 
 
 @_row_parallel.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, group: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
