@@ -7,6 +7,7 @@ from overlap_gemm.emulator.instructions import (  # noqa: F401  their import reg
     bulk,
     control,
     convergence,
+    convert,
     cp_async,
     floats,
     memory,

@@ -1,17 +1,18 @@
-"""Inline Python for floating-point arithmetic, comparison and conversion (PTX ISA 9.7.3 to 9.7.7, 9.7.9)."""
+"""Inline Python for floating-point arithmetic and comparison (PTX ISA 9.7.3 to 9.7.7)."""
 
 from __future__ import annotations
 
 from overlap_gemm.emulator.instructions import scalar
 from overlap_gemm.emulator.instructions.emit import Emitter, Unsupported
 from overlap_gemm.emulator.instructions.registry import Emit, inline
-from overlap_gemm.emulator.instructions.scalar import is_float, type_of
+from overlap_gemm.emulator.instructions.scalar import is_float, only, type_of
+from overlap_gemm.emulator.numbers.lanes import MASK
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Instruction, Operand
 
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
-def _finish(e: Emitter, ins: Instruction, expression: str) -> None:
+def finish(e: Emitter, ins: Instruction, expression: str) -> None:
     """Applies `.sat` and `.ftz` to a single-precision result and stores it."""
     if "sat" in ins.parts:
         expression = f"sat({expression})"
@@ -20,40 +21,56 @@ def _finish(e: Emitter, ins: Instruction, expression: str) -> None:
     e.assign(ins.operands[0], expression, form="f")
 
 
-def _rounding(ins: Instruction) -> str:
-    return next((p for p in ins.parts if p in _ROUNDINGS), "rn")
+def rounding(ins: Instruction, *modelled: str) -> str:
+    """The rounding that an opcode names, `rn` where it names none; others than those modelled are refused."""
+    mode = next((p for p in ins.parts if p in _ROUNDINGS), "rn")
+    if mode not in modelled:
+        raise Unsupported(f"rounding .{mode}")
+    return mode
+
+
+def operand(e: Emitter, ins: Instruction, o: Operand | None, kind: str = "f32") -> str:
+    """A float operand as `float32` or `float64`; `.ftz` flushes what is subnormal in its format."""
+    if kind == "f64":
+        return e.d(o)
+    if kind == "f32":
+        value = e.f(o)
+    else:
+        value = e.bf16(o) if kind == "bf16" else e.new(f"unpack_half({e.i(o, 16)}, {kind!r})")
+    return e.new(f"flush({value}, {kind!r})") if "ftz" in ins.parts else value
 
 
 def _single(e: Emitter, ins: Instruction, symbol: str) -> None:
+    only(ins, *_ROUNDINGS, "ftz", "sat", *(("approx", "full") if symbol == "/" else ()))
     a, b = ins.operands[1:3]
-    mode, kinds = _rounding(ins), [p for p in ins.parts if p in TYPE_BYTES]
-    x = e.f(a)
-    y = e.f(b)
-    if len(kinds) == 2:  # mixed precision: `add.f32.bf16 d, a, c` takes a in the narrow type
-        x = e.new(f"unpack_half({e.i(a, 16)}, {kinds[1]!r})")
+    mode, kinds = rounding(ins, *_ROUNDINGS), [p for p in ins.parts if p in TYPE_BYTES]
+    x = operand(e, ins, a, kinds[-1])  # mixed precision: `add.f32.bf16 d, a, c` takes a in the narrow type
+    y = operand(e, ins, b)
     if mode == "rn":
-        _finish(e, ins, f"{x} {symbol} {y}")
-    else:
-        _finish(e, ins, f"directed(f64({x}) {symbol} f64({y}), {mode!r})")
+        finish(e, ins, f"{x} {symbol} {y}")
+    elif symbol in "+-":
+        finish(e, ins, f"add_directed({x}, {'-' if symbol == '-' else ''}{y}, {mode!r})")
+    else:  # a double holds the product; a quotient that no single holds is, as a double, on the same side
+        finish(e, ins, f"directed(f64({x}) {symbol} f64({y}), {mode!r})")
 
 
 def _double(e: Emitter, ins: Instruction, symbol: str) -> None:
-    if _rounding(ins) != "rn":
-        raise Unsupported(ins.opcode)
+    only(ins, *_ROUNDINGS)
+    rounding(ins, "rn")
     d, a, b = ins.operands
     e.assign(d, f"{e.d(a)} {symbol} {e.d(b)}", form="d")
 
 
 def _packed(e: Emitter, ins: Instruction, template: str) -> None:
     """f32x2: the same operation on both halves."""
-    if _rounding(ins) != "rn":
-        raise Unsupported(ins.opcode)
+    only(ins, *_ROUNDINGS, "ftz")
+    rounding(ins, "rn")
     d, *sources = ins.operands
-    halves = [e.pair(s) for s in sources]
+    halves, flush = [e.pair(s) for s in sources], "ftz({})" if "ftz" in ins.parts else "{}"
     out = []
     for side in (0, 1):
-        value = template.format(*[e._float(h[side]) for h in halves])
-        out.append({"f": e.new(f"ftz({value})" if "ftz" in ins.parts else value)})
+        values = [flush.format(e._float(h[side])) for h in halves]
+        out.append({"f": e.new(flush.format(template.format(*values)))})
     e.set_pair(d, *out)  # type: ignore[arg-type]
 
 
@@ -61,17 +78,23 @@ def _halves(e: Emitter, ins: Instruction, template: str, arity: int) -> None:
     """f16, bf16 and their x2 forms: computed in single precision, rounded once."""
     kind = type_of(ins)
     d, *sources = ins.operands
-    relu, satur = "relu" in ins.parts, "sat" in ins.parts
-    wrap = (
-        (lambda v: f"sat({v})") if satur else (lambda v: f"fmax_nan({v}, f32(0))") if relu else (lambda v: v)
-    )
+    ends, element = "{}", kind.removesuffix("x2")
+    if "relu" in ins.parts:
+        ends = "fmax_nan({}, f32(0))"
+    elif "sat" in ins.parts:
+        ends = "sat({})"
+    starts = "{}"
+    if "ftz" in ins.parts:
+        starts = f"flush({{}}, {element!r})"
+        ends = f"flush({ends}, {element!r})"
     if kind.endswith("x2"):
         parts = [e.new(f"unpack2({e.i(s, 32)}, {kind!r})") for s in sources[:arity]]
-        lo, hi = (wrap(template.format(*[f"{p}[{n}]" for p in parts])) for n in (0, 1))
+        values = ([e.new(starts.format(f"{p}[{n}]")) for p in parts] for n in (0, 1))
+        lo, hi = (ends.format(template.format(*each)) for each in values)
         e.assign(d, f"pack2({hi}, {lo}, {kind!r})", 32)
     else:
-        parts = [e.new(f"unpack_half({e.i(s, 16)}, {kind!r})") for s in sources[:arity]]
-        e.assign(d, f"pack_half({wrap(template.format(*parts))}, {kind!r})", 16)
+        parts = [e.new(starts.format(f"unpack_half({e.i(s, 16)}, {kind!r})")) for s in sources[:arity]]
+        e.assign(d, f"pack_half({ends.format(template.format(*parts))}, {kind!r})", 16)
 
 
 def _arithmetic(symbol: str, integer: Emit) -> Emit:
@@ -86,6 +109,7 @@ def _arithmetic(symbol: str, integer: Emit) -> Emit:
         elif kind == "f64":
             _double(e, ins, symbol)
         else:
+            only(ins, "rn", "ftz", "sat")
             _halves(e, ins, f"{{0}} {symbol} {{1}}", 2)
 
     return emit
@@ -99,22 +123,22 @@ inline("mul")(_arithmetic("*", scalar.mul_int))
 @inline("fma")
 def _fma(e: Emitter, ins: Instruction) -> None:
     kinds = [p for p in ins.parts if p in TYPE_BYTES]
-    kind, mode = kinds[0], _rounding(ins)
+    kind = kinds[0]
     d, a, b, c = ins.operands
     if kind == "f32x2":
         _packed(e, ins, "fma32({0}, {1}, {2})")
     elif kind == "f64":
-        e.assign(d, f"{e.d(a)} * {e.d(b)} + {e.d(c)}", form="d")
+        only(ins, *_ROUNDINGS)
+        rounding(ins, "rn")
+        e.assign(d, f"fma64({e.d(a)}, {e.d(b)}, {e.d(c)})", form="d")
     elif kind == "f32":
-        x, y = e.f(a), e.f(b)
-        if len(kinds) == 2:
-            x, y = (e.new(f"unpack_half({e.i(o, 16)}, {kinds[1]!r})") for o in (a, b))
-        if mode == "rn":
-            _finish(e, ins, f"fma32({x}, {y}, {e.f(c)})")
-        else:
-            _finish(e, ins, f"directed(np.multiply({x}, {y}, dtype=f64) + {e.f(c)}, {mode!r})")
+        only(ins, *_ROUNDINGS, "ftz", "sat")
+        mode = rounding(ins, *_ROUNDINGS)
+        values = ", ".join(operand(e, ins, o, kinds[-1]) for o in (a, b)) + f", {operand(e, ins, c)}"
+        finish(e, ins, f"fma32({values})" if mode == "rn" else f"fma_directed({values}, {mode!r})")
     else:
-        _halves(e, ins, "fma32({0}, {1}, {2})", 3)
+        only(ins, "rn", "ftz", "sat", "relu")
+        _halves(e, ins, "fma_to_odd({0}, {1}, {2})", 3)
 
 
 @inline("mad")
@@ -139,18 +163,17 @@ def _extreme(name: str, integer: Emit) -> Emit:
         if not is_float(kind):
             integer(e, ins)
             return
-        if "xorsign" in ins.parts:
-            raise Unsupported(ins.opcode)
+        only(ins, "ftz", "NaN", "abs", "xorsign")
         f = f"{name}_nan" if "NaN" in ins.parts else name
         sources = ins.operands[1:]
-        template = "{0}"
-        for n in range(1, len(sources)):
-            template = f"{f}({template}, {{{n}}})"
+        each = [f"abs({{{n}}})" if "abs" in ins.parts else f"{{{n}}}" for n in range(len(sources))]
+        template = each[0]
+        for further in each[1:]:
+            template = f"{f}({template}, {further})"
+        if "xorsign" in ins.parts:
+            template = f"xorsign({template}, {{0}}, {{1}})"
         if kind == "f32":
-            values = [e.f(s) for s in sources]
-            if "abs" in ins.parts:
-                values = [f"abs({v})" for v in values]
-            _finish(e, ins, template.format(*values))
+            finish(e, ins, template.format(*[operand(e, ins, s) for s in sources]))
         elif kind == "f64":
             e.assign(ins.operands[0], template.format(*[e.d(s) for s in sources]), form="d")
         else:
@@ -164,18 +187,21 @@ inline("max")(_extreme("fmax", scalar.max_int))
 
 
 def _sign(xor: bool, integer: Emit) -> Emit:
-    """`neg` and `abs` of floats act on the sign bit alone."""
+    """`neg` and `abs` of floats act on the sign bit alone, and on what `.ftz` flushes."""
 
     def emit(e: Emitter, ins: Instruction) -> None:
         kind = type_of(ins)
         if not is_float(kind):
             integer(e, ins)
             return
+        only(ins, "ftz")
         d, a = ins.operands
         width = 8 * TYPE_BYTES[kind]
         sign = 0x80008000 if kind.endswith("16x2") else 1 << (width - 1)
-        if kind == "f32" and "ftz" not in ins.parts:
-            e.assign(d, f"-{e.f(a)}" if xor else f"abs({e.f(a)})", form="f")
+        if kind == "f32":
+            e.assign(d, f"-{operand(e, ins, a)}" if xor else f"abs({operand(e, ins, a)})", form="f")
+        elif "ftz" in ins.parts:
+            _halves(e, ins, "-{0}" if xor else "abs({0})", 1)
         elif xor:
             e.assign(d, f"{e.i(a, width)} ^ {sign}", width)
         else:
@@ -188,15 +214,22 @@ inline("neg")(_sign(True, scalar.neg_int))
 inline("abs")(_sign(False, scalar.abs_int))
 
 
-def _unary(single: str, double: str = "") -> Emit:
+def _unary(single: str, double: str = "", directed: str = "") -> Emit:
+    """A function of one operand; `directed` is its value in double precision, to be rounded as asked."""
+
     def emit(e: Emitter, ins: Instruction) -> None:
         kind = type_of(ins)
         d, a = ins.operands
-        if kind == "f32":
-            _finish(e, ins, f"{single}({e.f(a)})")
+        only(ins, "approx", "ftz", *(_ROUNDINGS if directed else ()))
+        mode = rounding(ins, *(_ROUNDINGS if directed and kind == "f32" else ("rn",)))
+        if kind == "f32" and mode != "rn":
+            finish(e, ins, f"directed({directed.format(operand(e, ins, a))}, {mode!r})")
+        elif kind == "f32":
+            # 2 to the power of what is subnormal is 1, as of zero.
+            finish(e, ins, f"{single}({e.f(a) if single == 'ex2' else operand(e, ins, a)})")
         elif kind == "f64" and double:
             e.assign(d, f"{double}({e.d(a)})", form="d")
-        elif kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        elif kind in ("f16", "bf16", "f16x2", "bf16x2") and single in ("ex2", "ftanh"):
             _halves(e, ins, f"{single}({{0}})", 1)
         else:
             raise Unsupported(ins.opcode)
@@ -206,13 +239,15 @@ def _unary(single: str, double: str = "") -> Emit:
 
 for _name, _args in {
     "ex2": ("ex2",), "lg2": ("lg2",), "sin": ("fsin",), "cos": ("fcos",), "tanh": ("ftanh",),
-    "rcp": ("rcp", "rcp64"), "rsqrt": ("rsqrt", "rsqrt64"), "sqrt": ("np.sqrt", "np.sqrt"),
+    "rcp": ("rcp", "rcp64", "1.0 / f64({})"), "rsqrt": ("rsqrt", "rsqrt64"),
+    "sqrt": ("np.sqrt", "np.sqrt", "np.sqrt(f64({}))"),
 }.items():  # fmt: skip
     inline(_name)(_unary(*_args))
 
 
 @inline("copysign")
 def _copysign(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     d, a, b = ins.operands
     if type_of(ins) == "f32":
         e.assign(d, f"copysign({e.f(b)}, {e.f(a)})", form="f")
@@ -222,6 +257,7 @@ def _copysign(e: Emitter, ins: Instruction) -> None:
 
 @inline("testp")
 def _testp(e: Emitter, ins: Instruction) -> None:
+    only(ins, "finite", "infinite", "number", "notanumber")
     d, a = ins.operands
     x = e.f(a) if type_of(ins) == "f32" else e.d(a)
     tests = {
@@ -230,20 +266,10 @@ def _testp(e: Emitter, ins: Instruction) -> None:
         "number": "{0} == {0}",
         "notanumber": "{0} != {0}",
     }
-    if ins.parts[1] not in tests:
-        raise Unsupported(ins.opcode)
     e.assign(d, f"truth({tests[ins.parts[1]].format(x)})")
 
 
 # -- comparison ----------------------------------------------------------------------------------
-
-
-def _operand_float(e: Emitter, o: Operand | None, kind: str) -> str:
-    if kind == "f32":
-        return e.f(o)
-    if kind == "f64":
-        return e.d(o)
-    return e.bf16(o) if kind == "bf16" else e.new(f"unpack_half({e.i(o, 16)}, {kind!r})")
 
 
 _ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -254,7 +280,8 @@ def _compare(e: Emitter, ins: Instruction) -> str:
     kind, name = [p for p in ins.parts if p in TYPE_BYTES][-1], ins.parts[1]
     if kind.endswith("x2"):
         raise Unsupported(ins.opcode)
-    x, y = (_operand_float(e, o, kind) for o in ins.operands[1:3])
+    only(ins, *_ORDERED, *_UNORDERED, "num", "nan", "ftz", "and", "or", "xor")
+    x, y = (operand(e, ins, o, kind) for o in ins.operands[1:3])
     nan = f"(({x} != {x}) | ({y} != {y}))"
     if name == "ne":
         return f"truth(({x} != {y}) & ({x} == {x}) & ({y} == {y}))"
@@ -277,101 +304,17 @@ def _setp(e: Emitter, ins: Instruction) -> None:
         scalar.setp_int(e, ins)
 
 
+_TRUE = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}
+"""What `set` writes: 1.0 of a float type, all ones of another."""
+
+
 @inline("set")
 def _set(e: Emitter, ins: Instruction) -> None:
     source = type_of(ins)
     target = [p for p in ins.parts if p in TYPE_BYTES][0]
-    if any(p in ins.parts for p in ("and", "or", "xor")):
+    if any(p in ins.parts for p in ("and", "or", "xor")) or target.endswith("x2"):
         raise Unsupported(ins.opcode)
     p = e.new(_compare(e, ins) if is_float(source) else scalar.compare_int(e, ins))
-    e.assign(ins.operands[0], f"sel(32, {p}, {0x3F800000 if target == 'f32' else 0xFFFFFFFF}, 0)", 32)
-
-
-# -- conversion ----------------------------------------------------------------------------------
-
-
-_SMALL = ("e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2", "ue8m0x2")
-
-
-@inline("cvt")
-def _cvt(e: Emitter, ins: Instruction) -> None:
-    kinds = [p for p in ins.parts[1:] if p in TYPE_BYTES]
-    if len(kinds) != 2 or "scaled" in ins.opcode or "rs" in ins.parts:
-        raise Unsupported(ins.opcode)
-    target, source = kinds
-    d, a = ins.operands[:2]
-    if "pack" in ins.parts or len(ins.operands) > 3:
-        raise Unsupported(ins.opcode)
-    if not is_float(target) and not is_float(source):
-        _cvt_integers(e, ins, target, source)
-    elif len(ins.operands) == 3:
-        _cvt_packed(e, ins, target)
-    elif target in ("f16x2", "bf16x2") and source in _SMALL:
-        e.assign(d, f"unpack_small({e.i(a, 8 * TYPE_BYTES[source])}, {source!r}, {ins.parts[1:]})", 32)
-    elif target in _SMALL:
-        pair = e.new(f"unpack2({e.i(a, 32)}, {source!r})")
-        e.assign(d, f"pack_small({pair}[1], {pair}[0], {target!r}, {ins.parts[1:]})", 8 * TYPE_BYTES[target])
-    elif target == "tf32":
-        e.assign(d, f"tf32({e.f(a)}, {next(p for p in ins.parts if p in ('rna', 'rn', 'rz'))!r})", form="f")
-    else:
-        _cvt_float(e, ins, target, source)
-
-
-def _cvt_integers(e: Emitter, ins: Instruction, target: str, source: str) -> None:
-    width, own, sign = 8 * TYPE_BYTES[source], 8 * TYPE_BYTES[target], source[0] == "s"
-    value = e.i(ins.operands[1], width)
-    if "sat" in ins.parts:
-        expression = f"clamp_int({value}, {width}, {sign}, {own}, {target[0] == 's'})"
-    else:
-        expression = e.resized(e.new(value), width, own, sign) if own != width else value
-    e.assign(ins.operands[0], expression, own, target[0] == "s")
-
-
-def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
-    d, hi, lo = ins.operands
-    plain = target == "bf16x2" and "relu" not in ins.parts
-    x, y = (e.either(hi), e.either(lo)) if plain else (e.f(hi), e.f(lo))
-    if target in ("bf16x2", "f16x2"):
-        e.assign(d, f"pack2({x}, {y}, {target!r}, {_rounding(ins)!r}, {'relu' in ins.parts})", 32)
-    elif target in _SMALL:
-        e.assign(d, f"pack_small({x}, {y}, {target!r}, {ins.parts[1:]})", 8 * TYPE_BYTES[target])
-    else:
-        raise Unsupported(ins.opcode)
-
-
-def _cvt_float(e: Emitter, ins: Instruction, target: str, source: str) -> None:
-    d, a = ins.operands
-    integral = next((p for p in ins.parts if p in ("rni", "rzi", "rmi", "rpi")), None)
     width = 8 * TYPE_BYTES[target]
-    if not is_float(source):
-        value = (
-            f"int_to_float({e.i(a, 8 * TYPE_BYTES[source])}, {8 * TYPE_BYTES[source]}, {source[0] == 's'}, "
-        )
-        value += f"{target == 'f64'})"
-    else:
-        value = _operand_float(e, a, source)
-    if not is_float(target):
-        e.assign(
-            d,
-            f"float_to_int({value}, {width}, {target[0] == 's'}, {integral or 'rzi'!r})",
-            width,
-            target[0] == "s",
-        )
-        return
-    if integral is not None:
-        value = f"round_integral({value}, {integral!r})"
-    if target == "f64":
-        e.assign(d, f"f64({value})" if source != "f64" and is_float(source) else value, form="d")
-        return
-    if source == "f64":
-        value = (
-            f"directed({value}, {_rounding(ins)!r})" if _rounding(ins) != "rn" else f"({value}).astype(f32)"
-        )
-    if target == "f32":
-        _finish(e, ins, value)
-        return
-    if "sat" in ins.parts:
-        value = f"sat({value})"
-    if "relu" in ins.parts:
-        value = f"fmax_nan({value}, f32(0))"
-    e.assign(d, f"pack_half({value}, {target!r}, {_rounding(ins)!r}, {'satfinite' in ins.parts})", 16)
+    value = f"sel({width}, {p}, {_TRUE.get(target, MASK[width])}, 0)"
+    e.assign(ins.operands[0], value, width, target[0] == "s")

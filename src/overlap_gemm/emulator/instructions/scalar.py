@@ -29,6 +29,8 @@ def _integer(ins: Instruction) -> tuple[int, bool]:
     kind = type_of(ins)
     if is_float(kind) or kind in ("pred", "b128"):
         raise Unsupported(ins.opcode)
+    if kind[0] != "b" and any(isinstance(o, Imm) and o.kind != "int" for o in ins.operands):
+        raise Unsupported(f"a float literal of type .{kind}")
     return 8 * TYPE_BYTES[kind], kind[0] == "s"
 
 
@@ -74,6 +76,7 @@ inline("rem")(_binary("divide({a}, {b}, {w}, {s}, True)"))
 
 def _bitwise(symbol: str) -> Emit:
     def emit(e: Emitter, ins: Instruction) -> None:
+        only(ins)
         d, a, b = ins.operands
         if type_of(ins) == "pred":
             e.assign(d, f"{e.p(a)} {symbol} {e.p(b)}")
@@ -91,6 +94,7 @@ inline("xor")(_bitwise("^"))
 
 @inline("not")
 def _not(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     d, a = ins.operands
     if type_of(ins) == "pred":
         value = e.p(a)
@@ -104,24 +108,28 @@ def _not(e: Emitter, ins: Instruction) -> None:
 
 @inline("cnot")
 def _cnot(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     width, _ = _integer(ins)
     e.assign(ins.operands[0], f"sel({width}, {e.i(ins.operands[1], width)} == 0, 1, 0)", width)
 
 
 def neg_int(e: Emitter, ins: Instruction) -> None:
     """`neg.sN`."""
+    only(ins)
     width, _ = _integer(ins)
     e.assign(ins.operands[0], e.wrapped(f"0 - {e.i(ins.operands[1], width)}", width), width)
 
 
 def abs_int(e: Emitter, ins: Instruction) -> None:
     """`abs.sN`."""
+    only(ins)
     width, _ = _integer(ins)
     e.assign(ins.operands[0], f"absolute({e.i(ins.operands[1], width)}, {width})", width)
 
 
 def mul_int(e: Emitter, ins: Instruction) -> None:
     """`mul.{lo,hi,wide}`."""
+    only(ins, "lo", "hi", "wide")
     width, sign = _integer(ins)
     d, a, b = ins.operands
     x, y = e.i(a, width), e.i(b, width)
@@ -159,6 +167,7 @@ def mad_int(e: Emitter, ins: Instruction) -> None:
 
 @inline("sad")
 def _sad(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     width, sign = _integer(ins)
     d, a, b, c = ins.operands
     x, y = e.i(a, width), e.i(b, width)
@@ -168,9 +177,10 @@ def _sad(e: Emitter, ins: Instruction) -> None:
 
 @inline("shl")
 def _shl(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     width, _ = _integer(ins)
     d, a, n = ins.operands
-    if isinstance(n, Imm) and n.value < width:
+    if isinstance(n, Imm) and 0 <= n.value < width:
         e.assign(d, e.wrapped(f"{e.i(a, width)} << {n.value}", width), width)
     else:
         e.assign(d, f"shl({e.i(a, width)}, {e.i(n, 32)}, {width})", width)
@@ -178,9 +188,10 @@ def _shl(e: Emitter, ins: Instruction) -> None:
 
 @inline("shr")
 def _shr(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     width, sign = _integer(ins)
     d, a, n = ins.operands
-    if isinstance(n, Imm) and n.value < width and (not sign or n.value >= LANE_BITS):
+    if isinstance(n, Imm) and (LANE_BITS if sign else 0) <= n.value < width:
         value = e.i(a, width)
         value = e.new(f"shr({value}, {n.value}, {width}, True)" if sign else f"{value} >> {n.value}")
         if n.value >= LANE_BITS:
@@ -211,9 +222,11 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 
 def compare_int(e: Emitter, ins: Instruction) -> str:
     """The comparison of `setp`/`set` on integers."""
+    only(ins, *_COMPARE, "and", "or", "xor")
     width, sign = _integer(ins)
     a, b = ins.operands[1:3]
-    name = ins.parts[1]
+    if (name := ins.parts[1]) not in _COMPARE:
+        raise Unsupported(ins.opcode)
     x, y = e.i(a, width), e.i(b, width)
     if sign and name not in ("eq", "ne"):
         flip = 1 << (width - 1)
@@ -245,6 +258,7 @@ def setp_int(e: Emitter, ins: Instruction) -> None:
 
 @inline("selp")
 def _selp(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     d, a, b, p = ins.operands
     width = 8 * TYPE_BYTES[type_of(ins)]
     x, y, c = e.i(a, width), e.i(b, width), e.p(p)
@@ -253,10 +267,12 @@ def _selp(e: Emitter, ins: Instruction) -> None:
 
 @inline("slct")
 def _slct(e: Emitter, ins: Instruction) -> None:
+    only(ins, "ftz")
     d, a, b, c = ins.operands
     kind = ins.parts[-1]
     width = 8 * TYPE_BYTES[ins.parts[-2]]
-    p = e.new(f"truth({e.f(c)} >= 0)" if kind == "f32" else f"{e.i(c, 32)} < {1 << 31}")
+    number = (f"ftz({e.f(c)})" if "ftz" in ins.parts else e.f(c)) if kind == "f32" else ""
+    p = e.new(f"truth({number} >= 0)" if number else f"{e.i(c, 32)} < {1 << 31}")
     x, y = e.i(a, width), e.i(b, width)
     e.assign(d, f"({x} if {p} else {y}) if {p}.__class__ is bool else sel({width}, {p}, {x}, {y})", width)
 
@@ -266,6 +282,7 @@ def _slct(e: Emitter, ins: Instruction) -> None:
 
 @inline("mov")
 def _mov(e: Emitter, ins: Instruction) -> None:
+    only(ins)
     d, a = ins.operands
     kind = type_of(ins)
     if kind == "pred":
@@ -274,9 +291,10 @@ def _mov(e: Emitter, ins: Instruction) -> None:
         _unpack(e, d, a, kind)
     elif isinstance(a, Vec):
         _pack(e, d, a, kind)
-    elif isinstance(a, Special | Sym):
-        value = e.i(a)
-        e.assign(d, f"{value}", 64 if isinstance(a, Sym) and kind.endswith("64") else 8 * TYPE_BYTES[kind])
+    elif isinstance(a, Special):
+        e.assign(d, e.i(a), 64 if kind.endswith("64") else 32)
+    elif isinstance(a, Sym):
+        e.assign(d, e.i(a), 8 * TYPE_BYTES[kind])
     elif isinstance(d, Reg) and isinstance(a, Reg) and e.guard is None and width_of(d) == width_of(a):
         e.i(a) if e.base + a.slot not in e.forms else None
         e._store(d, dict(e.forms[e.base + a.slot]))
@@ -342,7 +360,7 @@ def _isspacep(e: Emitter, ins: Instruction) -> None:
     d, a = ins.operands
     tag = {"shared": 1, "param": 2, "local": 4, "const": 8, "global": 0}[ins.parts[1].split("::")[0]]
     value = e.new(f"({e.i(a, 64)} >> 56) == {tag}")
-    if ins.parts[1] == "shared::cta":
+    if ins.parts[1] in ("shared", "shared::cta"):
         value = e.new(f"{value} & ((({e.i(a, 64)} >> 24) & 255) == g.warp.cta.rank_in_cluster)")
     e.assign(d, value)
 
@@ -368,8 +386,11 @@ def _getctarank(e: Emitter, ins: Instruction) -> None:
 
 def _function(name: str, arguments: int, *, result: int = 0) -> Emit:
     def emit(e: Emitter, ins: Instruction) -> None:
+        only(ins)
         width, sign = _integer(ins)
         d, *rest = ins.operands
+        if len(rest) != arguments:
+            raise Unsupported(f"{ins.opcode} of {len(rest)} operands")
         values = [e.i(rest[0], width)]
         values += [e.i(o, width if name == "bfi" and n == 0 else 32) for n, o in enumerate(rest[1:arguments])]
         e.assign(d, f"{name}({', '.join(values)}, {width}, {sign})", result or width, sign and not result)
@@ -386,6 +407,7 @@ inline("bfi")(_function("bfi", 4))
 
 @inline("bfind")
 def _bfind(e: Emitter, ins: Instruction) -> None:
+    only(ins, "shiftamt")
     width, sign = _integer(ins)
     shift = "shiftamt" in ins.parts
     e.assign(ins.operands[0], f"bfind({e.i(ins.operands[1], width)}, {width}, {sign}, {shift})", 32)
@@ -404,7 +426,9 @@ def _prmt(e: Emitter, ins: Instruction) -> None:
 def _lop3(e: Emitter, ins: Instruction) -> None:
     only(ins)
     d, a, b, c, table = ins.operands
-    x, y, z, t = e.i(a, 32), e.i(b, 32), e.i(c, 32), int(e.i(table, 32))
+    if not isinstance(table, Imm):
+        raise Unsupported("a table that is no literal")
+    x, y, z, t = e.i(a, 32), e.i(b, 32), e.i(c, 32), table.value
     terms = []
     for n in range(8):
         if t >> n & 1:

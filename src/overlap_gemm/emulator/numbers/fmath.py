@@ -14,78 +14,79 @@ import numpy as np
 
 from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, SIGNED, F, Value, high32, low32
+from overlap_gemm.emulator.numbers.rounding import (
+    add_directed,
+    directed,
+    fma32,
+    fma64,
+    fma_directed,
+    fma_to_odd,
+    int_to_odd,
+    to_odd32,
+    unwrapped,
+)
 
 Number = Any  # np.float32 / np.float64, scalar or array
 f32, f64 = np.float32, np.float64
-_TINY = f32(2.0**-126)
 _HIGH = 0xFFFF0000
-
-
-def fma32(a: Number, b: Number, c: Number) -> Number:
-    """`fma.rn.f32`: the product is exact in double; the double sum is rounded again to single.
-
-    That second rounding can differ from one rounding only where the sum lies within 2**-29 of a tie.
-    """
-    return (np.multiply(a, b, dtype=f64) + c).astype(f32)
-
-
-def _unwrapped(x: Any) -> Number:
-    """A 0-d array as a scalar."""
-    return x if x.ndim else x[()]
-
-
-def directed(x: Number, mode: str) -> Number:
-    """Rounds a double to single towards zero (rz), down (rm) or up (rp)."""
-    y = np.asarray(x, f64).astype(f32)
-    if mode == "rz":
-        wrong, to = np.abs(y) > np.abs(x), f32(0)
-    elif mode == "rm":
-        wrong, to = y > x, f32(-np.inf)
-    else:
-        wrong, to = y < x, f32(np.inf)
-    out: Any = np.where(wrong, np.nextafter(y, to), y)
-    return _unwrapped(out.astype(f32))
 
 
 def ftz(x: Number) -> Number:
     """Flushes subnormal singles to zero of the same sign."""
-    out: Any = np.where(np.abs(x) < _TINY, np.copysign(f32(0), x), x)
-    return _unwrapped(out.astype(f32, copy=False))
+    return flush(x, "f32")
+
+
+_NORMAL = {"f32": f32(2.0**-126), "f16": f32(2.0**-14), "bf16": f32(2.0**-126)}
+
+
+def flush(x: Number, kind: str) -> Number:
+    """Flushes what is subnormal in a format, held as singles, to zero of the same sign."""
+    small = np.abs(x) < _NORMAL[kind]
+    if not np.count_nonzero(small):
+        return x
+    out: Any = np.where(small, np.copysign(f32(0), x), x)
+    return unwrapped(out.astype(f32, copy=False))
 
 
 def sat(x: Number) -> Number:
     """Clamps to [0, 1]; NaN becomes 0."""
     out = formats.saturate(np.asarray(x, f32))
-    return _unwrapped(out)
+    return unwrapped(out)
 
 
 def fmin(a: Number, b: Number) -> Number:
     """`min`: a NaN operand is ignored, and -0 < +0."""
-    out = np.fmin(a, b)
-    return _signed_zero(out, (a == b) & np.signbit(b), b)
+    return _signed_zero(np.fmin(a, b), a, b, np.logical_or)
 
 
 def fmax(a: Number, b: Number) -> Number:
     """`max`: a NaN operand is ignored, and +0 > -0."""
-    out = np.fmax(a, b)
-    return _signed_zero(out, (a == b) & ~np.signbit(b), b)
-
-
-def _signed_zero(out: Any, where: Any, b: Number) -> Number:
-    if not np.any(out == 0):
-        return out
-    fixed: Any = np.where(where, b, out)
-    return _unwrapped(fixed.astype(out.dtype))
+    return _signed_zero(np.fmax(a, b), a, b, np.logical_and)
 
 
 def fmin_nan(a: Number, b: Number) -> Number:
-    """`min.NaN`."""
-    return np.minimum(a, b)
+    """`min.NaN`: NaN if an operand is, and -0 < +0."""
+    return _signed_zero(np.minimum(a, b), a, b, np.logical_or)
 
 
 def fmax_nan(a: Number, b: Number) -> Number:
-    """`max.NaN`."""
-    return np.maximum(a, b)
+    """`max.NaN`: NaN if an operand is, and +0 > -0."""
+    return _signed_zero(np.maximum(a, b), a, b, np.logical_and)
+
+
+def _signed_zero(out: Any, a: Number, b: Number, negative: Any) -> Number:
+    """Of two zeros NumPy may return either: the sign follows from both signs."""
+    zeros = out == 0
+    if not np.count_nonzero(zeros) or not np.count_nonzero(zeros := zeros & (a == b)):
+        return out
+    zero = np.where(negative(np.signbit(a), np.signbit(b)), out.dtype.type(-0.0), out.dtype.type(0))
+    fixed: Any = np.where(zeros, zero, out)
+    return unwrapped(fixed.astype(out.dtype, copy=False))
+
+
+def xorsign(out: Number, a: Number, b: Number) -> Number:
+    """`.xorsign` of `min` and `max`: a number takes the product of the operands' signs."""
+    return unwrapped(np.asarray(np.copysign(out, np.where(np.signbit(a) != np.signbit(b), f32(-1), f32(1)))))
 
 
 def _approx(f: Callable[[Any], Any]) -> Callable[[Number], Number]:
@@ -133,13 +134,13 @@ def to_bits16(out: Any) -> Value:
 def unpack_half(value: Value, kind: str) -> Number:
     """f16 or bf16 bits to `float32`."""
     out = formats.widen(np.asarray(value, np.uint16), kind)
-    return _unwrapped(out)
+    return unwrapped(out)
 
 
 def pack_half(x: Number, kind: str, rounding: str = "rn", satfinite: bool = False) -> Value:
     """`float32` to f16 or bf16 bits."""
     if kind == "bf16":
-        return to_bits16(formats.f32_to_bf16(x, rounding))
+        return to_bits16(formats.f32_to_bf16(x, rounding, satfinite))
     return to_bits16(formats.f32_to_f16(x, rounding, satfinite))
 
 
@@ -170,17 +171,18 @@ def bf16_run(words: tuple[Value, ...], lows: int) -> list[Number]:
     return list(block.view(f32))
 
 
-def pack2(hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = False) -> Value:
-    """`cvt.rn.{bf16x2,f16x2}.f32`; takes bit patterns too."""
+def pack2(
+    hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = False, satfinite: bool = False
+) -> Value:
+    """`cvt.{rn,rz}.{bf16x2,f16x2}.f32`; takes bit patterns too."""
     hi, lo = _number(hi), _number(lo)
     if relu:
         hi, lo = formats.relu(hi), formats.relu(lo)
-    if kind == "bf16x2" and rounding == "rn":
+    if kind == "bf16x2" and rounding == "rn" and not satfinite:
         out: Any = formats.f32_to_bf16x2(hi, lo)
-    elif kind == "bf16x2":
-        out = formats.pack16(formats.f32_to_bf16(lo, rounding), formats.f32_to_bf16(hi, rounding))
     else:
-        out = formats.f32_to_f16x2(hi, lo, rounding)
+        convert = formats.f32_to_bf16 if kind == "bf16x2" else formats.f32_to_f16
+        out = formats.pack16(convert(lo, rounding, satfinite), convert(hi, rounding, satfinite))
     return int(out) if np.ndim(out) == 0 else out if out.shape else int(out)
 
 
@@ -242,10 +244,10 @@ def unpack_small(word: Value, kind: str, modifiers: tuple[str, ...]) -> Value:
     return int(out) if np.ndim(out) == 0 else out
 
 
-def tf32(x: Number, rounding: str) -> Number:
+def tf32(x: Number, rounding: str, relu: bool = False, satfinite: bool = False) -> Number:
     """`cvt.{rna,rn,rz}.tf32.f32`."""
-    out = formats.f32_to_tf32(np.asarray(x, f32), rounding)
-    return _unwrapped(out)
+    x = np.asarray(x, f32)
+    return unwrapped(formats.f32_to_tf32(formats.relu(x) if relu else x, rounding, satfinite))
 
 
 def round_integral(x: Number, mode: str) -> Number:
@@ -266,7 +268,8 @@ def clamp_int(value: Value, source: int, source_sign: bool, target: int, sign: b
 FUNCTIONS: dict[str, Any] = {
     f.__name__: f
     for f in (
-        fma32, directed, ftz, sat, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
+        add_directed, directed, fma32, fma64, fma_directed, fma_to_odd, int_to_odd, to_odd32,
+        flush, ftz, sat, xorsign, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
         bf16_low, bf16_high, bf16_run, unpack_half, pack_half, unpack2, pack2, pack2_run,
         pack2_words, pack_small, unpack_small, tf32, round_integral, clamp_int,
     )

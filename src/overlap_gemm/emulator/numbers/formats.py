@@ -44,8 +44,8 @@ def bf16_to_f32(bits: Bits) -> F32:
     return (np.asarray(bits).astype(np.uint32) << _16).view(np.float32)
 
 
-def f32_to_bf16(x: F32, rounding: str = "rn") -> NDArray[np.uint16]:
-    """Rounds to bf16: `rn` (nearest even) or `rz` (towards zero). NaN becomes 0x7FFF."""
+def f32_to_bf16(x: F32, rounding: str = "rn", satfinite: bool = False) -> NDArray[np.uint16]:
+    """Rounds to bf16: `rn` (nearest even) or `rz`; `satfinite` clamps to the largest. NaN becomes 0x7FFF."""
     bits = as_u32(x)
     if rounding == "rn":
         out = ((bits + (((bits >> _16) & _1) + _HALF_BF16)) >> _16).astype(np.uint16)
@@ -53,7 +53,15 @@ def f32_to_bf16(x: F32, rounding: str = "rn") -> NDArray[np.uint16]:
         out = (bits >> _16).astype(np.uint16)
     else:
         raise ValueError(f"{rounding=} is not a bf16 rounding; use 'rn' or 'rz'")
+    if satfinite:
+        out = _finite(out, 0x7F80)
     return _canonical_nan(out, x, CANONICAL_NAN_16)
+
+
+def _finite(out: Bits, infinity: int) -> Bits:
+    """Patterns with the largest finite number for what lies beyond."""
+    sign = out & out.dtype.type(1 << 8 * out.itemsize - 1)
+    return np.where(out ^ sign >= infinity, sign | out.dtype.type(infinity - 1), out)
 
 
 # -- f16 -------------------------------------------------------------------------------------------
@@ -77,8 +85,7 @@ def f32_to_f16(x: F32, rounding: str = "rn", satfinite: bool = False) -> NDArray
         away = np.abs(half.astype(np.float32)) > np.abs(x)
         out = out - away.astype(np.uint16)
     if satfinite:
-        sign = out & np.uint16(0x8000)
-        out = np.where((out & np.uint16(0x7FFF)) >= np.uint16(0x7C00), sign | np.uint16(0x7BFF), out)
+        out = _finite(out, 0x7C00)
     return _canonical_nan(out, x, CANONICAL_NAN_16)
 
 
@@ -128,13 +135,14 @@ def f16x2_to_f32(word: Bits) -> tuple[F32, F32]:
 # -- tf32 ------------------------------------------------------------------------------------------
 
 
-def f32_to_tf32(x: F32, rounding: str = "rna") -> F32:
+def f32_to_tf32(x: F32, rounding: str = "rna", satfinite: bool = False) -> F32:
     """Rounds to tf32 (10 mantissa bits), held as `float32` with 13 zero bits.
 
     Args:
         x: values.
         rounding: `rna` (nearest, ties away from zero), `rn` (nearest even) or `rz`; `rz` is also what a
             tensor core does to an operand whose low bits are not zero.
+        satfinite: whether what lies beyond the largest finite value becomes that.
     """
     bits = as_u32(x)
     if rounding == "rna":
@@ -145,6 +153,8 @@ def f32_to_tf32(x: F32, rounding: str = "rna") -> F32:
         out = bits
     else:
         raise ValueError(f"{rounding=} is not a tf32 rounding; use 'rna', 'rn' or 'rz'")
+    if satfinite:
+        out = _finite(out, 0x7F800000)
     return _canonical_nan(out & np.uint32(0xFFFFE000), x, CANONICAL_NAN_F32).view(np.float32)
 
 
