@@ -20,6 +20,6 @@ from overlap_gemm.emulator.instructions import (  # noqa: F401  their import reg
     warpgroup,
 )
 from overlap_gemm.emulator.instructions.control import Call
-from overlap_gemm.emulator.instructions.registry import INLINE, make, unsupported
+from overlap_gemm.emulator.instructions.registry import INLINE, MALFORMED, make, reason, unsupported
 
-__all__ = ["INLINE", "Call", "make", "unsupported"]
+__all__ = ["INLINE", "MALFORMED", "Call", "make", "reason", "unsupported"]

@@ -61,7 +61,7 @@ def _not_named(group: Group, mask: int, members: int, ins: Instruction) -> None:
     )
 
 
-@instruction("shfl")
+@instruction("shfl.sync")
 def _shfl(program: Any, f: Function, ins: Instruction) -> Op:
     mode = ins.parts[2]
     if mode not in ("idx", "up", "down", "bfly"):
@@ -135,9 +135,11 @@ def _shuffle(mode: str, a: Any, b: Any, c: Any) -> tuple[Any, Any, Any]:
     return as_array(a, 32)[source], valid, source
 
 
-@instruction("vote")
+@instruction("vote.sync")
 def _vote(program: Any, f: Function, ins: Instruction) -> Op:
     mode = ins.parts[2]
+    if mode not in ("ballot", "any", "all", "uni"):
+        raise Unsupported(f"vote.{mode}")
 
     def run(group: Group, mask: int, p: Any, members: Any) -> Any:
         want = one(members, mask)
@@ -213,7 +215,7 @@ def _redux(program: Any, f: Function, ins: Instruction) -> Op:
     operation, kind = ins.parts[2], ins.parts[-1]
     absolute, nan = "abs" in ins.parts, "NaN" in ins.parts
     dtype = {"u32": np.uint32, "b32": np.uint32, "s32": np.int32, "f32": np.float32}.get(kind)
-    if dtype is None or operation not in _REDUCE:
+    if dtype is None or operation not in (("min", "max") if kind == "f32" else _REDUCE):
         raise Unsupported(ins.opcode)
 
     def run(group: Group, mask: int, a: Any, members: Any) -> Any:

@@ -148,10 +148,7 @@ class Emitter:
                 return self.new(self.resized(str(value), min(own, width), width, sign))
             return str(value)
         if isinstance(op, Imm):
-            value = op.value
-            if op.kind == "f64" and width == 32:
-                return str(lanes.I(lanes.np.float32(lanes.D(value))))
-            return str(value & MASK[width] if width else value)
+            return str(_literal(op, width))
         if isinstance(op, Sym):
             if op.name in self.shared:
                 return self.new(f"g.warp.cta.base + {self.shared[op.name] + op.offset}")
@@ -293,7 +290,7 @@ class Emitter:
 
     def call(self, op: Op, ins: Instruction) -> None:
         """Emits the call of an `Op`, under the instruction's guard if it has one."""
-        inputs = "".join(f", {self.i(x) if x is not None else None}" for x in op.inputs)
+        inputs = "".join(f", {self._input(x, ins)}" for x in op.inputs)
         name = self.constant(op.run, "s" if op.joins and self.guard is None else "h")
         if self.guard is None:
             result = self.new(f"{name}(g, g.mask{inputs})")
@@ -316,6 +313,14 @@ class Emitter:
                 value = f"{old} if {result} is SKIPPED else merge_as({width_of(dst)}, {act}, {value}, {old})"
             self._store(dst, {"i": self.new(value)})
 
+    def _input(self, x: Operand | None, ins: Instruction) -> str:
+        """An operand as it is; a float literal as one of the instruction's type."""
+        if isinstance(x, Vec) and any(isinstance(item, Imm) for item in x.items):
+            return "(" + "".join(f"{self._input(item, ins) if item else 0}, " for item in x.items) + ")"
+        if isinstance(x, Imm) and x.kind != "int":
+            return self.i(x, next(8 * TYPE_BYTES[p] for p in reversed(ins.parts) if p in TYPE_BYTES))
+        return self.i(x) if x is not None else "None"
+
     def flush(self, live: set[int]) -> None:
         """Writes the live definitions back to the register file."""
         values = [(slot, self._form(reg, "i")) for slot, reg in self.defs.items() if slot in live]
@@ -325,6 +330,16 @@ class Emitter:
         """The function's text."""
         body = "\n    ".join(needed(gather_runs(self.lines)))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
+
+
+def _literal(op: Imm, width: int) -> int:
+    """A literal's pattern; a double is made a single where 32 bits are wanted (PTX ISA 4.5.2)."""
+    value = op.value
+    if op.kind == "f64" and width == 32:
+        return int(lanes.I(lanes.np.float32(lanes.D(value))))
+    if op.kind != "int" and width and width != (32 if op.kind == "f32" else 64):
+        raise Unsupported(f"a float literal of {width} bits")
+    return value & MASK[width] if width else value
 
 
 def namespace() -> dict[str, Any]:

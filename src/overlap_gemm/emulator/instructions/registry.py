@@ -54,9 +54,18 @@ def make(program: Program, function: Function, ins: Instruction) -> Op:
         if factory is not None:
             try:
                 return factory(program, function, ins)
-            except Unsupported as why:
-                return Op(unsupported(ins, str(why)))
+            except MALFORMED as why:
+                return Op(unsupported(ins, reason(ins, why)))
     return Op(unsupported(ins, ins.opcode))
+
+
+MALFORMED = (Unsupported, LookupError, TypeError, ValueError, AssertionError, StopIteration)
+"""What a factory or an emitter raises of an instruction that it does not know, or that is not PTX."""
+
+
+def reason(ins: Instruction, why: Exception) -> str:
+    """What is not modelled of an instruction that was not translated."""
+    return str(why) if isinstance(why, Unsupported) else f"{ins.opcode} with these operands"
 
 
 def unsupported(ins: Instruction, why: str) -> Callable[..., Any]:

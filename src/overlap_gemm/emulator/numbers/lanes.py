@@ -86,7 +86,7 @@ def uniform(value: np.ndarray) -> Value:
 
 def as_array(value: Value, width: int) -> np.ndarray:
     """The value as a 32-lane array (a fresh one where it was uniform)."""
-    return np.full(LANES, value, DTYPE[width]) if value.__class__ is int else value
+    return np.full(LANES, value & MASK[width], DTYPE[width]) if value.__class__ is int else value
 
 
 def merge(mask: int, new: Value, old: Value) -> Value:

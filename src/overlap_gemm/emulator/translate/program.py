@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from overlap_gemm.emulator import instructions
 from overlap_gemm.emulator.errors import EmulatorError, UnsupportedInstruction
-from overlap_gemm.emulator.instructions import INLINE
+from overlap_gemm.emulator.instructions import INLINE, MALFORMED, reason
 from overlap_gemm.emulator.instructions.emit import (
     DIVERGED,
     EXITED,
     Emitter,
     Op,
-    Unsupported,
     namespace,
     width_of,
 )
@@ -219,20 +218,19 @@ class Program:
 
     def _emit(self, e: Emitter, s: Step) -> None:
         ins = s.ins
+        if ins.guard is not None:
+            value = e.p(ins.guard)
+            e.guard = e.new(f"{value} ^ True") if ins.guard_negated else value
         saved = len(e.lines), dict(e.forms), dict(e.defs)
         try:
-            if ins.guard is not None:
-                value = e.p(ins.guard)
-                e.guard = e.new(f"{value} ^ True") if ins.guard_negated else value
             if s.op is not None:
                 e.call(s.op, ins)
             else:
                 INLINE[ins.parts[0]](e, ins)
-        except Unsupported as why:
+        except MALFORMED as why:
             del e.lines[saved[0] :]
             e.forms, e.defs = saved[1], saved[2]
-            e.guard = None
-            e.call(Op(instructions.unsupported(ins, str(why))), ins)
+            e.call(Op(instructions.unsupported(ins, reason(ins, why))), ins)
         finally:
             e.guard = None
 
@@ -258,8 +256,9 @@ class Program:
             e.lines.append(f"return branch(g, {p}, {number}, {target}, {FULL if flip else 0})")
             e.names["branch"] = self.branch
             return
-        if ins.guard is not None and name not in ("ret", "exit", "trap"):
+        if ins.guard is not None and name not in ("ret", "exit", "trap", "brkpt"):
             e.flush(live)
+            e.guard = taken
             e.call(Op(instructions.unsupported(ins, "a guard on this control instruction")), ins)
             e.lines.append(f"return {number + 1}")
         elif name == "brx":
