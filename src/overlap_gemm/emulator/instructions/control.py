@@ -87,6 +87,10 @@ class Call:
         if name not in program.module.functions:
             raise EmulatorError(f"{group.where()}, line {self._line}: call of the external function {name}")
         callee = program.unit(name)
+        if name in (program.entry.name, *map(program.callees.get, group.stack)):
+            raise EmulatorError(
+                f"{group.where()}, line {self._line}: {name} calls itself, which is not modelled"
+            )
         group.grow()
         self._copy(group, self._own(self._arguments), [(name, p.name) for p in callee.function.params])
         group.stack = (*group.stack, self._return_item(callee.function, item))
@@ -129,6 +133,7 @@ class Call:
                 return item + 1
 
             self._returns[key] = self._program.append(back)
+            self._program.callees[self._returns[key]] = callee.name
         return self._returns[key]
 
     def _intercepted(self, group: Group, handler: Callable[..., Any], item: int) -> int:

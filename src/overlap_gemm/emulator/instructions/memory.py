@@ -14,7 +14,7 @@ from overlap_gemm.emulator.machine.access import Access, granules
 from overlap_gemm.emulator.machine.store_run import store_run
 from overlap_gemm.emulator.machine.warp import Group
 from overlap_gemm.emulator.numbers import formats
-from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, lane_list, one, resize, signed
+from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, lane_list, merge_as, one, resize, signed
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem, Reg, Sym, Vec
 
 _SPACES = ("global", "shared", "local", "param", "const")
@@ -154,7 +154,7 @@ def _ld_call_param(
 
     def run(group: Group, mask: int) -> Any:
         parts = tuple(
-            0 if r is None else _fit(group.R[s], max(16, 8 * width), r, kind[0] == "s")
+            0 if r is None else _fit(group.R[s], 8 * width, r, kind[0] == "s")
             for s, r in zip(slots, outputs, strict=True)
         )
         return parts[0] if len(parts) == 1 else parts
@@ -216,7 +216,11 @@ def _st_call_param(
 
     def run(group: Group, mask: int, *values: Any) -> None:
         for slot, value in zip(slots, values, strict=True):
-            group.R[slot] = value & MASK[8 * width] if value.__class__ is int else value
+            if value.__class__ is int or value.dtype.itemsize > width:
+                value = value & MASK[8 * width]
+            if mask != group.mask:
+                value = merge_as(8 * max(2, width), mask, value, group.R[slot])
+            group.R[slot] = value
 
     return Op(run, operands)
 

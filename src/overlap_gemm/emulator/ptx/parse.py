@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
+from dataclasses import replace
 
 from overlap_gemm.emulator.ptx.ir import (
     TYPE_BYTES,
@@ -37,8 +38,9 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"", re.S)
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)")
 _OPCODE = re.compile(r"[A-Za-z_][\w.:]*")
 _GUARD = re.compile(r"@\s*(!?)\s*([\w$%]+)\s*")
-_INT = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
+_INT = re.compile(r"([+-]?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?$")
 _FLOAT = re.compile(r"[+-]?(\d+\.\d*([eE][+-]?\d+)?|\d+[eE][+-]?\d+)$")
+_BITS = re.compile(r"([+-]?)0([fF][0-9a-fA-F]{8}|[dD][0-9a-fA-F]{16})$")
 _REG_RANGE = re.compile(r"([\w$%]+)<(\d+)>$")
 _BRACKETS = re.compile(r"[\[{(]")
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
@@ -65,6 +67,30 @@ def _split(text: str) -> list[str]:
             start = i + 1
     last = text[start:].strip()
     return [*parts, last] if last or parts else []
+
+
+def _literal(text: str) -> Imm | None:
+    """A literal (PTX ISA 4.5), `None` where the text is none."""
+    if m := _INT.match(text):
+        digits = m[2]
+        octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
+        value = int(digits, 8 if octal else 0)
+        return Imm(-value if m[1] == "-" else value)
+    if m := _BITS.match(text):
+        kind, width = ("f32", 32) if m[2][0] in "fF" else ("f64", 64)
+        return Imm(int(m[2][1:], 16) ^ ((m[1] == "-") << width - 1), kind)
+    if _FLOAT.match(text):
+        return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], "f64")
+    return None
+
+
+def _float_bits(literal: Imm, width: int) -> int:
+    """The pattern of a float literal as one of `width` bytes."""
+    own, wanted = ("<f" if size == 4 else "<d" for size in (4 if literal.kind == "f32" else 8, width))
+    if own == wanted:
+        return literal.value
+    (number,) = struct.unpack(own, literal.value.to_bytes(struct.calcsize(own), "little"))
+    return int.from_bytes(struct.pack(wanted, number), "little")
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -127,7 +153,9 @@ class _FunctionParser:
                     pos = text.index(";", pos) + 1
                 elif rest.startswith(".branchtargets"):
                     end = text.index(";", pos)
-                    self.targets.append((self.scope, name, text[pos:end].split(".branchtargets", 1)[1]))
+                    unique = f"{name}@{len(self.targets)}"
+                    self.scope.labels[name] = unique
+                    self.targets.append((self.scope, unique, text[pos:end].split(".branchtargets", 1)[1]))
                     pos = end + 1
                 else:
                     unique = f"{name}@{len(self.labels)}" if self.scope is not base else name
@@ -155,11 +183,10 @@ class _FunctionParser:
                     self.scope.registers[name] = kind[1:]
         elif stmt.startswith((".local", ".shared", ".param", ".const", ".global")):
             variable = self.outer.variable(stmt, pos)
-            self.variables.append(variable)
-            if (
-                variable.space == "param"
-            ):  # call parameters are declared anew, with other types, at every call
-                self.scope.labels[variable.name] = f"{variable.name}@{pos}"
+            # Functions and scopes repeat names; each call declares its parameters anew, of other types.
+            unique = f"{variable.name}@{pos}"
+            self.scope.labels[variable.name] = unique
+            self.variables.append(replace(variable, name=unique))
         elif stmt.startswith(".pragma"):
             pass
         elif stmt.startswith("."):
@@ -196,9 +223,9 @@ class _FunctionParser:
         if text[0] == "[":
             first, *extra = _split(text[1:-1])
             offset = 0
-            if m := re.match(r"(.*\S)\s*([+-])\s*(-?\w+)$", first):
-                first, sign, number = m.group(1), m.group(2), int(m.group(3), 0)
-                offset = -number if sign == "-" else number
+            m = re.match(r"(.*\S)\s*([+-])\s*(-?\w+)$", first)
+            if m and (number := _literal(m[3])) is not None and number.kind == "int":
+                first, offset = m[1], -number.value if m[2] == "-" else number.value
             base = self.operand(scope, first.rstrip("+ "), line)
             assert base is not None
             return Mem(base, offset, self.present(scope, extra, line))
@@ -213,21 +240,14 @@ class _FunctionParser:
             return reg
         if (parts := scope.vector(text)) is not None:
             return Vec(tuple(self.register(scope, f"{text}.{p}") for p in "xyzw"[:parts]))
-        if m := re.match(r"([+-]?)0[fF]([0-9a-fA-F]{8})$", text):
-            return Imm(int(m.group(2), 16) ^ (0x80000000 if m.group(1) == "-" else 0), "f32")
-        if m := re.match(r"([+-]?)0[dD]([0-9a-fA-F]{16})$", text):
-            return Imm(int(m.group(2), 16) ^ (1 << 63 if m.group(1) == "-" else 0), "f64")
-        if _INT.match(text):
-            digits = text.rstrip("U")
-            octal = re.match(r"[+-]?0[0-7]+$", digits)
-            return Imm(int(digits, 8) if octal else int(digits, 0))
-        if _FLOAT.match(text):
-            return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], "f64")
-        if text[0] == "%":
+        if (literal := _literal(text)) is not None:
+            return literal
+        if text[0] == "%" or text == "WARP_SZ":
             return Special(text)
-        if m := re.match(r"([\w$]+)\s*\+\s*(\d+)$", text):
-            return Sym(m.group(1), int(m.group(2)))
-        if re.match(r"[\w$.]+$", text):
+        m = re.match(r"([A-Za-z_$][\w$]*)\s*\+\s*(\w+)$", text)
+        if m and (number := _literal(m[2])) is not None and number.kind == "int":
+            return Sym(self.label(scope, m[1]), number.value)
+        if re.match(r"(?!\d)[\w$.]+$", text):
             return Sym(self.label(scope, text))
         raise PtxSyntaxError(f"line {line}: cannot read operand {text!r}")
 
@@ -296,23 +316,26 @@ class _ModuleParser:
         for dim in re.findall(r"\[([^\]]*)\]", dims):
             empty |= not dim.strip()
             size *= int(dim, 0) if dim.strip() else 0
-        data, refs = self.initialiser(init.strip(), width)
+        data, refs = self.initialiser(init.strip(), kind, pos)
+        if len(data) > size and not empty or "{" in init.strip()[1:] and len(data) < size:
+            raise self.error(pos, f"an initialiser of {len(data) // width} elements: {stmt!r}")
         return Variable(
             name, space, int(align or width), len(data) if empty and data else size, data, extern, refs
         )
 
-    def initialiser(self, init: str, width: int) -> tuple[bytes, tuple[tuple[int, str], ...]]:
-        data, refs = bytearray(), []
+    def initialiser(self, init: str, kind: str, pos: int) -> tuple[bytes, tuple[tuple[int, str], ...]]:
+        data, refs, width = bytearray(), [], TYPE_BYTES[kind]
         for item in _split(init.replace("{", "").replace("}", "")):
-            if re.match(r"0[fFdD][0-9a-fA-F]+$", item):
-                value = int(item[2:], 16)
-            elif _INT.match(item):
-                value = int(item.rstrip("U"), 0)
-            elif re.match(r"(generic\()?[\w$]+\)?$", item):
+            literal = _literal(item)
+            if literal is not None and literal.kind == "int" and (kind[0] in "bsu" or not literal.value):
+                value = literal.value
+            elif literal is not None and literal.kind != "int" and kind in ("f32", "f64", "b32", "b64"):
+                value = _float_bits(literal, width)
+            elif literal is None and re.match(r"(generic\()?[A-Za-z_$][\w$]*\)?$", item):
                 refs.append((len(data), item.removeprefix("generic(").rstrip(")")))
                 value = 0
             else:
-                raise PtxSyntaxError(f"cannot read initialiser {item!r}")
+                raise self.error(pos, f"cannot read initialiser {item!r}")
             data += (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
         return bytes(data), tuple(refs)
 

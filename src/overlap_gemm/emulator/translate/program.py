@@ -60,6 +60,7 @@ class Program:
         widths: Bits of each register (0: predicate).
         static_smem: Bytes of static shared memory; dynamic shared memory follows.
         base: Place in the register file of the first register of the function being translated.
+        callees: The function that each item made for a call returns from.
     """
 
     def __init__(self, ptx: str, entry: str) -> None:
@@ -74,6 +75,7 @@ class Program:
         self._live_in: list[tuple[int, ...]] = []
         self._lines: list[tuple[Instruction, ...]] = []
         self._units: dict[str, _Unit] = {}
+        self.callees: dict[int, str] = {}
         self._slots: dict[tuple[str, str, int, int], int] = {}
         self._hammocks: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.entry = self.module.functions[entry]
@@ -90,7 +92,7 @@ class Program:
         symbols, offset, dynamic = {}, SMEM_BASE, []
         for v in (
             *self.module.variables.values(),
-            *(v for f in self.module.functions.values() for v in f.variables),
+            *(v for f in self.module.functions.values() if f is entry or not f.is_entry for v in f.variables),
         ):
             if v.space == "shared":
                 if v.extern:
