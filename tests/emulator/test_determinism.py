@@ -154,6 +154,61 @@ def test_many_waits_that_expire_are_no_deadlock():
     assert expired[0] == 100
 
 
+RETRIES = """
+mov.b32 %r5, 0;
+AGAIN: mov.u64 %d10, %globaltimer;
+LOOK: {look} @%p4 bra END;
+mov.u64 %d11, %globaltimer; sub.s64 %d12, %d11, %d10;
+setp.lt.u64 %p5, %d12, {bound}; @%p5 bra LOOK;
+add.u32 %r5, %r5, 1; setp.lt.u32 %p6, %r5, {times}; @%p6 bra AGAIN;
+END: mov.u32 %r6, %tid.x; shr.u32 %r7, %r6, 5; mul.wide.u32 %d5, %r7, 4; add.s64 %d5, %d5, %d0;
+st.global.b32 [%d5], %r5;
+"""
+LOOKS = {
+    "flag": "ld.relaxed.gpu.global.b32 %r2, [%d1]; setp.ne.b32 %p4, %r2, 0;",
+    "cas": "atom.relaxed.gpu.global.cas.b32 %r2, [%d1], 1, 2; setp.eq.b32 %p4, %r2, 1;",
+    "mbarrier": "mbarrier.try_wait.parity.shared.b64 %p4, [bar], 0;",
+}
+WITH_BARRIER = (
+    "mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0; @%p1 mbarrier.init.shared.b64 [bar], 1; bar.sync 0;"
+)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_wait_may_expire_and_be_tried_again_hundreds_of_times(look):
+    tries, flag = aligned(32), aligned(32)
+    body = WITH_BARRIER + RETRIES.format(look=LOOKS[look], bound=1_000_000, times=200)
+    warps = 1 if look == "cas" else 3
+    m = run(body, [tries, flag], smem=".shared .align 8 .b64 bar;", block=(32 * warps, 1, 1))
+    assert tries[:warps].tolist() == [200] * warps
+    assert m.scheduler.clock < 3 * 200 * 1_000_000  # and time did not pass much faster than they ask
+
+
+def test_who_waits_longer_than_others_retry_does_not_expire():
+    """A warp that tries 100 times for a millisecond, and then tells one that waits for a second."""
+    tries, flag = aligned(32), aligned(32)
+    body = (
+        "mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 32; add.s64 %d2, %d1, 64; @%p1 bra WAITER;"
+        + RETRIES.format(look=LOOKS["flag"], bound=1_000_000, times=100)
+        + "st.release.gpu.global.b32 [%d2], 1; bra.uni OUT; WAITER: add.s64 %d1, %d1, 64;"
+        + RETRIES.format(look=LOOKS["flag"], bound=1_000_000_000, times=1)
+        .replace("AGAIN", "ANEW")
+        .replace("LOOK", "PEEK")
+        .replace("END", "DONE")
+        + "OUT:"
+    )
+    run(body, [tries, flag], block=(64, 1, 1))
+    assert tries[:2].tolist() == [100, 0]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_wait_that_is_tried_again_for_ever_is_a_deadlock(look):
+    tries, flag = aligned(32), aligned(32)
+    body = WITH_BARRIER + RETRIES.format(look=LOOKS[look], bound=1_000, times=1 << 31)
+    with pytest.raises(Deadlock):
+        run(body, [tries, flag], smem=".shared .align 8 .b64 bar;")
+
+
 def test_a_deadlock_leaves_the_next_run_its_time():
     expired, flag = aligned(32), aligned(32)
     m = machine([expired, flag])

@@ -44,7 +44,8 @@ class Group:
         token: Progress of the instruction it waits in (such as a barrier's generation), or None.
         polls: Polling loads since the last change, by line.
         effects: Grows with everything the group does that others can see.
-        clock: Whether it read a clock since it was last woken by time.
+        clock: Whether it has read a clock.
+        stood: Where it stood, and with what in its registers, when it last polled with a clock at hand.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Group:
         "pc",
         "polls",
         "stack",
+        "stood",
         "token",
         "warp",
         "why",
@@ -68,6 +70,7 @@ class Group:
         self.polls: dict[int, Any] = {}
         self.effects = 0
         self.clock = False
+        self.stood: Any = None
 
     def park(self, why: str) -> None:
         """Stops the group until `wake`."""

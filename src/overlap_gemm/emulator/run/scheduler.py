@@ -6,7 +6,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy import ndarray
 
 from overlap_gemm.emulator.errors import Deadlock, EmulatorError, KernelTrap
 from overlap_gemm.emulator.instructions.emit import BLOCK
@@ -22,6 +24,9 @@ ORDERS = ("round_robin", "random")
 QUANTUM = 64  # items a warp runs before the next one
 PATIENCE = 10_000  # looks that loops that count them are granted while nothing happens, before a deadlock
 JUMPS = 64  # of the clock while nothing happens, before a deadlock
+EXPIRIES = (
+    1000  # waits in a row that may expire while nothing else happens, before one: a loop that tries again
+)
 LONGEST_JUMP = 1000 << 32  # ns; many of them, and the clock still has 64 bits
 
 
@@ -45,6 +50,12 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"order={self.order!r} must be one of {', '.join(ORDERS)}")
+
+
+def _stands(group: Group) -> tuple[Any, ...]:
+    """Where a group is, and what the registers hold that matter there."""
+    held = (group.R[slot] for slot in group.warp.grid.program.live_in(group.pc))
+    return group.place, [v.tobytes() if v.__class__ is ndarray else v for v in held]
 
 
 class Scheduler:
@@ -79,6 +90,8 @@ class Scheduler:
         self._last_soft_wake = -1
         self._peeking = False
         self._jumps = 0
+        self._went_on = False
+        self._expiries = EXPIRIES
         self._patience = PATIENCE
 
     def ready(self, warp: Warp) -> None:
@@ -109,6 +122,11 @@ class Scheduler:
         if counting and self._patience > 0:
             self._patience -= 1
             self.progress += 1
+        if group.clock and not counting:
+            # Where the same wait stands still, its loop has left all registers that matter as they were.
+            stands = _stands(group)
+            self._went_on |= group.stood is not None and stands != group.stood
+            group.stood = stands
         group.park(why)
 
     def sleep(self, group: Group, until: int) -> None:
@@ -263,6 +281,10 @@ class Scheduler:
             group.wake()
             return True
         watching = [g for g in self.pollers.values() if g.clock]
+        if self._went_on and self._expiries:
+            self._expiries -= 1
+            self._jumps = 0
+        self._went_on = False
         if watching and self._jumps < JUMPS:
             self._peeking = not self._peeking
             if self._peeking:
@@ -290,6 +312,7 @@ class Scheduler:
         """Something really happened: time may be slow again."""
         self.progress += 1
         self._jumps = 0
+        self._expiries = EXPIRIES
 
     def describe(self, what: str) -> str:
         """Where every warp stands, below a headline."""
