@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from overlap_gemm.emulator.units import mma, wgmma
+from overlap_gemm.emulator.units import mma, tcgen05, wgmma
 
 from .handwritten import aligned, per_lane, run
-from .test_matrix_units import a_place, c_place, fragment, place_operand
+from .test_matrix_units import a_place, c_place, fragment, instruction, place_operand
 
 rng = np.random.default_rng(11)
 EDGES = [0, -0.0, 1, -1, 0.25, 0.75, 5, -6, 7, 449, -1e9, np.inf, -np.inf, 2.0**-126, 3e38, 1e-40]
@@ -199,3 +199,30 @@ def test_integer_products_wrap_or_saturate(a_type, b_type, saturate):
         before = fragment(c[rows].astype(np.uint32), 12, c_place)
         after = mma.c_matrix(operation.multiply(mine, its, before), "s32")
         np.testing.assert_array_equal(after.view(np.uint32), want[rows])
+
+
+def test_many_integer_products_in_a_row_are_exact():
+    """Beyond 258 products of the largest bytes a single no longer holds the sum."""
+    rng = np.random.default_rng(3)
+    smem = np.zeros(1 << 17, np.uint8)
+    shape = tcgen05.decode_instruction(instruction(128, 16, 0, 0, d=2), "i8", 1)
+    steps, want = [], np.zeros((128, 16), np.int64)
+    for n in range(24):
+        a, b = (rng.integers(250, 256, (rows, 32), np.uint8) for rows in (128, 16))
+        at = n // 4 * 20480 + n % 4 * 32
+        tiles = (place_operand(smem, at, a, False, 1), place_operand(smem, at + 16384, b, False, 1))
+        want += a.astype(np.int64) @ b.T.astype(np.int64)
+        steps.append(tcgen05.Mma(shape, 0, *tiles, accumulate=n > 0))
+    cells = np.zeros((128, 512), np.uint32)
+    assert all(tcgen05.continues(steps[0], step) for step in steps[1:]) and want.min() > 1 << 24
+    for part in (steps[:9], steps[9:]):  # 288 products, 480
+        tcgen05.join(tuple(part)).run([smem], [cells])
+    np.testing.assert_array_equal(cells[:, :16].view(np.int32), want)
+
+
+def test_descriptors_of_integers_that_there_are_not():
+    with pytest.raises(ValueError, match="integers are not negated"):
+        tcgen05.decode_instruction(instruction(128, 16, 0, 0, d=2, negate_a=1), "i8", 1)
+    with pytest.raises(ValueError, match="n=40"):
+        wgmma.Wgmma(40, "s8", "u8", "s32")
+    assert wgmma.Wgmma(24, "s8", "u8", "s32").k == 32 and wgmma.Wgmma(40, "e4m3", "e4m3").k == 32

@@ -25,6 +25,7 @@ from overlap_gemm.emulator.machine.races import WEAK
 from overlap_gemm.emulator.machine.shared_races import Unit, Where
 from overlap_gemm.emulator.machine.warp import BulkGroups, BulkStore, Cluster, Cta, Group, Warp
 from overlap_gemm.emulator.machine.window import OFFSET, WINDOW
+from overlap_gemm.emulator.numbers.fmath import ftz
 from overlap_gemm.emulator.numbers.lanes import first_lane, lane_list, one
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction
 from overlap_gemm.emulator.units.tma import CHUNK_DTYPE
@@ -224,8 +225,10 @@ def copies_in(group: Group, cta: Cta, where: Where, chunk: int, barrier: MBarrie
 
 
 def reducer(name: str, kind: str) -> Merge:
-    """Merges chunks element by element."""
-    dtype = {"f32": np.float32, "f64": np.float64, "f16": np.float16}.get(kind)
+    """Merges chunks element by element; `.add.f32` flushes subnormal numbers (`cp.reduce.async.bulk`)."""
+    if (name, kind) == ("add", "f32"):
+        return lambda old, new: ftz(ftz(old.view(np.float32)) + ftz(new.view(np.float32))).view(old.dtype)
+    dtype = {"f64": np.float64, "f16": np.float16}.get(kind)
     if name == "add" and dtype is not None:
         return lambda old, new: (old.view(dtype) + new.view(dtype)).view(old.dtype)
     function = combine(name, kind)

@@ -17,6 +17,7 @@ import numpy as np
 from overlap_gemm.emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from overlap_gemm.emulator.instructions.registry import destinations, instruction
 from overlap_gemm.emulator.machine.warp import Group
+from overlap_gemm.emulator.numbers import formats
 from overlap_gemm.emulator.numbers.lanes import (
     DTYPE,
     FULL,
@@ -210,6 +211,20 @@ _REDUCE: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+def _extreme(values: Any, least: bool, nan: bool) -> int:
+    """The pattern of the least or largest of singles: NaN is canonical, -0 below +0."""
+    if nan:
+        out = (np.minimum if least else np.maximum).reduce(values)
+    else:
+        out = (np.fmin if least else np.fmax).reduce(values)
+    if np.isnan(out):
+        return int(formats.CANONICAL_NAN_F32)
+    if out == 0:
+        minus = np.signbit(values[values == 0])
+        return 1 << 31 if (minus.any() if least else minus.all()) else 0
+    return int(out.view(np.uint32))
+
+
 @instruction("redux")
 def _redux(program: Any, f: Function, ins: Instruction) -> Op:
     operation, kind = ins.parts[2], ins.parts[-1]
@@ -226,10 +241,7 @@ def _redux(program: Any, f: Function, ins: Instruction) -> Op:
         if absolute:
             values = np.abs(values)
         if kind == "f32":
-            reduce = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum}.get(
-                (operation, nan), np.maximum
-            )
-            return int(np.asarray(reduce.reduce(values), np.float32).view(np.uint32))
+            return _extreme(values, operation == "min", nan)
         return int(np.asarray(_REDUCE[operation](values)).astype(dtype).view(DTYPE[32]))
 
     return Op(run, ins.operands[1:3], destinations(ins), head=True)

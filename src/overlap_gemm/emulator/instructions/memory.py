@@ -13,7 +13,7 @@ from overlap_gemm.emulator.instructions.registry import destinations, instructio
 from overlap_gemm.emulator.machine.access import Access, granules
 from overlap_gemm.emulator.machine.store_run import store_run
 from overlap_gemm.emulator.machine.warp import Group
-from overlap_gemm.emulator.numbers import formats
+from overlap_gemm.emulator.numbers import fmath, formats
 from overlap_gemm.emulator.numbers.lanes import DTYPE, MASK, lane_list, merge_as, one, resize, signed
 from overlap_gemm.emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem, Reg, Sym, Vec
 
@@ -228,14 +228,19 @@ def _st_call_param(
 # -- atomics -------------------------------------------------------------------------------------
 
 
+_FLOAT: dict[str, Callable[[Any, Any], Any]] = {"add": np.add, "min": fmath.fmin, "max": fmath.fmax}
+
+
 def _float_op(name: str, kind: str) -> Callable[[int, int], int]:
+    if name not in _FLOAT:
+        raise Unsupported(f"{name} of .{kind}")
     parts = 2 if kind.endswith("x2") else 1
     if kind in ("f32", "f64"):
         dtype, bits = (np.float32, np.uint32) if kind == "f32" else (np.float64, np.uint64)
 
         def plain(old: int, new: int) -> int:
             a, b = np.array([old, new], bits).view(dtype)
-            out = {"add": np.add, "min": np.fmin, "max": np.fmax}[name](a, b)
+            out = _FLOAT[name](a, b)
             return int(np.asarray(out, dtype).view(bits))
 
         return plain
@@ -247,11 +252,20 @@ def _float_op(name: str, kind: str) -> Callable[[int, int], int]:
         for n in range(parts):
             pair = np.array([old >> 16 * n & 0xFFFF, new >> 16 * n & 0xFFFF], np.uint16)
             a, b = formats.widen(pair, element)
-            result = {"add": np.add, "min": np.fmin, "max": np.fmax}[name](a, b)
+            result = _FLOAT[name](a, b)
             out |= int(narrow(np.asarray(result, np.float32))) << 16 * n
         return out
 
     return halves
+
+
+def _flushed(add: Callable[[int, int], int]) -> Callable[[int, int], int]:
+    """`atom.add.f32` of global memory, which flushes subnormal numbers; that of shared memory does not."""
+
+    def flush(pattern: int) -> int:
+        return pattern if pattern & 0x7F800000 else pattern & 0x80000000
+
+    return lambda old, new: flush(add(flush(old), flush(new)))
 
 
 _OPERATIONS = frozenset(("add", "min", "max", "and", "or", "xor", "exch", "inc", "dec", "cas"))
@@ -301,6 +315,7 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
     access = Access(ins, space_of(ins), width, count, is_store=True)
     pair_size = 8 * width
     function = None if name == "cas" else combine(name, kind)
+    flushing = _flushed(function) if (name, kind) == ("add", "f32") and function is not None else function
     outputs = destinations(ins) if returns else ()
     regs = [None if r is None or width_of(r) == max(16, pair_size) else r for r in outputs]
 
@@ -310,6 +325,7 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
         old = np.zeros((count, 32), DTYPE[pair_size])
         changed = False
         group.warp.grid.checks.atomic(group, ins, mask, where, at)
+        apply = flushing if where == "global" else function
         for lane in lane_list(mask):
             lane_mask, place = 1 << lane, one(at, 1 << lane)
             before = access.load(group, lane_mask, where, place)
@@ -318,8 +334,8 @@ def _atom(program: Any, f: Function, ins: Instruction) -> Op:
             for n, b in enumerate(before):
                 value = one(operands[n], lane_mask) & MASK[pair_size]
                 old[n, lane] = b
-                if function is not None:
-                    after.append(function(b, value))
+                if apply is not None:
+                    after.append(apply(b, value))
                 else:
                     after.append(one(swap, lane_mask) & MASK[pair_size] if b == value else b)
             if tuple(after) != tuple(before):

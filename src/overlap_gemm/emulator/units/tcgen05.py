@@ -50,7 +50,7 @@ _OPERAND_TYPES = {
 KINDS = tuple(_OPERAND_TYPES)
 """Kinds of `tcgen05.mma` that are modelled."""
 _SHAPES = {(1, 64): 8, (1, 128): 8, (2, 128): 16, (2, 256): 16}  # CTAs and M: step of N
-_EXACT_K = 1024  # so many products of bytes have a sum that float32 holds exactly
+_EXACT_K = 256  # so many products of bytes, 255 * 255 at most, have a sum that float32 holds exactly
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 
             f"{where}: no shape M={m} N={n}" + (f"; N is a multiple of {step} up to 256" if step else "")
         )
     bits = [bool(descriptor >> i & 1) for i in (13, 14, 15, 16)]
+    if kind == "i8" and (bits[0] or bits[1]):
+        raise ValueError(f"{where}: integers are not negated")
     return InstructionDescriptor(
         m=m,
         n=n,

@@ -74,6 +74,8 @@ class Wgmma:
     def __post_init__(self) -> None:
         if self.n % 8 or not 8 <= self.n <= 256:
             raise ValueError(f"wgmma with n={self.n}: must be a multiple of 8 up to 256")
+        if self.d_type == "s32" and self.n > 32 and self.n % 16:
+            raise ValueError(f"wgmma of integers with n={self.n}: beyond 32 a multiple of 16")
         if (self.a_mn_major or self.b_mn_major) and formats.ELEMENT_BYTES[self.a_type] != 2:
             raise ValueError(f"wgmma transposes 16-bit operands only, not {self.a_type}")
 
