@@ -52,40 +52,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import cute
-
 from overlap_gemm.device.failure import Op
-from overlap_gemm.kernels.call import Call, end_warp
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.copies import ResultCopies, Results
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, OwnerSender, send_role
 from overlap_gemm.kernels.sums import Sums
-from overlap_gemm.kernels.surface import Output, Transport
+from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards, LinearOrder
 
 
 @dataclass(frozen=True)
-class OneShot:
+class OneShot(PartialExchange):
     """``out = sum over ranks of (a @ b.T) (+ bias)``: everybody sends everything, everybody sums.
 
     Attributes:
         config: the kernel's configuration.
         transport: how a partial reaches a rank.
     """
-
-    config: GemmConfig
-    transport: Transport
-
-    epilogue = ()  # an accumulator is no complete sum
-    gate = None
-
-    @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of a partial."""
-        return self.config.slot_dtype
 
     @property
     def order(self) -> LinearOrder:
@@ -102,21 +89,6 @@ class OneShot:
         """All rows, one shard."""
         return Share.whole(rows, cols, cols)
 
-    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
-        """A is all there is to load."""
-
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """By ordinary stores."""
-        return Output(None, out)
-
-    def begin(self, exchange: Exchange) -> Call:
-        """Reads the epoch."""
-        return Call.begin(exchange)
-
-    def end(self, call: Call, tally: Any, warps: int) -> None:
-        """See `KernelOp.end`."""
-        end_warp(call, tally, warps)
-
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
         """Sends every tile to everybody."""
         sender = BroadcastSender(self.config, self.order, self.transport, work, call, stages)
@@ -124,24 +96,13 @@ class OneShot:
 
 
 @dataclass(frozen=True)
-class TwoShot:
+class TwoShot(PartialExchange):
     """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of columns sum, and send the sums.
 
     Attributes:
         config: the kernel's configuration.
         transport: how a partial reaches its owner, and a sum the other ranks.
     """
-
-    config: GemmConfig
-    transport: Transport
-
-    epilogue = ()  # an accumulator is no complete sum
-    gate = None
-
-    @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of a partial."""
-        return self.config.slot_dtype
 
     @property
     def order(self) -> DealtShards:
@@ -163,21 +124,6 @@ class TwoShot:
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All of it, by the owners' columns."""
         return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)
-
-    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
-        """A is all there is to load."""
-
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """By ordinary stores."""
-        return Output(None, out)
-
-    def begin(self, exchange: Exchange) -> Call:
-        """Reads the epoch."""
-        return Call.begin(exchange)
-
-    def end(self, call: Call, tally: Any, warps: int) -> None:
-        """See `KernelOp.end`."""
-        end_warp(call, tally, warps)
 
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
         """Sends every tile to its owner."""

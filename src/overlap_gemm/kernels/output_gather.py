@@ -41,11 +41,12 @@ from cutlass import Int32, cute
 
 from overlap_gemm.device.failure import Op
 from overlap_gemm.device.memory import CHUNK_BYTES
-from overlap_gemm.kernels.call import Call, end_warp
+from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import TileCopies
 from overlap_gemm.kernels.epilogue import Bias
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import output_store, store_subtile
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, Parcel, send_role
@@ -55,18 +56,13 @@ from overlap_gemm.schedules import LinearOrder
 
 
 @dataclass(frozen=True)
-class OutputGather:
+class OutputGather(TileExchange):
     """``out[:, own columns] = a @ b.T (+ bias)`` of every rank, on every rank.
 
     Attributes:
         config: the kernel's configuration; results travel as they are, so its slots are of the output's type.
         transport: how a tile reaches a rank.
     """
-
-    config: GemmConfig
-    transport: Transport
-
-    gate = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for slots of another type."""
@@ -75,11 +71,6 @@ class OutputGather:
                 f"what is gathered is the output: slot_dtype={self.config.slot_dtype!r} must be "
                 f"out_dtype={self.config.out_dtype!r}"
             )
-
-    @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of the output."""
-        return self.config.slot_dtype
 
     @property
     def order(self) -> LinearOrder:
@@ -103,9 +94,6 @@ class OutputGather:
         left = cute.size(out, mode=[1]) - exchange.rank * shard
         return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
 
-    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
-        """A is all there is to load."""
-
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
         """The own columns, by TMA; the others' by ordinary stores.
 
@@ -117,14 +105,6 @@ class OutputGather:
         own = cutlass.min(shard, columns - first)
         layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
         return output_store(self.config, self.stage_dtype, cute.make_tensor(out.iterator + first, layout))
-
-    def begin(self, exchange: Exchange) -> Call:
-        """Reads the epoch."""
-        return Call.begin(exchange)
-
-    def end(self, call: Call, tally: Any, warps: int) -> None:
-        """See `KernelOp.end`."""
-        end_warp(call, tally, warps)
 
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
         """Stores every tile, and sends it to everybody."""

@@ -23,39 +23,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import cute
-
 from overlap_gemm.device.failure import Op
-from overlap_gemm.kernels.call import Call, end_warp
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender, send_role
 from overlap_gemm.kernels.sums import Sums
-from overlap_gemm.kernels.surface import Output, Transport
+from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards
 
 
 @dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(PartialExchange):
     """``out = sum over ranks of (a @ b.T), rows of this rank's shard (+ bias)``.
 
     Attributes:
         config: the kernel's configuration.
         transport: how a partial reaches its owner, for example ``transports.peer_bulk.PeerBulk``.
     """
-
-    config: GemmConfig
-    transport: Transport
-
-    epilogue = ()  # an accumulator is no complete sum
-    gate = None
-
-    @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of a partial."""
-        return self.config.slot_dtype
 
     @property
     def order(self) -> DealtShards:
@@ -71,21 +58,6 @@ class ReduceScatter:
     def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
         """All rows, by the owners' shards."""
         return Share.by_rows(rows, exchange.rank, exchange.shard_rows, cols)
-
-    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
-        """A is all there is to load."""
-
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """By ordinary stores."""
-        return Output(None, out)
-
-    def begin(self, exchange: Exchange) -> Call:
-        """Reads the epoch."""
-        return Call.begin(exchange)
-
-    def end(self, call: Call, tally: Any, warps: int) -> None:
-        """See `KernelOp.end`."""
-        end_warp(call, tally, warps)
 
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
         """Sends every tile to its owner."""

@@ -14,13 +14,14 @@ from typing import Any
 from overlap_gemm.device.memory import bulk_store
 from overlap_gemm.device.multicast import store_everywhere
 from overlap_gemm.device.route import Route
-from overlap_gemm.transports.peer_bulk import PeerBulk
+from overlap_gemm.transports.within_reach import WithinReach
 
 
 @dataclass(frozen=True)
-class Nvls(PeerBulk):
+class Nvls(WithinReach):
     """Bulk stores into this rank's own memory, flags at peers, sums and results through the switch."""
 
+    words = False
     multicast = True
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:

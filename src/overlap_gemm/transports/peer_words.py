@@ -11,11 +11,11 @@ from cutlass import Int32, Uint32, cute
 from overlap_gemm.device.memory import CHUNK_BYTES, LANES
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.words import store_words
-from overlap_gemm.transports.peer_bulk import PeerBulk
+from overlap_gemm.transports.within_reach import WithinReach
 
 
 @dataclass(frozen=True)
-class PeerWords(PeerBulk):
+class PeerWords(WithinReach):
     """Data that arrives by itself (:mod:`overlap_gemm.device.words`): one way, no flag behind it.
 
     For few rows, where an exchange takes as long as its trips. The stores are the comm warp's own, so it is
@@ -23,17 +23,11 @@ class PeerWords(PeerBulk):
     """
 
     words = True
+    multicast = False
 
     @cute.jit
     def put(self, route: Route, offset: Any, stage: cute.Tensor, num_bytes: Any) -> None:
-        """All lanes of a warp: store a stage's first bytes.
-
-        Args:
-            route: the tile's way to its owner.
-            offset: bytes from the tile's slot, a multiple of 16.
-            stage: contiguous shared-memory tensor.
-            num_bytes: a multiple of 16.
-        """
+        """All lanes of a warp: store a stage's first bytes."""
         chunk = CHUNK_BYTES * 8 // stage.element_type.width
         source = cute.zipped_divide(stage, (chunk,))
         address = route.peers[route.owner] + route.slot + offset

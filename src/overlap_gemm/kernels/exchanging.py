@@ -1,0 +1,86 @@
+"""What the ops have in common whose tiles are exchanged, so that each of them says what is its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, final
+
+from cutlass import cute
+
+from overlap_gemm.kernels.call import Call, end_warp
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.receive import Receiver
+from overlap_gemm.kernels.surface import Order, Output, Transport
+from overlap_gemm.kernels.work import Share, Work
+
+
+@dataclass(frozen=True)
+class TileExchange(ABC):
+    """An op (`surface.KernelOp`) whose tiles go to peers, and whose A is there.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a tile reaches a rank.
+    """
+
+    config: GemmConfig
+    transport: Transport
+
+    gate = None
+
+    @property
+    @final
+    def stage_dtype(self) -> str:
+        """A subtile in the ring is a part of what travels."""
+        return self.config.slot_dtype
+
+    @property
+    @abstractmethod
+    def order(self) -> Order:
+        """See `surface.KernelOp`."""
+
+    @property
+    @abstractmethod
+    def receive(self) -> Receiver:
+        """See `surface.KernelOp`."""
+
+    @abstractmethod
+    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+        """See `surface.KernelOp`."""
+
+    @final
+    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
+        """A is all there is to load."""
+        assert self.gate is None
+
+    @abstractmethod
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+        """See `surface.KernelOp`."""
+
+    @final
+    def begin(self, exchange: Exchange) -> Call:
+        """Reads the epoch."""
+        return Call.begin(exchange)
+
+    @abstractmethod
+    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+        """See `surface.KernelOp`."""
+
+    @final
+    def end(self, call: Call, tally: Any, warps: int) -> None:
+        """See `surface.KernelOp`."""
+        end_warp(call, tally, warps)
+
+
+@dataclass(frozen=True)
+class PartialExchange(TileExchange):
+    """An op whose tiles are partial sums, which the receive role adds up and stores."""
+
+    epilogue = ()  # an accumulator is no complete sum
+
+    @final
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+        """By ordinary stores."""
+        return Output(None, out)
