@@ -65,7 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A compile that makes host code, outside the emulator, loads the DSL's own CUDA runtime into the process
     for good. What the DSL's JIT makes in an emulator opened after that finds this one
     (cudaErrorInsufficientDriver); only TVM-FFI functions, made from object files, find the emulator's.
+
+    Raises:
+        pytest.UsageError: a test's name has an address in it, so processes side by side collect others.
     """
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: give this parameter an id that is no address")
 
     def place(item: pytest.Item) -> int:
         if "compiled" in item.path.parts:

@@ -242,10 +242,10 @@ LAGGING = Schedule(starved=lambda rank, cta, warp: rank == 1)
     [
         ((3, 5), {"mode": "random", "seed": 1}),
         ((1, 0), {"mode": "lazy", "schedule": LAGGING, "launches": 4}),
-        ((2, 3), {"mode": "lazy", "begin": -2, "launches": 3}),  # epochs go through 0
+        ((2, 3), {"mode": "lazy", "begin": -2, "launches": 3}),
         ((2, 1), {"mode": "lazy", "schedule": Schedule(order="random", lanes=True), "seed": 2}),
     ],
-    ids=str,
+    ids=["random", "a rank lags", "epochs go through 0", "lanes in turn"],
 )
 def test_the_page_is_right(kernel, name, tiles, options):
     run(kernel(name), tiles, **options)
