@@ -24,9 +24,7 @@ ORDERS = ("round_robin", "random")
 QUANTUM = 64  # items a warp runs before the next one
 PATIENCE = 10_000  # looks that loops that count them are granted while nothing happens, before a deadlock
 JUMPS = 64  # of the clock while nothing happens, before a deadlock
-EXPIRIES = (
-    1000  # waits in a row that may expire while nothing else happens, before one: a loop that tries again
-)
+EXPIRIES = 1000  # waits in a row that may expire and be tried again while nothing happens, likewise
 LONGEST_JUMP = 1000 << 32  # ns; many of them, and the clock still has 64 bits
 
 
