@@ -149,13 +149,13 @@ class _Builder:
                 records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
                 if self.sequence_parallel:
-                    module.register_forward_pre_hook(self.length.begin_decoder)
+                    module.register_forward_pre_hook(self.length.for_norm.begin)
             case "embedding":
                 self._distribute(module, Shard(0))
                 module.forward = EmbeddingForward(module, self.group)
             case "layer":
                 if self.sequence_parallel:
-                    module.register_forward_pre_hook(self.length.begin_layer)
+                    module.register_forward_pre_hook(self.length.for_mlp.begin)
                 if self.sequence_parallel and not self.entered:
                     module.register_forward_pre_hook(EnterLayers(self.group))
                 self.entered = True
@@ -168,7 +168,7 @@ class _Builder:
                 is_partial = self.sequence_parallel or role == "head norm"
                 module.forward = NormForward(module, self.group if is_partial else None)
                 if role == "final norm" and self.sequence_parallel:
-                    module.register_forward_hook(GatherOutput(self.group, self.length))
+                    module.register_forward_hook(GatherOutput(self.group, self.length.for_norm))
             case "column":
                 parallelize_module(module, self.mesh, self.column)
             case "packed":  # a PackedLinear, by now

@@ -17,52 +17,53 @@ SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""
 
 
+class LengthFor:
+    """The length of the sequence, said for one part of a module by another that runs before it there.
+
+    Said once for each time that the module runs: a part that is recomputed by itself finds nothing, since
+    what was said last may be another microbatch's.
+    """
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.total: int | None = None
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Pre-forward hook of the module."""
+        self.runs, self.total = True, None
+
+    def note(self, total: int) -> None:
+        """Says the length in tokens, if the module runs."""
+        if self.runs:
+            self.total = total
+
+    def __call__(self) -> int | None:
+        """What was said, once; None: the ranks must ask each other."""
+        total, self.runs, self.total = self.total, False, None
+        return total
+
+
 class SequenceLength:
     """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
 
-    A module between sharded rows cannot see it. Every attention can, and says it: for itself; for the MLP of
-    its layer, where it runs as a part of that; and for the norm behind all layers, where it runs as a part of
-    the decoder. An MLP or norm that is recomputed by itself finds nothing said for it: the last attention
-    that ran may have been another microbatch's.
+    A module between sharded rows cannot see it. Every attention can, and says it: for itself, for the MLP of
+    its layer, and for the norm behind all layers.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        self.in_layer = self.in_decoder = False
-        self.of_layer: int | None = None
-        self.of_decoder: int | None = None
+        self.for_mlp, self.for_norm = LengthFor(), LengthFor()
 
     def __call__(self) -> int:
         """The length in tokens, for an attention."""
         return self.total
 
-    def for_mlp(self) -> int | None:
-        """The same for the MLP of a layer, once; None: the ranks must ask each other."""
-        total, self.of_layer = self.of_layer, None
-        return total
-
-    def for_norm(self) -> int | None:
-        """The same for the norm behind all layers, once."""
-        total, self.of_decoder = self.of_decoder, None
-        self.in_decoder = False
-        return total
-
-    def begin_decoder(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Pre-forward hook of the decoder."""
-        self.in_decoder = True
-
-    def begin_layer(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Pre-forward hook of every decoder layer."""
-        self.in_layer = True
-
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pre-forward hook of every attention."""
         cosines, _ = kwargs["position_embeddings"]  # [b or 1, s, head_dim]
         self.total = cosines.shape[1]
-        if self.in_layer:
-            self.in_layer, self.of_layer = False, self.total
-        if self.in_decoder:
-            self.of_decoder = self.total
+        self.for_mlp.note(self.total)
+        self.for_norm.note(self.total)
 
 
 class EnterLayers:
@@ -178,13 +179,13 @@ FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
 class GatherOutput:
     """Forward hook of the last norm: its output, sharded by rows, becomes whole on every rank."""
 
-    def __init__(self, group: str, length: SequenceLength):
+    def __init__(self, group: str, length: LengthFor):
         self.group, self.length = group, length
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Called by torch behind the norm."""
         own = out.shape[SEQUENCE_DIM]
-        total = total_extent("the last norm", "rows", self.length.for_norm(), own, out, self.group, ())
+        total = total_extent("the last norm", "rows", self.length(), own, out, self.group, ())
         return join_shards(out, SEQUENCE_DIM, total, self.group)
 
 
