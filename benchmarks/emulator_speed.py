@@ -29,8 +29,8 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import from_dlpack
 
 import overlap_gemm
+from cute_emulator import Emulator
 from overlap_gemm.cli.machine import processor
-from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from cute_emulator import Emulator
 from overlap_gemm.backends import plans
-from overlap_gemm.backends.base import OPS
-from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import OPS
 
 CALLS, ROUNDS = 50, 20
 

@@ -3,7 +3,7 @@
     bash launch/torchrun.sh -n 4 python benchmarks/layer.py --json benchmarks/results/h200x4-layer.json
 
 The same module each time: norm, qkv, o, residual, norm, gate and up, SiLU, down, residual, with the rows
-sharded in front of and behind it (sequence parallel). Attention is left out: it is the same for all. Ways:
+sharded in front of and after it (sequence parallel). Attention is left out: it is the same for all. Ways:
 
 - ``ours``: overlap_gemm.parallel's styles with ``backend="auto"``
 - ``torch``: torch.distributed.tensor.parallel's ColwiseParallel and RowwiseParallel

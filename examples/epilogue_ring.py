@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Float32, Int32, Int64, cute, memory
 from cutlass.cute.runtime import from_dlpack
 
-from overlap_gemm.emulator import Emulator
+from cute_emulator import Emulator
 from overlap_gemm.pipelines import EpilogueRing, FailureSite, WaitBound, bulk_store, release_flag, wait_flag
 
 NUM_EPILOGUE_WARPS = 4
@@ -57,9 +57,9 @@ class PushToPeer:
         """Starts the bulk store of one subtile; the ring commits it and waits for it."""
         bulk_store(self.stages[(None, stage)], place + subtile * (SUBTILE * 4))
 
-    def publish(self, tile):
+    def publish(self, tile, place):
         """The tile is written: tell the peer."""
-        release_flag(self.flags + 4 * Int64(self.first + tile * self.stride), Uint32(1))
+        release_flag(self.flags + 8 * Int64(self.first + tile * self.stride), 1)
 
 
 @cute.kernel
@@ -95,9 +95,7 @@ def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: 
         for tile in cutlass.range(num_tiles, unroll=1):
             index = first + tile * stride
             if cute.arch.lane_idx() == 0:
-                wait_flag(
-                    own.flags + 4 * Int64(index), Uint32(1), bound, FailureSite(tile=index, index=index)
-                )
+                wait_flag(own.flags + 8 * Int64(index), 1, bound, FailureSite(tile=index, index=index))
             cute.arch.sync_warp()
             for subtile in cutlass.range(SUBTILES, unroll=1):
                 at = (None, thread, subtile, index)
@@ -136,7 +134,7 @@ def main(ranks: int = 2, tiles: int = 5, num_ctas: int = 2, **options: Any) -> N
         shape = (tiles, SUBTILES, 32 * NUM_EPILOGUE_WARPS, VALUES)
         inboxes = emulator.symmetric(shape, torch.float32)
         words = emulator.symmetric(
-            (tiles + 16,), torch.int32
+            (tiles + 8,), torch.int64
         )  # a flag per tile, the claim, the failure record
         for tensor in words.tensors:
             tensor.zero_()
@@ -145,7 +143,7 @@ def main(ranks: int = 2, tiles: int = 5, num_ctas: int = 2, **options: Any) -> N
 
         def addresses(rank: int) -> Addresses:
             flags = words[rank].data_ptr()
-            places = (inboxes[rank].data_ptr(), flags, flags + 4 * tiles, flags + 4 * (tiles + 1))
+            places = (inboxes[rank].data_ptr(), flags, flags + 8 * tiles, flags + 8 * (tiles + 1))
             return Addresses(*map(Int64, places))
 
         for rank in range(ranks):

@@ -1,8 +1,8 @@
-"""A TMA store in the epilogue warp, a comm warp behind it: the form NVIDIA/cutlass issue #2900 asks for.
+"""A TMA store in the epilogue warp, a comm warp after it: the form NVIDIA/cutlass issue #2900 asks for.
 
 Epilogue warps square a subtile in shared memory; one of their lanes stores it to this rank's memory with TMA
 and hands it to the comm warp once it is really written. The comm warp reads it back and copies it to the next
-rank, and releases a flag there behind each tile, while the epilogue is at the next subtiles.
+rank, and releases a flag there after each tile, while the epilogue is at the next subtiles.
 
 Runs on a CPU, in the emulator: ``python examples/tma_store_pipeline.py``.
 """
@@ -14,11 +14,11 @@ from typing import Any
 import cutlass
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint32, cute, memory, pipeline
+from cutlass import Float32, Int32, Int64, cute, memory, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import from_dlpack
 
-from overlap_gemm.emulator import Emulator
+from cute_emulator import Emulator
 from overlap_gemm.pipelines import PipelineTmaStoreAsync, global_pointer, release_flag
 
 NUM_EPILOGUE_WARPS = 4
@@ -90,7 +90,7 @@ def square_store_send(
                 if lane == 0:
                     written.release()
             if lane == 0:
-                release_flag(peer_flags + 4 * Int64(index), Uint32(1))
+                release_flag(peer_flags + 8 * Int64(index), 1)
 
 
 @cute.jit
@@ -108,7 +108,7 @@ def main(ranks: int = 2, tiles: int = 7, num_ctas: int = 2, **options: Any) -> N
     with Emulator("sm_90a", ranks, **options) as emulator:
         shape = (tiles * ROWS, SUBTILES * COLUMNS)
         received = emulator.symmetric(shape, torch.float32)
-        flags = emulator.symmetric((tiles,), torch.int32)
+        flags = emulator.symmetric((tiles,), torch.int64)
         xs = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
         ys = [emulator.empty(shape, torch.float32, rank) for rank in range(ranks)]
         for rank in range(ranks):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up everything and runs the test suite. Arguments go to pytest: `bash launch/test.sh tests/emulator -k tma`.
+# Sets up everything and runs the test suite. Arguments go to pytest: `bash launch/test.sh emulator/tests -k tma`.
 # Without any, up to four processes share the files, as tests/conftest.py says (`-n 0` for one), unless they would share a GPU.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"

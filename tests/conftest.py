@@ -109,4 +109,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_report_header() -> str | None:
     """Says what a machine without a CUDA device does not run."""
-    return None if torch.cuda.is_available() else "no CUDA device: tests/gpu is not collected"
+    return None if torch.cuda.is_available() else "no CUDA device: tests/gpu does not run"

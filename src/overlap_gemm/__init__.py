@@ -6,6 +6,7 @@ The public names load on first use (PEP 562), so that a part that needs no torch
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .runtime.symmetric import SymmetricMemoryError
     from .runtime.workspace import (
         CommTimeoutError,
+        MismatchedCallsError,
         OverlappingCallsError,
         close_workspaces,
         workspace_bytes,
@@ -41,6 +43,7 @@ __all__ = [
     "CaptureError",
     "CommTimeoutError",
     "DisagreementError",
+    "MismatchedCallsError",
     "OverlappingCallsError",
     "SymmetricMemoryError",
     "World",
@@ -71,3 +74,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+if find_spec("cute_emulator") is not None:  # where it is installed, fused calls run in one that is opened
+    import_module("cute_emulator.clients").register("overlap_gemm.emulated")

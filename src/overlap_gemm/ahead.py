@@ -4,25 +4,24 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the wor
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import functional
 from .backends import ahead
-from .backends.base import OPS, Op, Problem
+from .backends.base import Problem
 from .backends.fused import Fused
 from .backends.select import choose
 from .runtime.group import Group, GroupLike, find
 from .runtime.order import forbid_capture
 from .sharding import Shards
+from .spec import OPS, op_named
 
 
 def warmup(
-    op: Op,
+    op: str,
     *shapes: tuple[int, int, int],
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -55,18 +54,22 @@ def warmup(
         CaptureError: A CUDA graph is being captured.
         ValueError, RuntimeError: As the op.
     """
-    _check_op(op)
+    spec = op_named(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
     call = getattr(functional, op)
+    own = Shards.owned_by(ranks.size, ranks.rank)
     for m, n, k in shapes:
-        x, weight, own_bias = _operands(op, m, n, k, ranks, dtype, where)
-        for extents in _extents(op, m, n, k):
-            third = "columns" if op == "all_gather_gemm" else "k"
-            across = k if op == "gemm_all_gather" else extents.get(third)
-            width = k if op == "all_gather_gemm" else n
-            problem = Problem.of(op, m, width, across, x, ranks, deterministic, backend)
+        x_shape, weight_shape = spec.shapes(m, n, k, own)
+        layouts = (x_shape, weight_shape, weight_shape[:1])
+        x, weight, own_bias = (torch.empty(shape, dtype=dtype, device=where) for shape in layouts)
+        whole = {"m": m, "n": n, "k": k}
+        said, least = (spec.arguments(m, n, k, least) for least in (False, True))
+        for extents in [said] if said == least else [said, least]:
+            known = spec.across not in (spec.x, spec.weight) or extents == said
+            across = whole[spec.across] if known else None
+            problem = Problem.of(op, m, whole[spec.width], across, x, ranks, deterministic, backend)
             eager, captured = (
                 choose(replace(problem, captured=c), backend).backend.name for c in (False, True)
             )
@@ -83,7 +86,7 @@ def warmup(
 
 
 def reserve(
-    *ops: Op,
+    *ops: str,
     max_rows: int,
     columns: int,
     group: GroupLike = None,
@@ -115,23 +118,18 @@ def reserve(
         ValueError: No such op.
     """
     for op in ops:
-        _check_op(op)
+        op_named(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "reserve cannot allocate")
     empty = torch.empty(0, dtype=dtype, device=where)
 
-    def is_fused(op: Op) -> bool:
+    def is_fused(op: str) -> bool:
         problem = Problem.of(op, max_rows, columns, None, empty, ranks, None, "fused")
         return Fused().why_not(problem) is None
 
     wanted = [op for op in ops or OPS if is_fused(op)]
     return ahead.reserve(ranks, where, dtype, wanted, max_rows, columns) if wanted else 0
-
-
-def _check_op(op: str) -> None:
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
 
 
 def _device(group: Group, given: torch.device | str | None) -> torch.device:
@@ -141,33 +139,3 @@ def _device(group: Group, given: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _operands(
-    op: Op, m: int, n: int, k: int, group: Group, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's x, weight and bias, laid out as a layer's, holding anything."""
-
-    def own(extent: int) -> int:
-        return Shards.even(extent, group.size).size(group.rank)
-
-    x, weight = {
-        "all_gather_gemm": ((own(m), k), (own(n), k)),
-        "gemm_reduce_scatter": ((m, own(k)), (n, own(k))),
-        "gemm_all_reduce": ((m, own(k)), (n, own(k))),
-        "gemm_all_gather": ((m, k), (own(n), k)),
-    }[op]
-    made = [torch.empty(shape, dtype=dtype, device=device) for shape in (x, weight, weight[:1])]
-    return made[0], made[1], made[2]
-
-
-def _extents(op: Op, m: int, n: int, k: int) -> Iterator[dict[str, int]]:
-    """What callers say of the extents over all ranks: more, or less."""
-    if op == "all_gather_gemm":
-        yield {"rows": m, "columns": n}
-        yield {"rows": m}
-    elif op == "gemm_all_gather":
-        yield {"columns": n}
-    else:
-        yield {"k": k}
-        yield {}

@@ -5,7 +5,6 @@ kind and kept with the group (`Group.calls`) until the group ends. The key holds
 shapes, strides, dtypes and devices, the arguments, and the state of the process that a choice looks at.
 """
 
-import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .runtime import agree
-from .runtime.executor import open_emulator
+from .runtime import agree, executor
 from .runtime.group import Group
 from .tuning.settings import settings
 
@@ -43,7 +41,7 @@ def state(x: Tensor) -> Hashable:
     if x.is_cuda:
         where: object = torch.cuda.is_current_stream_capturing()
     else:
-        where = id(open_emulator()) if "overlap_gemm.emulator" in sys.modules else None
+        where = id(executor.emulation)
     return settings(), torch._C._get_deterministic_algorithms(), where
 
 

@@ -7,13 +7,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from . import ops
+from . import lowering, ops
 from .autocast import autocast, autocast_call
-from .backends.base import DUAL, OPS, BackendName, Problem
+from .backends.base import BackendName, Problem
 from .backends.select import Choice, choose, preferring
 from .calls import is_plain, keep, layouts, needs_grad, state
 from .lowering import (
-    Length,
     Lowered,
     is_capturing,
     lower_all_gather_gemm,
@@ -21,9 +20,11 @@ from .lowering import (
     lower_gemm_all_reduce,
     lower_gemm_reduce_scatter,
 )
+from .options import CallOptions, Length
 from .registered import Bound, Registered
 from .runtime import agree
 from .runtime.group import Group, GroupLike, find, group_name, resolve
+from .spec import ARGUMENTS, OPS, op_named
 
 __all__ = [
     "Length",
@@ -180,8 +181,10 @@ def all_gather_gemm(
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
     single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
-    how = (backend, deterministic, dim, columns, single, return_gathered, kept, reserve_sms)
-    return call_op(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, how, rows)
+    options = CallOptions(
+        backend, deterministic, reserve_sms, dim, rows, columns, None, return_gathered, kept, single
+    )
+    return call_op(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, options)
 
 
 def gemm_reduce_scatter(
@@ -220,8 +223,8 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic, dim, k, reserve_sms)
-    return call_op(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, how)
+    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k)
+    return call_op(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, options)
 
 
 def gemm_all_reduce(
@@ -256,8 +259,8 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic, k, reserve_sms)
-    return call_op(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, how)
+    options = CallOptions(backend, deterministic, reserve_sms, k=k)
+    return call_op(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, options)
 
 
 def gemm_all_gather(
@@ -290,8 +293,8 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    how = (backend, deterministic, reserve_sms)
-    return call_op(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, how, columns)
+    options = CallOptions(backend, deterministic, reserve_sms, columns=columns)
+    return call_op(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, options)
 
 
 def explain(
@@ -331,32 +334,18 @@ def explain(
     Raises:
         ValueError, TypeError: As the op.
     """
-    name = op if isinstance(op, str) else getattr(op, "__name__", None)
-    if name not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     x, weights, _biases = autocast(x, weights, [])
-    ranks = group_name(group)
-    if name == "all_gather_gemm":
-        how: tuple[Any, ...] = (backend, deterministic, dim, columns, True, False, False, None)
-        lowered = lower_all_gather_gemm(ranks, x, weights, [], how, rows)
-        batch, _, _, across, *_rest = lowered.arguments
-        features = x.shape[-1]
-    elif name == "gemm_all_gather":
-        lowered = lower_gemm_all_gather(ranks, x, weights[0], None, (backend, deterministic, None), columns)
-        batch, features, across = lowered.flat[0], lowered.arguments[0], x.shape[-1]
-    elif name == "gemm_reduce_scatter":
-        lowered = lower_gemm_reduce_scatter(
-            ranks, x, weights[0], None, (backend, deterministic, dim, k, None)
-        )
-        batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[1]
-    else:
-        lowered = lower_gemm_all_reduce(ranks, x, weights[0], None, (backend, deterministic, k, None))
-        batch, features, across = lowered.flat[0], weights[0].shape[0], lowered.arguments[0]
-    problem = Problem.of(name, batch, features, across, x, resolve(ranks), deterministic, backend)
+    ranks, several = group_name(group), spec.gathers_operand
+    dim = dim if "m" in (spec.x, spec.out) else 0
+    options = CallOptions(backend, deterministic, None, dim, rows, columns, k)
+    lower: Callable[..., Lowered] = getattr(lowering, f"lower_{spec.name}")
+    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options)
+    problem = Problem.of(spec.name, *lowered.extents, x, resolve(ranks), deterministic, backend)
     choice = choose(problem, backend)
-    if name in DUAL:  # the gradient's exchange moves a tensor of the same size the other way
-        choice = replace(choice, backward=choose(replace(problem, op=DUAL[name]), preferring(backend)))
+    if spec.dual:  # the gradient's exchange moves a tensor of the same size the other way
+        choice = replace(choice, backward=choose(replace(problem, op=spec.dual), preferring(backend)))
     return choice
 
 
@@ -381,14 +370,19 @@ class _Asking(NamedTuple):
     op: Registered
     lower: Callable[..., Lowered]
     group: Group
-    how: tuple[Any, ...]
-    facts: tuple[tuple[str, Any], ...]
+    options: CallOptions
+    facts: agree.Facts
 
     def __call__(self, x: Tensor, weight: Any, bias: Any) -> Any:
-        gathers_rows = self.op is ops.all_gather_gemm
-        what, length = ("rows", x.shape[self.how[2]]) if gathers_rows else ("columns", weight.shape[0])
-        total = agree.total_length(self.op.name, what, length, x.device, self.group, self.facts)
-        return call_op(self.op, self.lower, x, weight, bias, self.group.name, self.how, total)
+        length = x.shape[self.options.dim] if OPS[self.op.name].gathers_operand else weight.shape[0]
+        name, what = self.op.name, ASKED[self.op.name]
+        total = agree.total_length(name, what, length, x.device, self.group, self.facts)
+        told = self.options.told(what, total)
+        return call_op(self.op, self.lower, x, weight, bias, self.group.name, told)
+
+
+ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
+"""The option that says the extent which ranks ask each other for where callers do not say it."""
 
 
 def call_op(
@@ -398,8 +392,7 @@ def call_op(
     weight: Any,
     bias: Any,
     group: GroupLike,
-    how: tuple[Any, ...],
-    *extent: Length,
+    options: CallOptions,
 ) -> Any:
     """Calls an op: at once where nobody but autograd looks, else through torch's dispatcher.
 
@@ -410,25 +403,29 @@ def call_op(
         weight: The user's, or a list.
         bias: The user's, or a list.
         group: The user's.
-        how: The user's other arguments.
-        *extent: The sharded extent, of ops that have one: rows or columns.
+        options: The user's.
     """
     if not is_plain(x, weight, bias):
         x, weight, bias = autocast_call(x, weight, bias)
-        lowered = lower(group_name(group), x, weight, bias, how, *extent)
+        lowered = lower(group_name(group), x, weight, bias, options)
         through = getattr(torch.ops.overlap_gemm, op.name)
         result = through(lowered.flatten(x), weight, bias, *lowered.arguments)
         return result if lowered.finish is None else lowered.finish(result)
     ranks = find(group)
+    launched = ranks.progress.launched
     try:
-        key = (op.name, layouts(x, weight, bias), how, extent, state(x))
-        prepared = ranks.calls.get(key)
-    except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
-        lower(ranks.name, x, weight, bias, how, *["equal" for _ in extent])
+        try:
+            key = (op.name, layouts(x, weight, bias), options, state(x))
+            prepared = ranks.calls.get(key)
+        except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
+            lower(ranks.name, x, weight, bias, options.equal(ASKED.get(op.name)))
+            raise
+        if prepared is None:
+            prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, options))
+        return prepared(x, weight, bias)
+    except BaseException as error:
+        ranks.progress.raised(error, launched)
         raise
-    if prepared is None:
-        prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, how, extent))
-    return prepared(x, weight, bias)
 
 
 def _prepare(
@@ -438,12 +435,12 @@ def _prepare(
     weight: Any,
     bias: Any,
     group: Group,
-    how: tuple[Any, ...],
-    extent: tuple[Length, ...],
+    options: CallOptions,
 ) -> _Prepared | _Asking:
-    if extent == (None,) and group.size > 1 and not is_capturing(x):
-        return _Asking(op, lower, group, how, lower(group.name, x, weight, bias, how, "equal").facts)
-    lowered = lower(group.name, x, weight, bias, how, *extent)
-    if lowered.facts:
-        agree.same(group, x.device, (*lowered.facts, ("extent", extent)))
+    asked = ASKED.get(op.name)
+    extent = getattr(options, asked) if asked else ()
+    if extent is None and group.size > 1 and not is_capturing(x):
+        facts = lower(group.name, x, weight, bias, options.equal(ASKED.get(op.name))).facts
+        return _Asking(op, lower, group, options, facts)
+    lowered = lower(group.name, x, weight, bias, options)
     return _Prepared(op.bound((lowered.flatten(x), weight, bias), lowered.arguments), lowered)

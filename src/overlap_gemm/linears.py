@@ -1,18 +1,23 @@
 """What the layers of `nn` have in common: an `nn.Linear` in shards, and what takes those of all ranks."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import moves
 from .backends.base import BackendName
 from .backends.select import check_name
-from .runtime.group import GroupLike, group_name, group_rank, group_size
+from .runtime import agree
+from .runtime.group import GroupLike, group_name, group_rank, group_size, resolve
 from .sharding import Shards
 from .tuning.settings import check_reserve_sms
+
+if TYPE_CHECKING:  # typing's own is newer than Python 3.10
+    from typing_extensions import Self
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -55,7 +60,7 @@ class ShardedLinear(nn.Module):
         self.adopt(self._draw(bias, device, dtype))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any) -> Self:
+    def from_linear(cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any) -> "Self":
         """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
         has_bias, dtype = linear.bias is not None, linear.weight.dtype
         layer = cls(
@@ -101,14 +106,29 @@ class ShardedLinear(nn.Module):
         )
 
     def _draw(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
-        """The unsharded layer; drawing all of it on every rank makes the shards those of one layer."""
+        """The unsharded layer; drawing all of it on every rank makes the shards those of one layer.
+
+        What every rank has whole, the bias of a row-parallel layer, is rank 0's, whatever the ranks' seeds.
+        """
         linear = nn.Linear(self.input_size, self.output_size, bias=bias, device=device, dtype=dtype)
         if self.init_method is not None:
             with torch.no_grad():
                 self.init_method(linear.weight)
                 if bias:
                     linear.bias.zero_()
+        for name, parameter in linear.named_parameters():
+            if name not in self.shard_dims:
+                take_from_rank_zero(parameter.data, self.tp_group)
         return linear
+
+
+def take_from_rank_zero(tensor: Tensor, group: str) -> None:
+    """Makes rank 0's values every rank's, in place; not without memory, nor among virtual ranks."""
+    ranks = resolve(group)
+    if tensor.is_meta or ranks.size == 1 or ranks.process_group is None:
+        return
+    if tensor.device.type in ranks.device_types:  # others no op of the layer would take
+        dist.broadcast(tensor, group=ranks.process_group, group_src=0)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -161,12 +181,14 @@ def clip_grad_norm_(
         The norm before, 0-d, the same on every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive.
+        ValueError: `norm_type` is not positive; or, on CPUs and with OVERLAP_GEMM_CHECK=1, the gradient of
+            a parameter that every rank has is not the same on all: it must be summed (`norms`).
         RuntimeError: The norm is not finite, and `error_if_nonfinite`.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     groups = {id(parameter): layer.tp_group for parameter, layer, _ in _sharded(module)}
+    _check_replicated(module, groups)
     # By what they are sharded over. A rank without gradients takes part, too, in the same dtype.
     parts: dict[tuple[str | None, Any], list[Tensor]] = {}
     total = torch.zeros(1)
@@ -188,6 +210,27 @@ def clip_grad_norm_(
             own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             own.mul_(factor.to(own.device))
     return total
+
+
+def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
+    """Raises, on every rank, for parameters of all ranks whose gradients differ by more than rounding."""
+    whole = [(name, p) for name, p in module.named_parameters() if id(p) not in groups]
+    if not whole or not (whole[0][1].device.type == "cpu" or agree.checking()):
+        return
+    parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in whole]
+    norms = torch.tensor([0.0 if part is None else float(part.norm()) for part in parts])
+    for group in sorted(set(groups.values())):
+        if group_size(group) == 1:
+            continue
+        everyone = moves.join_shards(norms.view(1, -1), 0, group_size(group), group)
+        apart = everyone.amax(0) - everyone.amin(0) > 0.02 * everyone.amax(0)
+        if apart.any():
+            names = ", ".join(name for (name, _), differs in zip(whole, apart, strict=True) if differs)
+            raise ValueError(
+                f"gradients of {names} differ between the ranks of the group, each of which has all of them: "
+                f"if they work on this rank's rows (sequence_parallel=True), their gradients must be summed, "
+                f"as overlap_gemm.nn.LayerNorm and RMSNorm do, or nn.sum_sequence_parallel_gradients"
+            )
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:

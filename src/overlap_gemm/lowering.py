@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .backends.select import check_name
+from .options import CallOptions, Length
 from .runtime import agree
 from .runtime.group import group_rank, group_size, resolve
 from .sharding import Shards
-from .tuning.settings import check_reserve_sms, settings
-
-Length: TypeAlias = int | Literal["equal"] | None
-"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
+from .spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from .tuning.settings import check_reserve_sms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
@@ -27,17 +26,18 @@ class Lowered(NamedTuple):
     Attributes:
         flat: The two-dimensional shape of x.
         dim: Which dimension of x comes first in it; None: x is two-dimensional and stays as it is.
-        arguments: The op's, behind its tensors.
+        arguments: The op's, after its tensors.
         finish: Makes the user's result of the op's; None: it is that.
-        facts: (name, value) of what must be the same on all ranks, beside a sharded extent; none of a call
-            that asks nothing of the others.
+        facts: (name, value) of what ranks compare where they ask each other for a sharded extent.
+        extents: (rows, features, across) of `backends.base.Problem`.
     """
 
     flat: tuple[int, int]
     dim: int | None
     arguments: tuple[Any, ...]
     finish: Callable[[Any], Any] | None
-    facts: tuple[tuple[str, Any], ...]
+    facts: agree.Facts
+    extents: tuple[int, int, int | None]
 
     def flatten(self, x: Tensor) -> Tensor:
         """X as the op takes it."""
@@ -45,17 +45,18 @@ class Lowered(NamedTuple):
 
 
 def lower_all_gather_gemm(
-    group: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], how: tuple[Any, ...], rows: Length
+    group: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], options: CallOptions
 ) -> Lowered:
-    """`functional.all_gather_gemm`. `how`: see there."""
-    op = "all_gather_gemm"
-    backend, deterministic, dim, columns, single, return_gathered, kept, reserve_sms = how
-    dim = _check(op, group, x, weights, biases, backend, dim, deterministic, reserve_sms)
+    """`functional.all_gather_gemm`."""
+    op = ALL_GATHER_GEMM.name
+    dim = _check(op, group, x, weights, biases, options)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     width, unit = x.shape[-1], math.prod(inner)
-    facts = _facts(op, x, width, biases, dim, how[:2], weights=len(weights), inner=tuple(inner), kept=kept)
-    total = total_extent(op, "rows", rows, length, x, group, facts)
-    across = _across(op, "columns", columns, sum(weight.shape[0] for weight in weights), group)
+    facts = _facts(
+        op, x, width, biases, options, dim=dim, weights=len(weights), inner=tuple(inner), keep=options.keep
+    )
+    total = total_extent(op, "rows", options.rows, length, x, group, facts)
+    across = _across(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
     shards = Shards.even(total * unit, group_size(group), max(unit, 1))
 
     def shaped(flat: Tensor) -> Tensor:
@@ -63,110 +64,94 @@ def lower_all_gather_gemm(
 
     def finish(result: list[Tensor]) -> Any:
         gathered, *outs = result
-        products = shaped(outs[0]) if single else [shaped(out) for out in outs]
-        return (products, shaped(gathered)) if return_gathered else products
+        products = shaped(outs[0]) if options.single else [shaped(out) for out in outs]
+        return (products, shaped(gathered)) if options.return_gathered else products
 
     return Lowered(
         (length * unit, width),
         None if x.ndim == 2 else dim,
-        (shards.total, shards.chunk, kept, across, group, backend, deterministic, reserve_sms),
+        (shards.total, shards.chunk, options.keep, across, *options.passed(group)),
         finish,
         facts,
+        (shards.total, width, across),
     )
 
 
 def lower_gemm_reduce_scatter(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
 ) -> Lowered:
-    """`functional.gemm_reduce_scatter`. `how`: see there."""
-    op = "gemm_reduce_scatter"
-    backend, deterministic, dim, k, reserve_sms = how
+    """`functional.gemm_reduce_scatter`."""
+    op = GEMM_REDUCE_SCATTER.name
     biases = [] if bias is None else [bias]
-    dim = _check(op, group, x, [weight], biases, backend, dim, deterministic, reserve_sms)
-    across = _across(op, "k", k, x.shape[-1], group)
+    dim = _check(op, group, x, [weight], biases, options)
+    across = _across(op, "k", options.k, x.shape[-1], group)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     unit, columns = math.prod(inner), weight.shape[0]
     shards = Shards.even(length * unit, group_size(group), max(unit, 1))
     own = Shards.even(length, group_size(group)).size(group_rank(group))
     return Lowered(
-        (length * unit, x.shape[-1]),
+        (shards.total, x.shape[-1]),
         None if x.ndim == 2 else dim,
-        (shards.chunk, across, group, backend, deterministic, reserve_sms),
+        (shards.chunk, across, *options.passed(group)),
         None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
-        _facts(op, x, columns, biases, dim, how[:2], rows=length * unit, shape=tuple(x.shape[:-1]), k=k),
+        (),
+        (shards.total, columns, across),
     )
 
 
 def lower_gemm_all_reduce(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
 ) -> Lowered:
-    """`functional.gemm_all_reduce`. `how`: see there."""
-    op = "gemm_all_reduce"
-    backend, deterministic, k, reserve_sms = how
-    biases = [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
-    rows, columns, batch = math.prod(x.shape[:-1]), weight.shape[0], x.shape[:-1]
-    return Lowered(
-        (rows, x.shape[-1]),
-        None if x.ndim == 2 else 0,
-        (_across(op, "k", k, x.shape[-1], group), group, backend, deterministic, reserve_sms),
-        None if x.ndim == 2 else lambda out: out.view(*batch, columns),
-        _facts(op, x, columns, biases, 0, how[:2], rows=rows, shape=tuple(batch), k=k),
-    )
+    """`functional.gemm_all_reduce`."""
+    op, biases = GEMM_ALL_REDUCE.name, [] if bias is None else [bias]
+    _check(op, group, x, [weight], biases, options)
+    columns, across = weight.shape[0], _across(op, "k", options.k, x.shape[-1], group)
+    return _lower_replicated(x, columns, across, (across, *options.passed(group)))
 
 
 def lower_gemm_all_gather(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...], columns: Length
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
 ) -> Lowered:
-    """`functional.gemm_all_gather`. `how`: see there."""
-    op = "gemm_all_gather"
-    backend, deterministic, reserve_sms = how
-    biases = [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
-    rows, batch = math.prod(x.shape[:-1]), x.shape[:-1]
-    facts = _facts(op, x, x.shape[-1], biases, 0, how[:2], rows=rows, shape=tuple(batch))
-    total = total_extent(op, "columns", columns, weight.shape[0], x, group, facts)
-    return Lowered(
-        (rows, x.shape[-1]),
-        None if x.ndim == 2 else 0,
-        (total, group, backend, deterministic, reserve_sms),
-        None if x.ndim == 2 else lambda out: out.view(*batch, total),
-        facts,
-    )
+    """`functional.gemm_all_gather`."""
+    op, biases = GEMM_ALL_GATHER.name, [] if bias is None else [bias]
+    _check(op, group, x, [weight], biases, options)
+    rows = math.prod(x.shape[:-1])
+    facts = _facts(op, x, x.shape[-1], biases, options, rows=rows)
+    total = total_extent(op, "columns", options.columns, weight.shape[0], x, group, facts)
+    return _lower_replicated(x, total, x.shape[-1], (total, *options.passed(group)), facts)
 
 
 def lower_column_parallel_gemm(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
 ) -> Lowered:
-    """`nn.column_parallel_gemm`, whose forward is this rank's own affair. `how`: see there."""
-    backend, deterministic, reserve_sms = how
-    biases = [] if bias is None else [bias]
-    _check("column_parallel_gemm", group, x, [weight], biases, backend, 0, deterministic, reserve_sms)
-    batch, columns = x.shape[:-1], weight.shape[0]
+    """`nn.column_parallel_gemm`, whose forward is this rank's own affair."""
+    _check("column_parallel_gemm", group, x, [weight], [] if bias is None else [bias], options)
+    return _lower_replicated(x, weight.shape[0], None, options.passed(group))
+
+
+def _lower_replicated(
+    x: Tensor, columns: int, across: int | None, arguments: tuple[Any, ...], facts: agree.Facts = ()
+) -> Lowered:
+    """Of an op whose rows every rank has, and gets: all leading dimensions of x are rows."""
+    batch = x.shape[:-1]
+    rows = math.prod(batch)
     return Lowered(
-        (math.prod(batch), x.shape[-1]),
+        (rows, x.shape[-1]),
         None if x.ndim == 2 else 0,
-        (group, backend, deterministic, reserve_sms),
+        arguments,
         None if x.ndim == 2 else lambda out: out.view(*batch, columns),
-        (),
+        facts,
+        (rows, columns, across),
     )
 
 
 def _facts(
-    op: str,
-    x: Tensor,
-    features: int,
-    biases: Sequence[Tensor],
-    dim: int,
-    how: tuple[Any, ...],
-    **others: Any,
-) -> tuple[tuple[str, Any], ...]:
-    facts = {
-        "op": op, "dtype": x.dtype, "features": features, "bias": len(biases) > 0, "dim": dim,
-        "backend": how[0], "deterministic": how[1],
-        "configured fields": () if torch.compiler.is_compiling() else settings().fields,
-    }  # fmt: skip
-    return tuple({**facts, **others}.items())
+    op: str, x: Tensor, features: int, biases: Sequence[Tensor], options: CallOptions, **others: Any
+) -> agree.Facts:
+    return (
+        ("op", op), ("dtype", x.dtype), ("features", features), ("bias", len(biases) > 0),
+        ("backend", options.backend), ("deterministic", options.deterministic), *others.items(),
+    )  # fmt: skip
 
 
 def _check(
@@ -175,16 +160,14 @@ def _check(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
-    backend: str,
-    dim: int,
-    deterministic: bool | None,
-    reserve_sms: int | None,
+    options: CallOptions,
 ) -> int:
     """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
 
     Returns:
         `dim`, counted from the front.
     """
+    dim = options.dim
     try:
         _check_operands(op, x, weights, biases)
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
@@ -198,8 +181,8 @@ def _check(
                     f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
                     f"it serves {sorted(ranks.device_types)}"
                 )
-        check_name(backend, bool(deterministic))
-        check_reserve_sms(reserve_sms)
+        check_name(options.backend, bool(options.deterministic))
+        check_reserve_sms(options.reserve_sms)
     except (ValueError, TypeError) as error:
         agree.report(op, resolve(group), error)
         raise
@@ -250,7 +233,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def total_extent(
-    op: str, what: str, given: Length, length: int, x: Tensor, group: str, facts: tuple[tuple[str, Any], ...]
+    op: str, what: str, given: Length, length: int, x: Tensor, group: str, facts: agree.Facts
 ) -> int:
     """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say.
 

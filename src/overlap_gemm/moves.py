@@ -23,6 +23,7 @@ from .backends.torch_backend import reduce_scatter_padded
 from .registered import Registered, Run
 from .runtime.group import resolve
 from .sharding import Shards
+from .spec import GEMM_REDUCE_SCATTER
 
 _ops = torch.ops.overlap_gemm
 
@@ -69,7 +70,7 @@ def _bind_reduce_scatter_rows(
 ) -> Run:
     ranks = resolve(group)
     rows, columns = x.shape
-    problem = Problem.of("gemm_reduce_scatter", rows, columns, None, x, ranks, deterministic, backend)
+    problem = Problem.of(GEMM_REDUCE_SCATTER.name, rows, columns, None, x, ranks, deterministic, backend)
     shards = Shards(x.shape[0], ranks.size, chunk)
     if choose(problem, backend).backend.deterministic or ranks.size == 1:
         return lambda x: new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))

@@ -24,15 +24,32 @@ from .functional import (
 )
 from .linears import InitMethod, ShardedLinear, clip_grad_norm_, full_state_dict
 from .lowering import lower_column_parallel_gemm
+from .norms import (
+    LayerNorm,
+    RMSNorm,
+    SequenceParallelWarning,
+    sequence_parallel_parameters,
+    sum_sequence_parallel_gradients,
+    warn_of_forgotten,
+)
+from .options import CallOptions
+from .random_numbers import Dropout, per_rank_random
 from .runtime.group import GroupLike
 
 __all__ = [
     "ColumnParallelLinear",
+    "Dropout",
+    "LayerNorm",
     "ParallelMLP",
+    "RMSNorm",
     "RowParallelLinear",
+    "SequenceParallelWarning",
     "clip_grad_norm_",
     "column_parallel_gemm",
     "full_state_dict",
+    "per_rank_random",
+    "sequence_parallel_parameters",
+    "sum_sequence_parallel_gradients",
 ]
 
 
@@ -96,6 +113,7 @@ class ColumnParallelLinear(ShardedLinear):
         """Multiplies; see the class for shapes."""
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
+            warn_of_forgotten(self, x)
             out = all_gather_gemm(
                 x,
                 self.weight,
@@ -273,6 +291,7 @@ class ParallelMLP(nn.Module):
         """Multiplies; see the class for shapes."""
         first, second = self.gate_proj, self.up_proj
         if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
+            warn_of_forgotten(first, x)
             gate, up = all_gather_gemm(
                 x,
                 [first.weight, second.weight],
@@ -313,8 +332,8 @@ def column_parallel_gemm(
     Raises:
         ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
-    how = (backend, None, reserve_sms)
-    return call_op(ops.local_gemm, lower_column_parallel_gemm, x, weight, bias, group, how)
+    options = CallOptions(backend, None, reserve_sms)
+    return call_op(ops.local_gemm, lower_column_parallel_gemm, x, weight, bias, group, options)
 
 
 def _is_bare(layer: nn.Module) -> bool:

@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.base import Op, Problem
+from .backends.base import Problem
 from .backends.collectives import all_gather_rows as gather_rows
 from .backends.collectives import gemm
 from .backends.copies import pays_beside
 from .backends.copies import plan_for as copies_for
-from .backends.select import announce, choose, preferring
+from .backends.select import announce, choose
 from .moves import each, new, own_rows
+from .options import SCHEMA, Passed
 from .registered import Registered, Run
 from .runtime import agree
 from .runtime.group import resolve
 from .sharding import Shards
-from .tuning.settings import configured
+from .spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OpSpec
+from .tuning.settings import configured, settings
 
 _ops = torch.ops.overlap_gemm
 
@@ -47,7 +49,7 @@ class Chosen(NamedTuple):
 
 
 def _choose(
-    op: Op,
+    op: OpSpec,
     x: Tensor,
     weight: Any,
     bias: Any,
@@ -55,7 +57,7 @@ def _choose(
     features: int,
     across: int | None,
     shards: Callable[[int], Shards],
-    how: tuple[str, str, bool | None, int | None],
+    options: Passed,
     keep: bool = False,
 ) -> Chosen:
     """Chooses the backend, in debug mode after all ranks have compared notes.
@@ -69,39 +71,49 @@ def _choose(
         features: As for `Problem`.
         across: As for `Problem`.
         shards: P -> the division that the backend wants.
-        how: Group, backend, determinism and reserved SMs, as the ops take them.
+        options: As the ops take them.
         keep: As for `Problem`.
     """
-    group, backend, deterministic, reserve_sms = how
-    ranks = resolve(group)
-    problem = Problem.of(op, rows, features, across, x, ranks, deterministic, backend, keep)
-    agree.same(ranks, x.device, (*vars(problem).items(), ("backend", backend)))
-    choice = announce(choose(problem, backend))
+    backend, reserve_sms = options.backend, options.reserve_sms
+    ranks = resolve(options.group)
+    problem = Problem.of(op.name, rows, features, across, x, ranks, options.deterministic, backend, keep)
+    several = isinstance(bias, (list, tuple))
+    facts = (
+        *vars(problem).items(),
+        ("chunk", shards(ranks.size).chunk),
+        ("weights", len(weight) if several else 1),
+        ("bias", len(bias) > 0 if several else bias is not None),
+        *options.agreed(),
+        *settings().agreed(op),
+    )
+    try:
+        choice = announce(choose(problem, backend))
+    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
+        agree.same(ranks, x.device, (*facts, agree.failure(error)))
+        raise
+    agree.same(ranks, x.device, facts)
     with configured(reserve_sms=reserve_sms):
         run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
     name = choice.backend.name
-    return Chosen(name, _ranged(f"overlap_gemm {op} {extents} {name}", run))
+    greet = agree.greeting(ranks, x.device, facts) if choice.backend.greets else None
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, greet))
 
 
-def _ranged(name: str, run: Run) -> Run:
-    """`run` under a range of that name, for whoever profiles: torch.profiler, or NVTX under `emit_nvtx`."""
+def _ranged(name: str, run: Run, greet: Callable[[], None] | None) -> Run:
+    """`run`, after `greet`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
 
     def ranged(*operands: Any) -> Any:
+        if greet is not None:
+            greet()
         if not torch.autograd._profiler_enabled():
             return run(*operands)
         with torch.autograd.profiler.record_function(name):
             return run(*operands)
 
     return ranged
-
-
-def _for_backward(how: Sequence[Any]) -> tuple[Any, ...]:
-    """The forward's `(backend, deterministic, reserve_sms)` as its backward passes it on."""
-    backend, *others = how
-    return preferring(backend), *others
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -120,11 +132,12 @@ def _bind_all_gather_gemm(
     chunk: int,
     keep_gathered: bool,
     across: int | None,
-    *how: Any,
+    *passed: Any,
 ) -> Run:
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
+    options = Passed(*passed)
     carry_out = _choose(
-        "all_gather_gemm", x, weights, biases, rows, x.shape[1], across, shards, how, keep_gathered
+        ALL_GATHER_GEMM, x, weights, biases, rows, x.shape[1], across, shards, options, keep_gathered
     ).run
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -142,7 +155,7 @@ def _fake_all_gather_gemm(
 
 
 def _save_all_gather_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.across, ctx.group, *ctx.how = inputs
+    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.across, *ctx.passed = inputs
     ctx.save_for_backward(output[0] if ctx.kept else x, *weights)
     ctx.set_materialize_grads(False)
 
@@ -159,18 +172,18 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
     grad_weights: list[Tensor | None] = [None] * len(weights)
     grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
     if needs_x and all(needs_weights) and not ctx.kept and not torch.is_grad_enabled():
-        how = (ctx.rows, ctx.chunk, ctx.across, ctx.group, *_for_backward(ctx.how))
+        how = (ctx.rows, ctx.chunk, ctx.across, *Passed(*ctx.passed).backward())
         grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *how)
         return grad_x, found, grad_biases
     if needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
-        how = (ctx.group, *_for_backward(ctx.how))
+        passed = Passed(*ctx.passed).backward()
         if grad_gathered is None:
-            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *how)
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *passed)
         else:
-            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *how[:3])
+            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *passed[:3])
     if any(needs_weights):
-        gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.group)
+        gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.passed[0])
         grad_weights = [
             grad.t() @ gathered if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
@@ -180,8 +193,7 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
 
 all_gather_gemm = Registered(
     "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
-    "bool keep_gathered, SymInt? across, str group, str backend, bool? deterministic, int? reserve_sms) "
-    "-> Tensor[]",
+    f"bool keep_gathered, SymInt? across, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm,
     fake=_fake_all_gather_gemm,
     save=_save_all_gather_gemm,
@@ -202,18 +214,19 @@ def _bind_all_gather_gemm_gradients(
     rows: int,
     chunk: int,
     across: int | None,
-    group: str,
-    *how: Any,
+    *passed: Any,
 ) -> Run:
-    ranks, depth = resolve(group), x.shape[1]
+    options = Passed(*passed)
+    ranks, depth = resolve(options.group), x.shape[1]
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
     name, scatter = _choose(
-        "gemm_reduce_scatter", stacked, weight, None, rows, depth, across, lambda _: shards, (group, *how)
+        GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, across, lambda _: shards, options
     )
     beside = False
     if name == "fused":
-        problem = Problem.of("all_gather_gemm", rows, depth, across, x, ranks, how[1], "decomposed")
+        deterministic = options.deterministic
+        problem = Problem.of(ALL_GATHER_GEMM.name, rows, depth, across, x, ranks, deterministic, "decomposed")
         beside = pays_beside(problem, shards)
 
     def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -239,7 +252,7 @@ def _no_second_gradient(*_: Any) -> Any:
 
 all_gather_gemm_gradients = Registered(
     "all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, SymInt rows, SymInt chunk, "
-    "SymInt? across, str group, str backend, bool? deterministic, int? reserve_sms) -> Tensor[]",
+    f"SymInt? across, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm_gradients,
     fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
     save=lambda ctx, inputs, output: None,
@@ -252,26 +265,26 @@ all_gather_gemm_gradients = Registered(
 
 
 def _bind_gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, across: int | None, *how: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, across: int | None, *passed: Any
 ) -> Run:
     rows, columns = x.shape[0], weight.shape[0]
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return _choose("gemm_reduce_scatter", x, weight, bias, rows, columns, across, shards, how).run
+    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, across, shards, Passed(*passed)).run
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.chunk, ctx.across, ctx.group, *ctx.how = inputs
+    x, weight, _, ctx.chunk, ctx.across, *ctx.passed = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    rows, chunk, group = x.shape[0], ctx.chunk, ctx.group
+    rows, chunk, group = x.shape[0], ctx.chunk, ctx.passed[0]
     whole = needs_weight or needs_bias
     grad_x = gathered = None
     if needs_x:
-        how = (ctx.across, group, *_for_backward(ctx.how))
+        how = (ctx.across, *Passed(*ctx.passed).backward())
         gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
@@ -284,8 +297,8 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
 
 
 gemm_reduce_scatter = Registered(
-    "gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, str group, "
-    "str backend, bool? deterministic, int? reserve_sms) -> Tensor",
+    f"gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, {SCHEMA}) "
+    "-> Tensor",
     bind=_bind_gemm_reduce_scatter,
     fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
         own_rows(chunk, x.shape[0], group), weight.shape[0]
@@ -302,31 +315,31 @@ gemm_reduce_scatter = Registered(
 
 
 def _bind_gemm_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *how: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *passed: Any
 ) -> Run:
     rows, columns = x.shape[0], weight.shape[0]
     shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return _choose("gemm_all_reduce", x, weight, bias, rows, columns, across, shards, how).run
+    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, across, shards, Passed(*passed)).run
 
 
-def _bind_gemm_all_gather(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *how: Any) -> Run:
+def _bind_gemm_all_gather(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *passed: Any) -> Run:
     rows, depth = x.shape
     shards = lambda p: Shards.even(columns, p)  # noqa: E731
-    return _choose("gemm_all_gather", x, weight, bias, rows, columns, depth, shards, how).run
+    return _choose(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, Passed(*passed)).run
 
 
 def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, _, ctx.group, *ctx.how = inputs
+    x, weight, _, _, *ctx.passed = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _save_local_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.group, *ctx.how = inputs
+    x, weight, _, *ctx.passed = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _save_gemm_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.columns, ctx.group, *ctx.how = inputs
+    x, weight, _, ctx.columns, *ctx.passed = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -334,8 +347,8 @@ def _backward_gemm_all_reduce(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tenso
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
     return (
-        _ops.local_gemm(grad, weight.t(), None, ctx.group, *_for_backward(ctx.how)) if needs_x else None,
-        each(grad, ctx.group).t() @ x if needs_weight else None,
+        _ops.local_gemm(grad, weight.t(), None, *Passed(*ctx.passed).backward()) if needs_x else None,
+        each(grad, ctx.passed[0]).t() @ x if needs_weight else None,
         grad.sum(0) if needs_bias else None,
     )
 
@@ -345,26 +358,25 @@ def _backward_local_gemm(
 ) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    how = (columns, ctx.group, *_for_backward(ctx.how))
+    how = (columns, *Passed(*ctx.passed).backward())
     return (
         _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
-        grad.t() @ each(x, ctx.group) if needs_weight else None,
+        grad.t() @ each(x, ctx.passed[0]) if needs_weight else None,
         grad.sum(0) if needs_bias else None,
     )
 
 
 def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    ranks = resolve(ctx.group)
+    ranks = resolve(ctx.passed[0])
     if torch.is_grad_enabled():
-        own = _ops.keep_shard(grad, 1, ctx.group)
+        own = _ops.keep_shard(grad, 1, ctx.passed[0])
     else:  # the same without a copy
         own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
     return _backward_local_gemm(ctx, needs, own, ctx.columns)
 
 
 gemm_all_reduce = Registered(
-    "gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, str group, str backend, "
-    "bool? deterministic, int? reserve_sms) -> Tensor",
+    f"gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, {SCHEMA}) -> Tensor",
     bind=_bind_gemm_all_reduce,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_gemm_all_reduce,
@@ -372,8 +384,7 @@ gemm_all_reduce = Registered(
 )
 
 local_gemm = Registered(
-    "local_gemm(Tensor x, Tensor weight, Tensor? bias, str group, str backend, bool? deterministic, "
-    "int? reserve_sms) -> Tensor",
+    f"local_gemm(Tensor x, Tensor weight, Tensor? bias, {SCHEMA}) -> Tensor",
     bind=lambda *_: gemm,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_local_gemm,
@@ -381,8 +392,7 @@ local_gemm = Registered(
 )
 
 gemm_all_gather = Registered(
-    "gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, str group, str backend, "
-    "bool? deterministic, int? reserve_sms) -> Tensor",
+    f"gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, {SCHEMA}) -> Tensor",
     bind=_bind_gemm_all_gather,
     fake=lambda x, weight, bias, columns, *_: x.new_empty(x.shape[0], columns),
     save=_save_gemm_all_gather,

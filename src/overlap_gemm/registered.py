@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .calls import is_plain, keep, layouts, needs_grad, state
-from .runtime.group import resolve
+from .runtime.group import Group, resolve
 
 Run = Callable[..., Any]
 """An op's tensors -> its result."""
@@ -48,7 +48,14 @@ class Registered:
         self.tensors = tensors
 
         def run(*arguments: Any) -> Any:
-            return self.bound(arguments[:tensors], arguments[tensors:]).run(*arguments[:tensors])
+            operands, rest = arguments[:tensors], arguments[tensors:]
+            progress = ranks_of(rest).progress
+            launched = progress.launched
+            try:
+                return self.bound(operands, rest).run(*operands)
+            except BaseException as error:
+                progress.raised(error, launched)
+                raise
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
@@ -65,12 +72,18 @@ class Registered:
         x, weight, bias = tensors if len(tensors) == 3 else (tensors[0], tensors[0], None)
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
-        bound = self.bound(tensors, arguments)
-        return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
+        progress = ranks_of(arguments).progress
+        launched = progress.launched
+        try:
+            bound = self.bound(tensors, arguments)
+            return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
+        except BaseException as error:
+            progress.raised(error, launched)
+            raise
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""
-        ranks = resolve(next(name for name in arguments if isinstance(name, str)))
+        ranks = ranks_of(arguments)
         key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
         if (bound := ranks.calls.get(key)) is None:
             counts = tuple([len(given) if isinstance(given, (list, tuple)) else None for given in tensors])
@@ -79,13 +92,18 @@ class Registered:
         return bound
 
 
+def ranks_of(arguments: Sequence[Any]) -> Group:
+    """The group that an op's arguments name: the first of them that is a string."""
+    return resolve(next(name for name in arguments if isinstance(name, str)))
+
+
 class Bound(NamedTuple):
     """An op, bound to all that calls of one kind share.
 
     Attributes:
         op: It.
         bare: What `Registered.bind` made.
-        arguments: Those behind the tensors.
+        arguments: Those after the tensors.
         lists: Whether tensors come, and go, in lists.
         counts: For each tensor argument how many tensors it lists, None where it is one.
     """

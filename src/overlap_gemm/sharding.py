@@ -1,5 +1,6 @@
 """The one sharding rule of the package: contiguous blocks as `torch.chunk` and DTensor's `Shard` cut them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -9,7 +10,7 @@ class Shards:
 
     Rank r owns `[r * chunk, (r + 1) * chunk)`, clipped to `total`. With `chunk = ceil(total / parts)` this is
     the rule of `torch.chunk` and of DTensor's `Shard`: every shard is full but the last non-empty one, and
-    ranks behind it own nothing.
+    ranks after it own nothing.
 
     Attributes:
         total: Rows (or columns) over all ranks.
@@ -25,6 +26,11 @@ class Shards:
     def even(cls, total: int, parts: int, unit: int = 1) -> "Shards":
         """The shards of `total` rows over `parts` ranks, cut only at multiples of `unit` rows."""
         return cls(total, parts, -(-(total // unit) // parts) * unit)
+
+    @classmethod
+    def owned_by(cls, parts: int, rank: int) -> Callable[[int], int]:
+        """An extent -> what `rank` of so many ranks owns of it."""
+        return lambda total: cls.even(total, parts).size(rank)
 
     def range(self, rank: int) -> tuple[int, int]:
         """First row of `rank`'s shard and one past its last."""

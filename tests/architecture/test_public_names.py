@@ -32,7 +32,10 @@ SIGNATURES = {
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),
     "close_workspaces": ("group=None",),
-    "configured": ("*", "reserve_sms=None", "algorithm=None", "transport=None", "fields"),
+    "configured": (
+        "*", "reserve_sms=None", "algorithm=None", "transport=None", "shard_transport=None",
+        "tile_transport=None", "fields",
+    ),
     "reserve": ("ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",
@@ -56,7 +59,8 @@ def signature(function):
 def test_public_names():
     assert sorted(overlap_gemm.__all__) == sorted(
         [
-            *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError", "OverlappingCallsError",
+            *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError",
+            "MismatchedCallsError", "OverlappingCallsError",
             "SymmetricMemoryError", "World", "explain",
         ]
     )  # fmt: skip
@@ -146,8 +150,8 @@ def test_an_op_may_be_the_first_thing_used_inside_a_compiled_function():
 def test_examples_need_only_the_pipelines_and_the_emulator():
     for file in (Path(__file__).parents[2] / "examples").glob("*.py"):
         imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        ours = {node.module for node in imports if node.module.startswith("overlap_gemm")}
-        assert ours == {"overlap_gemm.pipelines", "overlap_gemm.emulator"}, file.name
+        ours = {node.module for node in imports if node.module.startswith(("overlap_gemm", "cute_emulator"))}
+        assert ours == {"overlap_gemm.pipelines", "cute_emulator"}, file.name
 
 
 def test_pipelines_are_documented():

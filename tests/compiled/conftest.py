@@ -5,17 +5,17 @@ import functools
 import pytest
 
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.lint import inspect
 from overlap_gemm.transports import PeerBulk
 
 
 @pytest.fixture(scope="session")
-def ptx_of(tmp_path_factory):
-    """``ptx_of(config, pattern)``: the PTX of a kernel, None for a plain GEMM; compiled without a GPU."""
-    folder = tmp_path_factory.mktemp("ptx")  # dumps of two processes in one folder get swapped
+def compiled():
+    """``compiled(config, pattern)``: a kernel's PTX and report; of a plain GEMM with pattern None."""
 
     @functools.cache
     def compiled(config, pattern):
         kernel = make_kernel(config) if pattern is None else make_kernel(config, PeerBulk(), pattern=pattern)
-        return compile_kernel(kernel, f"--keep-ptx --dump-dir={folder}").__ptx__
+        return inspect(functools.partial(compile_kernel, kernel))
 
     return compiled

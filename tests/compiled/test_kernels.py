@@ -1,34 +1,38 @@
 """Every configuration compiles, synchronises as the protocol says, and neither spills nor serialises."""
 
 import dataclasses
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
-from overlap_gemm.kernels.lint import find_ptxas, ptx_findings, ptxas_findings, run_ptxas
+from overlap_gemm.kernels.arch import ARCHS
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings, report_of
+from overlap_gemm.kernels.visitors import Bias
+from overlap_gemm.transports import PeerBulk
 from overlap_gemm.tuning.space import every_config
-
-needs_ptxas = pytest.mark.skipif(find_ptxas() is None, reason="ptxas is not on PATH")
 
 SHAPES = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
 SMALLEST = [
-    GemmConfig(arch=arch, mma=mma, tile=TILES[mma][0], cluster=CLUSTERS[mma][0])
+    GemmConfig(arch=arch, mma=mma, tile=kind.tiles[0], cluster=kind.clusters[0])
     for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
+    for mma, kind in ARCHS[arch].mma.items()
 ]
 LARGEST = [
-    GemmConfig(arch=arch, mma=mma, tile=TILES[mma][-1], cluster=CLUSTERS[mma][0])
+    GemmConfig(arch=arch, mma=mma, tile=kind.tiles[-1], cluster=kind.clusters[0])
     for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
+    for mma, kind in ARCHS[arch].mma.items()
 ]
 VARIANTS = [
     {"a_major": "m", "b_major": "n"},
     {"a_major": "m"},
     {"b_major": "n"},
-    {"bias": True},
+    {"epilogue": (Bias("bf16"),)},
     {"out_dtype": "f32"},
     {"slot_dtype": "f32"},
-    {"out_dtype": "f32", "slot_dtype": "f32", "bias": True},
+    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 6, "inflight": 5},
 ]
@@ -51,14 +55,14 @@ def test_variants_fit():
     for base in SMALLEST:
         refused = [v for v in VARIANTS if not fits(base, v)]
         wide = [v for v in VARIANTS if "f32" in v.values()]
-        assert refused == (wide if base.mma == "swapped" else []), base.name
+        assert refused == (wide if base.mma == "swap_ab" else []), base.name
 
 
 @pytest.mark.parametrize(
     "config", QUICK + [pytest.param(c, marks=pytest.mark.slow) for c in EVERY], ids=lambda c: c.name
 )
-def test_reduce_scatter_compiles_and_is_clean(config, ptx_of):
-    is_clean(config, ptx_of(config, "reduce_scatter"))
+def test_reduce_scatter_compiles_and_is_clean(config, compiled):
+    is_clean(compiled(config, "reduce_scatter"))
 
 
 @pytest.mark.parametrize(
@@ -66,22 +70,21 @@ def test_reduce_scatter_compiles_and_is_clean(config, ptx_of):
     [pytest.param(c, marks=pytest.mark.slow) for c in SMALLEST + EVERY if c.slot_dtype == c.out_dtype],
     ids=lambda c: c.name,
 )
-def test_output_gather_compiles_and_is_clean(config, ptx_of):
-    is_clean(config, ptx_of(config, "output_gather"))
+def test_output_gather_compiles_and_is_clean(config, compiled):
+    is_clean(compiled(config, "output_gather"))
 
 
 @pytest.mark.parametrize(
     "config", [pytest.param(c, marks=pytest.mark.slow) for c in QUICK + EVERY], ids=lambda c: c.name
 )
 @pytest.mark.parametrize("pattern", ["one_shot", "two_shot"])
-def test_all_reduce_compiles_and_is_clean(config, pattern, ptx_of):
-    is_clean(config, ptx_of(config, pattern))
+def test_all_reduce_compiles_and_is_clean(config, pattern, compiled):
+    is_clean(compiled(config, pattern))
 
 
-def is_clean(config, ptx):
-    assert ptx_findings(ptx, exchanges=True) == []
-    if find_ptxas():
-        assert ptxas_findings(run_ptxas(ptx, config.arch)) == []
+def is_clean(seen):
+    assert ptx_findings(seen.ptx, exchanges=True) == []
+    assert ptxas_findings(seen.report) == []
 
 
 @pytest.mark.parametrize(
@@ -89,17 +92,15 @@ def is_clean(config, ptx):
     SMALLEST + [pytest.param(c, marks=pytest.mark.slow) for c in LARGEST],
     ids=lambda c: c.name,
 )
-def test_plain_gemm_pays_nothing_for_communication(config, ptx_of):
-    ptx = ptx_of(config, None)
+def test_plain_gemm_pays_nothing_for_communication(config, compiled):
+    seen, fused = compiled(config, None), compiled(config, "reduce_scatter").report
+    ptx, plain = seen.ptx, seen.report
     assert ptx_findings(ptx, exchanges=False) == []
     for word in (".sys", "globaltimer", "trap", "atom.", "cp.async.bulk.global.shared"):
         assert word not in ptx
-    if find_ptxas():
-        plain = run_ptxas(ptx, config.arch)
-        fused = run_ptxas(ptx_of(config, "reduce_scatter"), config.arch)
-        assert ptxas_findings(plain) == []
-        assert plain.registers <= fused.registers
-        assert plain.barriers == fused.barriers <= 2, "the epilogue needs no named barrier"
+    assert ptxas_findings(plain) == []
+    assert plain.registers <= fused.registers
+    assert plain.barriers == fused.barriers <= 2, "the epilogue needs no named barrier"
 
 
 @pytest.mark.parametrize("config", SMALLEST, ids=lambda c: c.name)
@@ -119,14 +120,30 @@ def test_plain_gemm_pays_nothing_for_communication(config, ptx_of):
         ),
     ],
 )
-def test_lint_notices(config, broken, finding, ptx_of):
-    ptx = ptx_of(config, "reduce_scatter")
+def test_lint_notices(config, broken, finding, compiled):
+    ptx = compiled(config, "reduce_scatter").ptx
     assert broken(ptx) != ptx
     assert any(finding in f for f in ptx_findings(broken(ptx), exchanges=True))
 
 
-@needs_ptxas
-def test_ptxas_report_notices_spills(ptx_of):
-    ptx = ptx_of(SMALLEST[-1], "reduce_scatter").replace(".reqntid", ".maxnreg 56\n.reqntid")
-    findings = ptxas_findings(run_ptxas(ptx, "sm_100a"))
-    assert any("spilled" in f for f in findings)
+def test_the_report_is_of_the_assembler_that_made_the_code():
+    """What the DSL's own is told, it does: without optimisation the registers are others."""
+    build = partial(compile_kernel, make_kernel(SMALLEST[-1], PeerBulk()))
+    told, plain = (inspect(build, options).report for options in ("--ptxas-options -O0", ""))
+    assert told.registers != plain.registers
+
+
+def test_spills_and_warnings_are_read():
+    text = """
+    ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+    ptxas         .     16 bytes stack frame, 24 bytes spill stores, 16 bytes spill loads
+    ptxas info    : Used 168 registers, used 2 barriers"""
+    report = report_of(text)
+    assert (report.registers, report.barriers, report.stack_bytes, report.spill_bytes) == (168, 2, 16, 40)
+    serialised, spilled = ptxas_findings(report)
+    assert serialised.startswith("(C7510)") and "40 bytes spilled" in spilled
+
+
+def test_a_dsl_that_gives_no_report_is_an_error():
+    with pytest.raises(RuntimeError, match="no report of its ptxas"):
+        inspect(lambda options: SimpleNamespace(__ptx__=""))

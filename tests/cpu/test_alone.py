@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_gemm.runtime import bootstrap
 from overlap_gemm.runtime.group import LAUNCHERS, forget_groups
+from overlap_gemm.spec import OPS
 
 X, W = torch.ones(4, 3), torch.ones(5, 3)
 
@@ -69,3 +69,39 @@ def test_init_knows_better_than_the_environment(monkeypatch):
         overlap_gemm.finalize()
     with pytest.raises(RuntimeError, match="SLURM_NTASKS=4 processes were started"):
         overlap_gemm.gemm_all_reduce(X, W)
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID=x, but not RANK, WORLD_SIZE, MASTER_ADDR, MAS"),
+        ({"RANK": "3"}, "RANK=3, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2, but not MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but not RANK, MASTER_ADDR, MASTER_PORT"),
+        ({**TORCHRUN, "RANK": "first"}, "RANK must be a whole number.* got 'first'"),
+        ({**TORCHRUN, "WORLD_SIZE": "-2"}, "WORLD_SIZE must be a whole number.* got '-2'"),
+        ({**TORCHRUN, "LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number.* got ''"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 must be less than WORLD_SIZE=2"),
+    ],
+)
+def test_half_of_a_launchers_environment_is_refused_by_name(env, words):
+    with pytest.raises(RuntimeError, match=words):
+        bootstrap._find_placement(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "rank"),
+    [
+        ({}, "none", 0),
+        ({"WORLD_SIZE": "1"}, "none", 0),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "1"}, "none", 0),
+        ({**TORCHRUN, "RANK": "1"}, "torchrun", 1),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, "torchrun", 0),
+    ],
+)
+def test_a_whole_one_is_taken_and_none_is_alone(env, launcher, rank):
+    found = bootstrap._find_placement(env)
+    assert (found.launcher, found.rank) == (launcher, rank)

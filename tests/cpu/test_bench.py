@@ -17,12 +17,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.cli import app, baselines
 from overlap_gemm.cli.bench import _those_that_work, read_shapes
 from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
 from overlap_gemm.cli.workload import Workload
 from overlap_gemm.runtime.group import Group, resolve
+from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.plan import Facts, predict
 from overlap_gemm.tuning.timing import Replay, Timings
 

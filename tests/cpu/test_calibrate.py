@@ -63,7 +63,7 @@ def truth():
         arrival=9e-6,
         step=1e-4,
         efficiency=efficiency,
-        one_wave={name: round(share + 0.1, 3) for name, share in efficiency.items() if "swapped" not in name},
+        one_wave={name: round(share + 0.1, 3) for name, share in efficiency.items() if "swap_ab" not in name},
         host={way: (i + 1) * 1e-5 for i, way in enumerate(HOSTS)},
     )
 

@@ -109,7 +109,17 @@ def test_gpus_peers_and_multicast(monkeypatch):
     monkeypatch.setattr(
         torch._C._distributed_c10d._SymmetricMemory, "has_multicast_support", lambda kind, index: index != 1
     )
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, int(index == 2)))
     found = {finding.name: finding for finding in doctor.devices()}
+    assert found["MPS"].value.startswith("on GPU 2: ")
+    assert found["the model's constants"].value == "measured on NVIDIA H200, 2026-11-22"
+    monkeypatch.setattr(Gpu, "name", "NVIDIA H20")
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, 0))
+    other = {finding.name: finding for finding in doctor.devices()}
+    assert other["MPS"].value == "off"
+    assert "`auto` takes torch's way: " in other["the model's constants"].value
     assert found["GPU 2"].value == "NVIDIA H200, sm_90, 141 GiB, 132 SMs"
     assert found["peer access"].value == "not 0->2, 2->0"
     assert found["NVLS multicast"].value == "not on GPU 1"

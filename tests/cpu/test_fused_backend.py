@@ -3,7 +3,6 @@
 import importlib.metadata
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -19,10 +18,11 @@ from overlap_gemm.backends.operands import aligned, aligned_bias, major
 from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape, Pattern
+from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
-from overlap_gemm.runtime.peers import Peers, Terms
-from overlap_gemm.tuning.settings import configured
+from overlap_gemm.runtime.peers import Agreed, Peers
+from overlap_gemm.spec import PATTERNS
+from overlap_gemm.tuning.settings import configured, settings
 from overlap_gemm.tuning.space import default_config
 
 PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=2)
@@ -51,14 +51,14 @@ def test_asking_for_it_without_a_device_raises_with_the_reason():
 
 def test_auto_passes_over_it_and_says_why():
     choice = choose(PROBLEM)
-    assert choice.backend.name == "decomposed"
+    assert choice.backend.name == "torch"
     assert "fused: no, fused kernels need" in str(choice)
 
 
 def test_a_backward_pass_takes_another_backend_where_there_is_no_dual():
     problem = replace(PROBLEM, op="all_gather_gemm", dtype=torch.float32)
     choice = choose(problem, preferring("fused"))
-    assert choice.backend.name == "decomposed"
+    assert choice.backend.name == "torch"
     assert choice.verdicts[0][0] == "fused" and "float32" in (choice.verdicts[0][1] or "")
     assert choose(problem, preferring("sequential")).backend.name == "sequential"
 
@@ -168,13 +168,14 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(RuntimeError, match=r"install overlap-gemm\[nvshmem\]"):
+    with pytest.raises(RuntimeError, match=r"pip install nvidia-nvshmem-cu13 \(the extra 'nvshmem'\)"):
         transport_for("sm_100a", "so")
 
 
 def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
     """And before anything is allocated."""
-    peers = Peers(Group("a", 0, 2), None, Terms("sm_90a", "", 132, 0), 0)
+    here = SimpleNamespace(device=torch.device("cpu"))
+    peers = Peers(Group("a", 0, 2), here, Agreed("sm_90a", "", 132, 0), 0)
     obtained, reaches_all = [], True
 
     def obtain(peers, asked):
@@ -182,7 +183,7 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
         return SimpleNamespace(reaches_all=reaches_all)
 
     def way(words=False):
-        return plans.obtain_way(peers, lambda *asked: asked, words)[1]
+        return plans.obtain_way(peers, lambda *asked: asked, settings().tile_transport, words)[1]
 
     monkeypatch.setattr(plans, "obtain", obtain)
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
@@ -192,7 +193,7 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
         assert not obtained
         monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
         assert way() == "staged"
-    assert way() == "peer_bulk" and way(words=True) == "peer_words"
+    assert way() == "peer_bulk" and way(words=True) == "ll"
     reaches_all = False
     assert way(words=True) == "staged"
     assert obtained == [(True, False), (False, False), (False, True), (False, True), (False, False)]
@@ -208,7 +209,7 @@ def test_puts_have_a_workspace_of_their_own_with_staging():
     assert not stores.holds(puts) and not puts.holds(stores)
 
 
-@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8), st.sampled_from(get_args(Pattern)))
+@given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8), st.sampled_from(list(PATTERNS)))
 def test_a_workspace_class_holds_every_call_of_it(rows, columns, world, pattern):
     config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world, pattern)
     size = size_class(config, shape)

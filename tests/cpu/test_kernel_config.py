@@ -1,20 +1,19 @@
 """What is legal, what fits, and where things lie in a workspace: no DSL, no GPU."""
 
 import itertools
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, SMEM_BYTES, TILES, GemmConfig
+from overlap_gemm.kernels.arch import ARCHS
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     FLAG_BYTES,
     SHARD_PIECES,
     SLOT_BUFFERS,
     ExchangeShape,
-    Pattern,
     shard_puts,
     slots_offset,
     staged_flags_offset,
@@ -22,13 +21,14 @@ from overlap_gemm.kernels.geometry import (
     workspace_bytes,
 )
 from overlap_gemm.pipelines.publication import LaggedPublication
+from overlap_gemm.spec import PATTERNS
 
 EVERY_TILE = [
     GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster)
     for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
-    for tile in TILES[mma]
-    for cluster in CLUSTERS[mma]
+    for mma, kind in ARCHS[arch].mma.items()
+    for tile in kind.tiles
+    for cluster in kind.clusters
 ]
 
 
@@ -36,8 +36,9 @@ EVERY_TILE = [
 def test_every_legal_configuration_fits(config):
     assert config.ab_stages >= 2
     used = config.ab_stages * config.ab_stage_bytes + config.ring_stages * config.stage_bytes
-    assert used <= SMEM_BYTES
-    assert used + config.ab_stage_bytes > SMEM_BYTES - 1024, "shared memory left over for another stage"
+    assert used <= config.on.smem_bytes
+    left = config.on.smem_bytes - used
+    assert left < config.ab_stage_bytes + 1024, "there is room for another stage"
     assert (
         config.subtiles * config.epi_tile[0] * config.epi_tile[1] == config.cta_tile[0] * config.cta_tile[1]
     )
@@ -62,8 +63,8 @@ def test_names_are_unique():
         ({"in_dtype": "f16"}, "bf16"),
         ({"ring_stages": 2, "inflight": 2}, "inflight=2"),
         ({"inflight": 0}, "inflight=0"),
-        ({"arch": "sm_90a", "mma": "swapped", "tile": (16, 64), "slot_dtype": "f32"}, "swapped.*f32"),
-        ({"arch": "sm_90a", "mma": "swapped", "tile": (128, 64), "k_split": 2}, "k_split.*128"),
+        ({"arch": "sm_90a", "mma": "swap_ab", "tile": (16, 64), "slot_dtype": "f32"}, "swap_ab.*f32"),
+        ({"arch": "sm_90a", "mma": "swap_ab", "tile": (128, 64), "k_split": 2}, "k_split.*128"),
         ({"k_split": 2}, "k_split"),
         ({"raster_group": 0}, "raster_group=0"),
         ({"tile": (128, 256), "out_dtype": "f32", "ring_stages": 10}, "at least 2"),
@@ -126,7 +127,7 @@ def overlapping(ranges):
     return [pair for pair in itertools.pairwise(ordered) if pair[0][0] + pair[0][1] > pair[1][0]]
 
 
-@given(st.integers(1, 700), st.integers(1, 40), st.integers(2, 5), st.sampled_from(get_args(Pattern)))
+@given(st.integers(1, 700), st.integers(1, 40), st.integers(2, 5), st.sampled_from(list(PATTERNS)))
 def test_puts_of_all_ranks_have_places_and_flags_of_their_own(rows, columns, world, pattern):
     config = GemmConfig(arch="sm_90a", mma="pingpong", tile=(64, 128), cluster=(2, 1), out_dtype="f32")
     shape = ExchangeShape.even(rows, 8 * columns, world, pattern)
@@ -165,6 +166,32 @@ def test_puts_of_shards_are_the_gather_buffer(rows, chunks, world):
 
 
 def test_small_tiles_are_sent_as_words_by_themselves():
-    sent = {tile: GemmConfig("sm_90a", tile, mma="swapped").sends_words for tile in TILES["swapped"]}
+    sent = {
+        tile: GemmConfig("sm_90a", tile, mma="swap_ab").sends_ll
+        for tile in ARCHS["sm_90a"].mma["swap_ab"].tiles
+    }
     assert sent == {(16, 64): True, (32, 64): True, (64, 64): True, (128, 64): False}
-    assert not GemmConfig("sm_90a", (64, 128), mma="pingpong").sends_words
+    assert not GemmConfig("sm_90a", (64, 128), mma="pingpong").sends_ll
+
+
+def legal(**fields):
+    """The configuration, or None if no kernel exists for it."""
+    try:
+        return GemmConfig(**fields)
+    except ValueError:
+        return None
+
+
+def test_a_legal_configuration_has_room_for_all_that_a_kernel_has():
+    """Also for rings of many stages, whose barriers take room, and for what is no stage."""
+    found = 0
+    for base in EVERY_TILE:
+        for stages in range(2, 64):
+            for k_split in (1, 2, 4):
+                fields = {**vars(base), "ring_stages": stages, "inflight": 1, "k_split": k_split}
+                if (config := legal(**fields)) is not None:
+                    found += 1
+                    assert config.smem_bytes <= config.on.smem_bytes, config
+    assert found > 500
+    with pytest.raises(ValueError, match="bytes of barriers; there is room for 2048"):
+        GemmConfig(arch="sm_90a", mma="swap_ab", tile=(16, 64), ring_stages=60)

@@ -57,7 +57,12 @@ exit ${FAKE_STATUS:-0}
 
 def fake_checkout(tmp_path: Path) -> Path:
     """A checkout whose .venv exists already; its python records its arguments instead of obeying them."""
-    for name in ["pyproject.toml", *(path.name for path in ROOT.glob("constraints*.txt"))]:
+    (tmp_path / "emulator").mkdir()
+    for name in [
+        "pyproject.toml",
+        "emulator/pyproject.toml",
+        *(path.name for path in ROOT.glob("constraints*.txt")),
+    ]:
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "env.sh").write_text((LAUNCH / "env.sh").read_text())
@@ -130,10 +135,25 @@ def test_every_direct_dependency_is_pinned_exactly_once(chosen, python):
     def applies(marker: Marker | None) -> bool:
         return marker is None or marker.evaluate({"python_version": python, "extra": ""})
 
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    project = pyproject.split("[project.scripts]")[0].split("dependencies = [", 1)[1]
+    project = ""
+    for folder in (ROOT, ROOT / "emulator"):
+        pyproject = (folder / "pyproject.toml").read_text()
+        project += pyproject.split("[project.scripts]")[0].split("dependencies = [", 1)[1]
     required = [Requirement(text) for text in re.findall(r'"([a-zA-Z][\w.-]*[^"\n]*[>=][^"]*)"', project)]
+    required = [each for each in required if each.name != "cute-emulator"]  # in this repository
     wanted = {canonical(each.name) for each in required if applies(each.marker)}
     assert len(wanted) > 15, "the parser of this test no longer finds the dependencies"
     names = [canonical(pin.name) for pin in pins(chosen, "constraints-common.txt") if applies(pin.marker)]
     assert {name for name in wanted if names.count(name) != 1} == set()
+
+
+def test_ci_runs_every_check_that_contributing_names():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    run = (ROOT / ".ci" / "run").read_text().splitlines()
+    for check in ("ruff check .", "mypy", "lint-imports"):
+        assert check in contributing and check in run
+    assert "ruff format --check ." in run
+    assert [
+        line for line in run if line.startswith("shellcheck ") and "launch/*.sh" in line and ".ci/run" in line
+    ]
+    assert run[-1] == "exec bash launch/test.sh" and "set -euo pipefail" in run

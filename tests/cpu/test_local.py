@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_parallel_gemm
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.references import reference
 from overlap_gemm.testing.tolerances import assert_as_good_as, tolerance
@@ -144,11 +144,11 @@ def test_no_weights():
 def test_explain(op):
     for which in (op, getattr(overlap_gemm, op)):
         choice = overlap_gemm.explain(which, X, W)
-        assert choice.backend.name == "sequential"
+        assert choice.backend.name == "torch"
         text = str(choice)
-        assert text.startswith(f"{op} runs as 'sequential' (backend='auto')\n  M=4, ")
+        assert text.startswith(f"{op} runs as 'torch' (backend='auto')\n  M=4, ")
         assert "decomposed: no, one rank has nothing to transfer" in text
-        assert "sequential: chosen" in text
+        assert "torch: chosen" in text
     assert overlap_gemm.explain(op, X, W, backend="decomposed").backend.name == "decomposed"
     with pytest.raises(ValueError, match="op must be one of all_gather_gemm"):
         overlap_gemm.explain("gemm", X, W)

@@ -21,7 +21,7 @@ from overlap_gemm.cli import app
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A command that was refused behind its mesh leaves a world of one, which other tests must not meet."""
+    """A command that was refused after its mesh leaves a world of one, which other tests must not meet."""
     yield
     overlap_gemm.finalize()
     if dist.is_initialized():

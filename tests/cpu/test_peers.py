@@ -17,11 +17,11 @@ from overlap_gemm.kernels.geometry import MAX_WORLD, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group, resolve
-from overlap_gemm.runtime.peers import Terms, common, reserved_sms, timeout_ns
+from overlap_gemm.runtime.peers import Agreed, common, reserved_sms, timeout_ns
 from overlap_gemm.tuning.space import default_config
 
 CPU = torch.device("cpu")
-OWN = Terms("sm_90a", "c0ffee", 132, 60_000_000_000)
+OWN = Agreed("sm_90a", "c0ffee", 132, 60_000_000_000)
 GROUP = Group("three", 0, 3)
 
 
@@ -30,7 +30,7 @@ GROUP = Group("three", 0, 3)
 
 def test_the_fewest_sms_and_the_longest_wait_hold_for_all():
     others = [replace(OWN, num_sms=114), replace(OWN, timeout_ns=90_000_000_000)]
-    assert common(GROUP, [OWN, *others]) == Terms("sm_90a", "c0ffee", 114, 90_000_000_000)
+    assert common(GROUP, [OWN, *others]) == Agreed("sm_90a", "c0ffee", 114, 90_000_000_000)
 
 
 def test_no_limit_on_one_rank_is_none_on_all():
@@ -52,11 +52,6 @@ def test_what_must_be_equal_is_refused_with_who_has_what(change, words):
         common(GROUP, [OWN, replace(OWN, **change), OWN])
 
 
-def test_a_rank_that_fails_is_named_to_the_others():
-    with pytest.raises(DisagreementError, match=r"rank 1: ValueError: no number"):
-        common(GROUP, [OWN, "ValueError: no number", OWN])
-
-
 def test_ranks_of_different_sizes_would_have_chosen_differently():
     """The hole that agreement closes: the layout of slots follows from the configuration."""
     shapes = [ExchangeShape.even(m, n, 4) for m in (128, 512, 2048, 8192) for n in (4096, 5120, 8192)]
@@ -74,7 +69,7 @@ class Exchange(Group):
 
     def all_gather_object(self, own):
         self.told.append(own)
-        return [own, *self.others]
+        return [own, *((None, (theirs,)) for theirs in self.others)]
 
 
 @pytest.fixture
@@ -91,7 +86,7 @@ def test_ranks_agree_once(meet):
     group = Exchange(replace(OWN, num_sms=114), OWN)
     assert meet(group).agreed.num_sms == 114
     assert meet(group) is meet(group)
-    assert group.told == [OWN]
+    assert group.told == [(None, (OWN,))]
 
 
 def test_threads_that_come_first_together_agree_once(meet, monkeypatch):
@@ -105,7 +100,7 @@ def test_threads_that_come_first_together_agree_once(meet, monkeypatch):
     monkeypatch.setattr(Exchange, "all_gather_object", slowly)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(meet, [group] * 4))
-    assert len(set(map(id, found))) == 1 and group.told == [OWN]
+    assert len(set(map(id, found))) == 1 and group.told == [(None, (OWN,))]
 
 
 def test_sms_left_to_others_are_not_counted_on(meet, monkeypatch):
@@ -117,9 +112,9 @@ def test_sms_left_to_others_are_not_counted_on(meet, monkeypatch):
 def test_a_rank_that_cannot_go_on_tells_the_others_before_it_raises(meet, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "soon")
     group = Exchange(OWN, OWN)
-    with pytest.raises(ValueError, match="number of seconds.*'soon'"):
+    with pytest.raises(DisagreementError, match="1 of 3 ranks .rank 0: ValueError: .*seconds.*'soon'"):
         meet(group)
-    assert "soon" in group.told[0]
+    assert "soon" in group.told[0][0]
 
 
 # --- bounds of waits ---
@@ -161,7 +156,7 @@ def test_a_reserve_that_is_no_number_is_refused(monkeypatch, text):
 
 def test_a_reserve_of_everything_is_refused(meet, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", "132")
-    with pytest.raises(ValueError, match="leaves no SM"):
+    with pytest.raises(DisagreementError, match="rank 0: ValueError: .*leaves no SM"):
         meet(Exchange(OWN, OWN))
 
 
@@ -191,3 +186,34 @@ def test_more_ranks_than_a_workspace_has_words_for_are_refused():
     problem = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=MAX_WORLD + 1)
     assert f"words for {MAX_WORLD} ranks, not {MAX_WORLD + 1}" in (Fused().why_not(problem) or "")
     assert "words" not in (Fused().why_not(replace(problem, world_size=MAX_WORLD)) or "")
+
+
+# --- what ranks prepare together ---
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_the_first_of_a_kind_is_prepared_together_and_later_ones_alone(meet, monkeypatch, capturing):
+    """Also where a graph captures the first one: later a rank may prepare anew, and its peers do not."""
+    group = Exchange(OWN, OWN)
+    side = meet(group)
+    group.told.clear()
+    monkeypatch.setattr(peers, "is_capturing", lambda device: capturing)
+    assert [side.prepare("kind", "preparing", lambda i=i: i) for i in range(3)] == [0, 1, 2]
+    assert len(group.told) == (0 if capturing else 1)
+    monkeypatch.setattr(peers, "is_capturing", lambda device: False)
+    side.prepare("kind", "preparing", list)
+    assert len(group.told) == (0 if capturing else 1)
+    side.prepare("another", "preparing", list)
+    assert len(group.told) == (1 if capturing else 2)
+
+
+def test_what_failed_is_prepared_together_again(meet):
+    group = Exchange(OWN, OWN)
+    side = meet(group)
+    for _ in range(2):
+        group.told.clear()
+        with pytest.raises(
+            DisagreementError, match="preparing failed on 1 of 3 ranks .rank 0: ZeroDivisionErr"
+        ):
+            side.prepare("kind", "preparing", lambda: 1 / 0)
+        assert len(group.told) == 1

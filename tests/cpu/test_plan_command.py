@@ -3,8 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.cli import app
+from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for
 
 
@@ -72,4 +72,24 @@ def test_wrong_arguments_are_named(tmp_path):
     assert "not sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_90a", "--machine", "b200")[1]
     (tmp_path / "bad.json").write_text("{}")
     result, said = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "bad.json")
-    assert result.exit_code == 2 and "shipped: b200, h200" in said
+    assert result.exit_code == 2 and "bad.json is damaged: not a machine's constants" in said
+    result, said = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "none.json")
+    assert result.exit_code == 2 and "shipped: b200, h200" in said and "damaged" not in said
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_backend_refuses_is_not_chosen(op):
+    """N of no multiple of 8; an all-gather GEMM's kernels pad it."""
+    result, said = plan(op, 8192, 8191, 28672, "--ranks", 4)
+    assert result.exit_code == 0, result.output
+    if op == "all_gather_gemm":
+        assert "choice, captured in a CUDA graph: fused" in said
+    else:
+        assert "choice, captured in a CUDA graph: torch" in said and "choice, eager: torch" in said
+        assert "fused kernel: no, N=8191 must be a multiple of 8" in said
+
+
+def test_an_expected_machines_plan_says_what_auto_does_there():
+    _, said = plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "b200")
+    assert "there `auto` takes torch's way until `tune` has run" in said
+    assert "until `tune`" not in plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "h200")[1]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -5,12 +6,14 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS, Problem
-from overlap_gemm.backends.decomposed import LEAST_CHUNK_ROWS
+from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.reach import Device, Reach, compare
 from overlap_gemm.backends.select import BACKENDS, choose, preferring
 from overlap_gemm.runtime.group import Group
+from overlap_gemm.spec import OPS
+from overlap_gemm.tuning import machine
+from overlap_gemm.tuning.machine import load, machine_for, why_untimed
 
 
 def problem(op="gemm_reduce_scatter", rows=4096, world_size=4, device="cpu", **facts) -> Problem:
@@ -24,26 +27,23 @@ def portable(chosen: Problem, requested: str = "auto") -> str:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_auto_cuts_long_operands_only(op, world_size):
-    enough = LEAST_CHUNK_ROWS * world_size
-    assert choose(problem(op, enough, world_size)).backend.name == "decomposed"
-    assert choose(problem(op, enough - 1, world_size)).backend.name == "sequential"
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 8192])
+def test_on_cpus_auto_takes_torchs_way_and_rank_order_where_it_is_asked_for(op, world_size, rows):
+    assert choose(problem(op, rows, world_size)).backend.name == "torch"
+    assert choose(problem(op, rows, world_size, deterministic=True)).backend.name == "sequential"
 
 
 def test_the_choice_says_why():
     printed = str(choose(problem(rows=16)))
-    assert "runs as 'sequential'" in printed
-    assert f"chunks of 4 rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows" in printed
+    assert "runs as 'torch'" in printed
+    assert "decomposed: no, on CPUs it costs more than it hides" in printed
+    assert "sequential: no, its sums in rank order cost more than the collective's" in printed
     assert "fused: no, " in printed
 
 
 def test_what_is_asked_for_is_not_second_guessed():
     assert choose(problem(rows=16), "decomposed").backend.name == "decomposed"
-
-
-def test_one_rank_overlaps_nothing():
-    assert choose(problem(world_size=1)).backend.name == "sequential"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -154,6 +154,50 @@ def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
     assert on_hopper(8192, reach=apart, captured=True, requested="fused").backend.name == "fused"
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (
+            ("sm_90a", "NVIDIA H100 80GB HBM3"),
+            "on NVIDIA H100 80GB HBM3, and those of NVIDIA H200 (measured)",
+        ),
+        (("sm_90a", "NVIDIA GH200 480GB"), "on NVIDIA GH200 480GB, and those of NVIDIA H200 (measured)"),
+        (("sm_90a", "NVIDIA H20"), "on NVIDIA H20, and those of NVIDIA H200 (measured)"),
+        (("sm_100a", "NVIDIA B200"), "on NVIDIA B200, and those of NVIDIA B200 (expected)"),
+        (("sm_103a", "NVIDIA B300"), "on NVIDIA B300, and those of NVIDIA B200 (expected)"),
+    ],
+)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_where_no_constants_were_measured_auto_takes_torchs_way_and_says_so(op, captured, device, words):
+    """Never slower: what a device's own kernels take is known by measuring it, not its architecture."""
+    unknown = Reach(device[0], 132, None, why_untimed(*device))
+    choice = on_hopper(8192, reach=unknown, op=op, captured=captured)
+    assert choice.backend.name == "torch" and choice.prediction is None
+    assert f"fused: no, the model's constants have not been measured {words}" in str(choice)
+    assert "`overlap-gemm tune` measures them" in str(choice)
+    assert on_hopper(8192, reach=unknown, op=op, requested="fused").backend.name == "fused"
+    assert on_hopper(8192, reach=unknown, op=op, deterministic=True).backend.name == "sequential"
+
+
+def test_constants_of_a_devices_own_name_decide():
+    assert why_untimed("sm_90a", "NVIDIA H200") is None
+    assert "have not been measured on NVIDIA H200 NVL" in why_untimed("sm_90a", "NVIDIA H200 NVL")
+
+
+def test_what_tune_measured_on_a_device_decides_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.platformdirs, "user_config_dir", lambda name: str(tmp_path / name))
+    machine_for.cache_clear()
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert machine_for("sm_90a", h100).name == "NVIDIA H200" and why_untimed("sm_90a", h100)
+    machine.save(replace(load("h200"), name=h100, mma_rate=1e14), machine.user_file(h100))
+    machine_for.cache_clear()
+    assert machine_for("sm_90a", h100).mma_rate == 1e14 and why_untimed("sm_90a", h100) is None
+    assert machine_for("sm_90a", "NVIDIA H200").mma_rate == load("h200").mma_rate, "of another device"
+    assert why_untimed("sm_90a", "NVIDIA H20")
+    machine_for.cache_clear()
+
+
 def test_deterministic_sums_may_be_fused():
     assert on_hopper(8192, captured=True, deterministic=True).backend.name == "fused"
 
@@ -179,6 +223,11 @@ def test_what_ranks_do_not_share_keeps_auto_from_fused(other, reason):
     assert compare(group, [gpu(), gpu(num_sms=114)]) == Reach("sm_90a", 114, None)
 
 
+def test_one_rank_whose_constants_are_not_measured_is_enough():
+    found = compare(Group("pair", 0, 2), [gpu(), gpu(untimed="not on this one")])
+    assert found == Reach("sm_90a", 132, None, "not on this one")
+
+
 @pytest.mark.parametrize(
     ("requested", "dtype", "asks"),
     [
@@ -197,3 +246,12 @@ def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
     ):
         found = Problem.of("gemm_reduce_scatter", 8, 8, None, x, Group("pair", 0, 2), None, requested)
     assert found.reach == (HOPPER if asks else None) and reach_of.called == asks
+
+
+def test_a_problem_is_told_in_words():
+    asked = Problem("gemm_reduce_scatter", 4096, 1023, torch.bfloat16, "cpu", 2, virtual=True)
+    for requested in ("fused", "auto"):
+        with pytest.raises(ValueError, match="cannot carry out|no backend can") as caught:
+            choose(asked, requested)
+        words = "gemm_reduce_scatter of M=4096, width=1023, torch.bfloat16, cpu, P=2 virtual ranks"
+        assert words in str(caught.value) and "Problem(" not in str(caught.value)

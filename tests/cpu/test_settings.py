@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.tuning.settings import Settings, configured, settings
 
 
@@ -105,3 +106,63 @@ def test_a_block_leaves_no_reference_and_takes_none():
                 assert inner is settings() and sys.getrefcount(inner) >= 3  # the name, torch's, the argument
             assert settings() is outer
         assert sys.getrefcount(outer) == references
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [({"transport": "peer_words"}, "ll"), ({"mma": "swapped"}, "swap_ab")]
+)
+def test_old_names_are_taken_with_a_warning(old, new):
+    with pytest.warns(FutureWarning, match=f"'{new}' now"), configured(**old):
+        asked = settings()
+    assert asked.tile_transport == new if "transport" in old else asked.fields == (("mma", new),)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_op_takes_the_transports_that_it_has_and_names_them_beside_another(op, transport):
+    spec = OPS[op]
+    with configured(transport=transport):
+        if transport in transports_of(spec):
+            assert settings().transport_of(spec) == transport
+        else:
+            with pytest.raises(
+                ValueError, match=f"transport='{transport}' is for .*, not for {op}, which has"
+            ):
+                settings().transport_of(spec)
+
+
+def test_shards_and_tiles_are_asked_for_apart_and_blocks_nest():
+    with configured(shard_transport="copy_engine"), configured(tile_transport="ll"):
+        assert settings().transport_of(OPS["all_gather_gemm"]) == "copy_engine"
+        assert settings().transport_of(OPS["gemm_all_reduce"]) == "ll"
+        with configured(transport="peer_bulk"):
+            assert {settings().transport_of(op) for op in OPS.values()} == {"peer_bulk"}
+        with configured(transport="nvshmem", shard_transport="peer_bulk"):
+            assert settings().transport_of(OPS["all_gather_gemm"]) == "peer_bulk"
+            assert settings().transport_of(OPS["gemm_all_gather"]) == "nvshmem"
+    assert settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"shard_transport": "ll"}, {"tile_transport": "copy_engine"}, {"transport": "nvlink"}]
+)
+def test_what_neither_shards_nor_tiles_travel_by_is_refused(asked):
+    [(name, value)] = asked.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"), configured(**asked):
+        pass
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ranks_agree_on_what_an_op_looks_at_and_on_no_more(op):
+    spec = OPS[op]
+
+    def agreed(**asked):
+        with configured(**asked):
+            return settings().agreed(spec)
+
+    own, other = ("shard", "tile") if spec.gathers_operand else ("tile", "shard")
+    assert agreed(reserve_sms=3) == agreed() == agreed(**{f"{other}_transport": "peer_bulk"})
+    assert agreed(**{f"{own}_transport": "peer_bulk"}) != agreed()
+    assert agreed(mma="pingpong") != agreed()
+    # A reduce-scatter of few rows may be an all-reduce, unless one is asked for.
+    assert (agreed(algorithm="one_shot") != agreed()) == (op in ("gemm_all_reduce", "gemm_reduce_scatter"))

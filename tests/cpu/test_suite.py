@@ -46,3 +46,18 @@ def test_a_run_removes_what_killed_runs_have_left_and_leaves_nothing(tmp_path):
 def test_this_run_holds_its_folder():
     with pytest.raises(BlockingIOError):
         lock(os.environ["OVERLAP_GEMM_CACHE_DIR"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_its_tests_do_not_run_even_if_they_are_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/gpu/test_tune.py", "tests/gpu/test_order.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "no CUDA device: tests/gpu does not run" in done.stdout
+    assert "no tests ran" in done.stdout or " deselected in " in done.stdout
+    assert " failed" not in done.stdout and " error" not in done.stdout
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -11,7 +11,7 @@ from overlap_gemm.cli import app, tune
 from overlap_gemm.runtime.bootstrap import World
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.calibrate import HOSTS
-from overlap_gemm.tuning.machine import load, machine_for
+from overlap_gemm.tuning.machine import load, machine_for, why_untimed
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,7 @@ class SlowHost:
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(tune, "this_arch", lambda: "sm_90a")
+    monkeypatch.setattr(tune, "device_name", lambda arch: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(tune, "GpuProbe", SlowHost)
     world = World(0, 1, 0, torch.device("cpu"), "alone")
     monkeypatch.setattr(overlap_gemm, "init", lambda device: world)
@@ -62,14 +63,17 @@ def test_without_a_gpu_one_line_says_so():
 def test_the_file_is_the_users_and_read_from_then_on(gpu):
     result = run()
     assert result.exit_code == 0, result.output
-    file = machine.user_file("sm_90a")
+    file = machine.user_file("NVIDIA H100 80GB HBM3")
+    assert file.name == "nvidia-h100-80gb-hbm3.json"
     found = load(str(file))
     assert (found.source, found.sms, found.host["product"]) == ("measured", 100, 10.0)
     assert found.link_rate == load("h200").link_rate, "one rank measures no link"
     assert set(found.host) == set(HOSTS)
     assert not list(file.parent.glob(".*")), "written at once"
     machine_for.cache_clear()
-    assert machine_for("sm_90a").digest == found.digest
+    assert machine_for("sm_90a", "NVIDIA H100 80GB HBM3").digest == found.digest
+    assert machine_for("sm_90a", "NVIDIA H20").digest == load("h200").digest
+    assert why_untimed("sm_90a", "NVIDIA H100 80GB HBM3") is None
     assert "host product" in result.output
 
 
@@ -78,7 +82,7 @@ def test_a_named_file_is_written_and_said_how_to_use(gpu, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "mine.json").read_text())["sms"] == 100
     assert "OVERLAP_GEMM_MACHINE=" in result.output
-    assert not machine.user_file("sm_90a").exists()
+    assert not machine.user_file("NVIDIA H100 80GB HBM3").exists()
 
 
 def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(gpu, tmp_path, monkeypatch):

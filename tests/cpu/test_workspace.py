@@ -9,6 +9,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
 from overlap_gemm.runtime import peers, symmetric, workspace
+from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.workspace import CommTimeoutError, OverlappingCallsError, SizeClass
 
@@ -24,6 +25,8 @@ class Answers(Group):
         object.__setattr__(self, "others", others)
 
     def all_gather_object(self, own):
+        if isinstance(own, tuple):  # of `agree.gather`: the others did not fail, and found what this one did
+            return [own, *((None, own[1] or (None,)) for _ in self.others)]
         return [own, *self.others]
 
 
@@ -54,7 +57,7 @@ def test_nvshmem_reaches_all_only_if_every_rank_reaches_every_other(monkeypatch,
 class Block:
     """Stands in for a provider: memory of this process, poisoned; its class says who is reached."""
 
-    reach = True
+    name, reach = "nvshmem", True
 
     def __init__(self, group, nbytes, device):
         self.local = torch.full((nbytes,), 255, dtype=torch.uint8)
@@ -62,6 +65,10 @@ class Block:
     @classmethod
     def reaches_all(cls, group, device):
         return cls.reach
+
+    @staticmethod
+    def why_not(group):
+        return None
 
     def close(self):
         self.local = None
@@ -71,7 +78,7 @@ class Block:
 def obtained(monkeypatch):
     """``obtained(reach, size)``: the workspace a process makes with NVSHMEM's memory."""
     here = SimpleNamespace(device=CPU, record=torch.zeros(RECORD_WORDS, dtype=torch.int32))
-    side = peers.Peers(Answers(None, None), here, peers.Terms("sm_90a", "", 132, 0), 0)
+    side = peers.Peers(Answers(None, None), here, peers.Agreed("sm_90a", "", 132, 0), 0)
 
     def obtain(reach=True, size=SIZE):
         monkeypatch.setattr(Block, "reach", reach)
@@ -79,9 +86,8 @@ def obtained(monkeypatch):
 
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
     monkeypatch.setattr(workspace, "NvshmemSymmetric", Block)
-    monkeypatch.setattr(workspace, "check_network_writes", lambda device: True)
+    monkeypatch.setattr(workspace, "check_network_writes", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
     monkeypatch.setattr(peers, "_peers", {("answers", CPU): side})
     monkeypatch.setattr(peers, "left_behind", left := [])
     monkeypatch.setattr(workspace, "left_behind", left)
@@ -206,13 +212,14 @@ def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtai
     ("role", "error", "words"),
     [
         (Role.RECEIVE_PARTIAL, CommTimeoutError, "rank 1 .* gave up on rank 2: tile 3, flag 4"),
+        (Role.CALL_ENTERED, CommTimeoutError, "rank 1 .* gave up on rank 2: .* expected epoch 7, seen 5"),
         (Role.IN_CALL, OverlappingCallsError, "call 7 of rank 1 began while call 5 ran .*wait_stream"),
     ],
 )
 def test_a_record_becomes_the_error_that_it_is(obtained, role, error, words):
     space, other = obtained(), obtained(size=SizeClass(64, 9000, 2, 2))
     other.raise_if_failed()
-    record = [1, 1, Op.GEMM_REDUCE_SCATTER, role, 3, 2, 4, 7, 5]
+    record = [1, 1, Op.GEMM_REDUCE_SCATTER, role, 3, 2, 4, 7, 0, 5, 0]
     assert len(record) == RECORD_WORDS
     space.record.copy_(torch.tensor(record, dtype=torch.int32))
     with pytest.raises(error, match=words) as caught:
@@ -222,7 +229,7 @@ def test_a_record_becomes_the_error_that_it_is(obtained, role, error, words):
 
 def test_a_provider_that_is_none_is_refused(obtained, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "shm")
-    with pytest.raises(ValueError, match="torch or nvshmem, got 'shm'"):
+    with pytest.raises(DisagreementError, match="rank 0: ValueError: .*torch or nvshmem, got 'shm'"):
         obtained(True)
 
 
@@ -238,8 +245,7 @@ def test_torch_makes_no_multicast_object_of_our_blocks(monkeypatch, chosen):
     monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
     if chosen is not None:
         monkeypatch.setenv(symmetric.NO_MULTICAST, chosen)
-    monkeypatch.setattr(symmetric, "agree", lambda group, make, what: make())
-    monkeypatch.setattr(symmetric.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(symmetric, "together", lambda group, what, make, error: make())
     monkeypatch.setattr(symm_mem, "empty", lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype))
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
     symmetric.TorchSymmetric(SimpleNamespace(process_group="ranks", rank=0), 64, torch.device("cpu"))

@@ -12,7 +12,13 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
 from overlap_gemm.schedules import owned_rows
 
-TORCH = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+TORCH = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 STREAM = CUstream(0)
 
 
@@ -29,7 +35,7 @@ class KernelCase:
     a: list = field(default_factory=list)
     b: list = field(default_factory=list)
     outs: list = field(default_factory=list)
-    bias: torch.Tensor | None = None
+    extras: list = field(default_factory=list)
 
     def __post_init__(self):
         cfg, generator = self.config, torch.Generator().manual_seed(self.seed)
@@ -41,24 +47,48 @@ class KernelCase:
         self.shape = ExchangeShape.even(self.rows, self.cols, self.world)
         self.a = [operand(self.rows, cfg.a_major) for _ in range(self.world)]
         self.b = [operand(self.cols, cfg.b_major) for _ in range(self.world)]
-        if cfg.bias:
-            self.bias = torch.randn(self.cols, generator=generator).to(TORCH[cfg.in_dtype])
         own = [owned_rows(self.rows, self.shape.shard, rank) for rank in range(self.world)]
         self.own = own
+        self.extras = [self._extras(rank, generator) for rank in range(self.world)]
         self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
+
+    def _extras(self, rank, generator):
+        """What each visitor reads: of its own on every rank, or the same where sums are complete."""
+        made = []
+        for number, visitor in enumerate(self.config.epilogue):
+            if visitor.of == "complete":
+                generator = torch.Generator().manual_seed(self.seed + number)
+            made.append([])
+            for operand in visitor.operands:
+                extra = torch.randn(self.rows if operand.along == "rows" else self.cols, generator=generator)
+                if visitor.of == "complete" and operand.along == "rows":
+                    extra = extra[rank * self.shape.shard :][: max(self.own[rank], 1)].clone()
+                made[-1].append(extra.to(TORCH[operand.dtype]))
+        return made
+
+    def _visited(self, sums, rank, of):
+        """The reference's sums, visited."""
+        for visitor, extras in zip(self.config.epilogue, self.extras[rank], strict=True):
+            if visitor.of == of:
+                read = [
+                    extra.double()[:, None] if operand.along == "rows" else extra.double()
+                    for operand, extra in zip(visitor.operands, extras, strict=True)
+                ]
+                sums = visitor.apply(sums, *read)
+        return sums
 
     def launch(self, emulator, compiled, exchanges=(None,), num_clusters=1000):
         """Queues the launch of every rank."""
         clusters = min(num_clusters, self.shape.num_clusters(self.config))
         for rank, exchange in enumerate(exchanges):
+            extras = [extra for of_visitor in self.extras[rank] for extra in of_visitor]
             with emulator.rank(rank):
                 compiled(
                     _matrix(self.a[rank]),
                     _matrix(self.b[rank]),
                     _matrix(self.outs[rank]),
-                    None
-                    if self.bias is None
-                    else from_dlpack(self.bias, assumed_align=16).mark_layout_dynamic(),
+                    tuple(from_dlpack(extra, assumed_align=16).mark_layout_dynamic() for extra in extras)
+                    or None,
                     exchange,
                     clusters,
                     STREAM,
@@ -67,20 +97,33 @@ class KernelCase:
     def check(self):
         """Every element within the bound of its roundings; rows nobody owns untouched."""
         cfg = self.config
-        partials = [a.double() @ b.double().t() for a, b in zip(self.a, self.b, strict=True)]
-        exact = sum(partials) + (0 if self.bias is None else self.bias.double())
+        partials = [
+            self._visited(a.double() @ b.double().t(), rank, "partial")
+            for rank, (a, b) in enumerate(zip(self.a, self.b, strict=True))
+        ]
+        total = sum(partials)
         magnitude = sum(p.abs() for p in partials)
         slot = torch.finfo(TORCH[cfg.slot_dtype]).eps / 2 if self.world > 1 else 0
         out = torch.finfo(TORCH[cfg.out_dtype]).eps / 2
-        products = sum(a.double().abs() @ b.double().abs().t() for a, b in zip(self.a, self.b, strict=True))
-        bound = slot * magnitude + 1.02 * out * exact.abs() + 2.0**-24 * (self.depth + 8) * products + 1e-30
+        products = sum(
+            self._visited(a.double().abs() @ b.double().abs().t(), rank, "partial").abs()
+            for rank, (a, b) in enumerate(zip(self.a, self.b, strict=True))
+        )
+        # Of 8-bit types wgmma cuts each product 13 bits below the largest of its instruction, which of these
+        # operands is less than 16 times the mean.
+        narrow = 2.0**-9 if cfg.has_bytes and cfg.on.narrow_bytes else 2.0**-24 * (self.depth + 8)
+        loss = slot * magnitude + narrow * products + 1e-30
         for rank, rows in enumerate(self.own):
             if rows == 0:
                 assert self.outs[rank].isnan().all(), f"rank {rank} owns nothing, but its output was written"
                 continue
             mine = slice(rank * self.shape.shard, rank * self.shape.shard + rows)
-            error = (self.outs[rank].double() - exact[mine]).abs()
-            wrong = ~(error <= bound[mine])  # NaN is wrong
+            least, exact, most = (
+                self._visited(total[mine] + sign * loss[mine], rank, "complete") for sign in (-1, 0, 1)
+            )
+            visited = torch.maximum((least - exact).abs(), (most - exact).abs())
+            error = (self.outs[rank].double() - exact).abs()
+            wrong = ~(error <= visited + 1.02 * out * exact.abs())  # NaN is wrong
             assert not wrong.any(), (
                 f"rank {rank}: {int(wrong.sum())} of {wrong.numel()} wrong, at {wrong.nonzero()[0].tolist()}"
             )
@@ -127,6 +170,7 @@ class Workspaces:
                 Int64(self.records[rank].data_ptr()),
                 Int64(self.words[rank].data_ptr()),
                 Int32(1),
+                Int32(0),
             )
             for rank in range(case.world)
         ]

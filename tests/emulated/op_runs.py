@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from overlap_gemm.emulator import Emulator, Schedule
+from cute_emulator import Emulator, Schedule
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

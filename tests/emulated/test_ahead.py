@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator
 from overlap_gemm.backends import plans
 from overlap_gemm.backends.ahead import reserve
 from overlap_gemm.backends.plans import plan_for
-from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import workspaces
+from overlap_gemm.spec import PATTERNS
 from overlap_gemm.tuning.settings import configured
-from overlap_gemm.tuning.space import OPS
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
     monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
     monkeypatch.setattr(plans, "SMALLEST_FLAGS", 1)
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
-        held = [reserve(g, CPU, torch.bfloat16, [OPS[pattern]], 4096, 1024) for g in world.ranks]
+        held = [reserve(g, CPU, torch.bfloat16, [PATTERNS[pattern].op], 4096, 1024) for g in world.ranks]
         assert overlap_gemm.workspace_bytes() == sum(held)
         for rows in (1, 2, 100, 300, 700, 1000, 2048, 4095, 4096):
             for columns, depth in ((16, None), (1024, None), (1024, 64), (1024, 1 << 17)):

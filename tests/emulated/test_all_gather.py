@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator, EmulatorError, Schedule
+from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends import gather
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.emulator.machine.inject import StoreFault
 from overlap_gemm.kernels import all_gather
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
@@ -57,7 +57,7 @@ class World:
     ):
         lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
         self.options = {"schedule": lagging, "num_sms": sms, **options}
-        self.fields = {"transport": transport, **(fields or SMALLEST[arch])}
+        self.fields = {"shard_transport": transport, **(fields or SMALLEST[arch])}
         self.arch, self.ranks, self.mode, self.seed = arch, ranks, mode, seed
         self.judged, self.kept = [], []
 
@@ -151,7 +151,7 @@ def test_every_shape(arch, value, transport):
 @in_turn([("random", 1), ("lazy", 3)])
 @both
 def test_whenever_operations_complete(arch, value, transport):
-    """Calls queued behind each other, one rank behind the others."""
+    """Calls queued one after the other, one rank after the others."""
     mode, seed = value
     with World(arch, 3, transport=transport, mode=mode, seed=seed, starved=seed % 3) as world:
         for _ in range(3):

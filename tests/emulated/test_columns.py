@@ -9,7 +9,7 @@ import torch
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.send import Parcel
+from overlap_gemm.kernels.send import Destination
 from overlap_gemm.runtime import workspace
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
@@ -33,12 +33,12 @@ EVERY = [
     (way, kernel, transport)
     for kernel in range(len(KERNELS))
     for way in WAYS
-    for transport in ("peer_bulk", "peer_words", "nvshmem")
+    for transport in ("peer_bulk", "ll", "nvshmem")
 ]
 QUICK = [
     ("gather", 1, "peer_bulk"),
     ("scatter", 0, "nvshmem"),
-    ("one-shot", 3, "peer_words"),
+    ("one-shot", 3, "ll"),
     ("two-shot", 2, "peer_bulk"),
 ]
 
@@ -81,7 +81,7 @@ def test_columns_that_do_not_exist_are_neither_sent_nor_received(way, kernel, tr
             space.memory.local[space.size.zeroed :][: 2 * space.size.buffer].view(torch.uint8)
             for space in spaces
         ]
-        if transport != "peer_words":
+        if transport != "ll":
             for buffer in slots:
                 buffer.fill_(POISON)
         emulator.report.sent.clear()
@@ -104,7 +104,7 @@ def test_a_subtile_is_sent_if_it_has_a_column():
     """Two subtiles of 64 columns, of 64 rows in two units."""
     config = GemmConfig("sm_90a", (64, 128), mma="pingpong")
     sent = {
-        columns: [max(0, Parcel(None, 32, columns).num_bytes(config, s)) for s in (0, 1)]
+        columns: [max(0, Destination(None, 32, columns).num_bytes(config, s)) for s in (0, 1)]
         for columns in (-8, 0, 8, 64, 72, 128)
     }
     assert sent == {-8: [0, 0], 0: [0, 0], 8: [4096, 0], 64: [4096, 0], 72: [4096, 4096], 128: [4096, 4096]}
@@ -125,4 +125,4 @@ def test_a_subtile_is_sent_if_it_has_a_column():
 def test_what_is_put_ends_with_the_last_subtile_that_is_sent(rows, columns, nbytes):
     """Two by two subtiles of 8 KiB; what lies between them is put with them."""
     config = GemmConfig("sm_90a", (128, 128), mma="pingpong")
-    assert max(0, Parcel(None, rows, columns).put_bytes(config)) == nbytes
+    assert max(0, Destination(None, rows, columns).put_bytes(config)) == nbytes

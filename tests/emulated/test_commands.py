@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overlap_gemm.cli import app, compile_check
+from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.testing import emulated
 
 SMALL = ["emulate", "gemm_reduce_scatter", "--m", "100", "--n", "64", "--k", "64", "--launches", "1"]
@@ -19,6 +20,7 @@ def invoke(*arguments):
         ("--arch", "sm_100a", "--tile", "128x64", "--cta-group", "1", "--mode", "lazy"),
         ("--arch", "sm_90a", "--tile", "64x128", "--dtype", "f16", "--world-size", "3"),
         ("--arch", "sm_90a", "--tile", "64x128", "--transport", "nvshmem"),
+        pytest.param(("--arch", "sm_90a", "--tile", "64x128", "--beyond-reach"), marks=pytest.mark.slow),
     ],
 )
 def test_a_right_run_ends_with_code_0_and_its_figures(options):
@@ -46,8 +48,17 @@ def test_the_other_ops_run(call):
     assert "right: 1 launches" in result.output and "0 findings" in result.output
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_transport_that_an_op_has_not_is_refused_by_name(op, transport):
+    if transport in transports_of(OPS[op]):
+        return
+    result = invoke("emulate", op, "--transport", transport)
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and f"{op} has no {transport}; it has" in said
+
+
 def test_what_an_op_cannot_do_is_said():
-    assert "has no copy_engine" in invoke("emulate", "gemm_all_gather", "--transport", "copy_engine").output
     result = invoke("emulate", "gemm_all_gather", "--n", "24")
     assert result.exit_code == 1
     assert "12 columns a rank" in " ".join(result.output.split())

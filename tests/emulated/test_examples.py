@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.emulator import Schedule, mutate
+from cute_emulator import Schedule, mutate
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = ["epilogue_ring", "tma_store_pipeline"]
 
 HARMLESS = {
-    "fence.mbarrier_init*": "the CTA barrier behind it orders the initialisation for one CTA's threads",
-    "*.sys.global.b32#*: .*": "ordering and scope of flags: tests/compiled checks them in the text",
+    "fence.mbarrier_init*": "the CTA barrier after it orders the initialisation for one CTA's threads",
+    "*.sys.global.b64#*: .*": "ordering and scope of flags: tests/compiled checks them in the text",
 }
 RING = HARMLESS | {
-    "st.release.sys.global.b32#0: *": "writes the failure record, and no wait expires",
-    "mbarrier.arrive.shared.b64#[23]: remove": "frees stages behind the flush; nothing is produced after it",
+    "st.release.sys.global.b64#0: *": "writes the failure record, and no wait expires",
+    "mbarrier.arrive.shared.b64#[23]: remove": "frees stages after the flush; nothing is produced after it",
 }
 TMA_STORE = HARMLESS | {"bar.warp.sync#0: *": "the peer reads the copied rows only after the launch"}
 

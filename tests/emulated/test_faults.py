@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cute_emulator import Emulator
+from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.emulator import Emulator
-from overlap_gemm.emulator.machine.inject import StoreFault
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
@@ -41,7 +41,7 @@ class World:
 
             def note_flags(launch):
                 lines = launch.ptx.splitlines()
-                raises = ("st.release.sys", "st.relaxed.sys")  # the latter behind a fence
+                raises = ("st.release.sys", "st.relaxed.sys")  # the latter after a fence
                 self.flag_lines |= {n for n, line in enumerate(lines, 1) if any(r in line for r in raises)}
                 submit(launch)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator, Schedule
 from overlap_gemm.backends import fused
-from overlap_gemm.emulator import Emulator, Schedule
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import patterns_of
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_launch, run_launches
 from overlap_gemm.tuning import space
@@ -40,7 +41,7 @@ def taken(monkeypatch):
     return found
 
 
-AS_ALL_REDUCES = {("reduce_scatter", pattern) for pattern in space.ALGORITHMS}
+AS_ALL_REDUCES = {("reduce_scatter", pattern) for pattern in patterns_of("gemm_all_reduce")}
 QUICK = [("sm_90a", 2, 1), ("sm_90a", 4, 5), ("sm_90a", 3, 40), ("sm_100a", 3, 5), ("sm_100a", 2, 16)]
 SWEEP = [(arch, ranks, rows) for arch in KERNELS for ranks in (2, 3, 4) for rows in (1, 5, 16, 40, 64)]
 
@@ -62,7 +63,7 @@ def test_every_world(taken, arch, ranks, rows):
     assert taken and set(taken) <= AS_ALL_REDUCES
 
 
-@pytest.mark.parametrize("named", [{"tile": (16, 64), "mma": "swapped"}, {"transport": "peer_bulk"}])
+@pytest.mark.parametrize("named", [{"tile": (16, 64), "mma": "swap_ab"}, {"transport": "peer_bulk"}])
 def test_who_names_a_kernel_or_a_transport_gets_the_reduce_scatter(taken, named):
     case = Case("gemm_reduce_scatter", 16, 136, 128, torch.bfloat16)
     with configured(**named), Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
@@ -72,11 +73,11 @@ def test_who_names_a_kernel_or_a_transport_gets_the_reduce_scatter(taken, named)
 
 
 def test_ranks_may_name_different_ways_for_the_shards_of_another_op(taken):
-    """``"copy_engine"`` is an all-gather GEMM's, and need not be the same on all ranks."""
+    """A reduce-scatter looks at how tiles travel alone; virtual ranks are not compared."""
     x, weight, outs = torch.randn(6, 64).bfloat16(), torch.randn(64, 64).bfloat16(), []
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
         for group, transport in zip(world.ranks, ("copy_engine", None), strict=True):
-            with configured(transport=transport):
+            with configured(shard_transport=transport):
                 how = {"group": group.name, "backend": "fused", "k": 128}
                 outs.append(overlap_gemm.gemm_reduce_scatter(x, weight, **how))
         world.synchronize()
@@ -142,7 +143,7 @@ def random_cases(seed):
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 9))]
 )
 def test_random_sequences(taken, seed):
-    """Of either architecture in turn, with a rank that lags behind, on the same workspaces."""
+    """Of either architecture in turn, with a rank that lags after, on the same workspaces."""
     ranks, cases = random_cases(seed)
     starved, mode = seed % ranks, ("immediate", "random", "lazy")[seed % 3]
     lagging = Schedule(starved=lambda rank, cta, warp: rank == starved, grids="random")

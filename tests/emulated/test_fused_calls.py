@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator
 from overlap_gemm.backends import fused, plans
 from overlap_gemm.backends.fused import Fused
-from overlap_gemm.emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.counting import python_calls
 from overlap_gemm.tuning.settings import configured
@@ -55,7 +55,7 @@ def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monk
             monkeypatch.setattr(module, name, mock.Mock(side_effect=AssertionError(f"{name} again")))
     monkeypatch.setattr("os.environ", {})
     out = call(world, bias=BIAS)
-    a, b, result, bias, *_ = launched[-1][1]
+    a, b, result, (bias,), *_ = launched[-1][1]
     assert (a.data_ptr(), b.data_ptr(), bias.data_ptr()) == (X.data_ptr(), WEIGHT.data_ptr(), BIAS.data_ptr())
     assert result.data_ptr() == out.data_ptr() and out.shape == (32, 24)
 
@@ -65,7 +65,7 @@ def test_an_operand_that_lies_elsewhere_is_copied_to_where_tma_can_read(world, l
         x = torch.randn(64 * 16 + shift).to(DTYPE)[shift:].view(64, 16)
         bias = torch.randn(24 + shift).to(DTYPE)[shift:]
         call(world, x=x, bias=bias)
-        a, _, _, read, *_ = launched[-1][1]
+        a, _, _, (read,), *_ = launched[-1][1]
         assert a.data_ptr() % 16 == 0 and torch.equal(a[:, :16], x)
         assert read.data_ptr() % 16 == 0 and torch.equal(read, bias)
         assert (a.data_ptr() == x.data_ptr()) == (shift == 0)

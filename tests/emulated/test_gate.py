@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import copies
 from overlap_gemm.device.failure import Role
-from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.kernels import gate
 from overlap_gemm.kernels.geometry import END
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -58,7 +58,7 @@ def fused(world, emulator, rows, depth, seed):
 
 
 def beside(world, emulator, rows, depth, seed):
-    """Shards travel beside a fused reduce-scatter, whose results are wanted, too; copied out behind it."""
+    """Shards travel beside a fused reduce-scatter, whose results are wanted, too; copied out after it."""
     generator = torch.Generator().manual_seed(seed)
     ranks, shards = len(world.ranks), Shards.even(rows, len(world.ranks))
     x = torch.randn(rows, depth, generator=generator).bfloat16()
@@ -112,10 +112,14 @@ def test_random_sequences_with_the_fused_op(arch, seed):
 
 
 @pytest.mark.usefixtures("changed_kernels")
-@pytest.mark.parametrize("what", ["await_piece", "await_peers"])
-@pytest.mark.parametrize("how", [gather, beside])
+@pytest.mark.parametrize(
+    ("how", "what"), [(gather, "await_piece"), (gather, "await_readers"), (beside, "await_readers")]
+)
 def test_a_gate_without_its_waits_is_noticed(how, what, monkeypatch):
-    """Shards are read before they are there; a peer's next ones arrive while they are read."""
+    """Shards are read before they are there; a peer's next ones arrive while they are read.
+
+    Beside another call a peer's entry says that its copies are made: its gates come after them.
+    """
     monkeypatch.setattr(gate, what, lambda *_: None)
     with pytest.raises((EmulatorError, AssertionError)):
         for starved in range(3):
@@ -134,7 +138,7 @@ def failing(world, emulator, rows, depth, seed):
 
 
 def test_a_gather_ends_where_what_ran_beside_it_fails():
-    """Otherwise peers would wait for it, and so would the calls behind it."""
+    """Otherwise peers would wait for it, and so would the calls after it."""
     run("sm_90a", 3, [(gather, 130), (failing, 130), (beside, 130), (fused, 130)])
 
 
@@ -142,7 +146,7 @@ def test_a_dead_rank_is_named():
     with pytest.raises(CommTimeoutError) as caught:
         run("sm_90a", 3, [(gather, 130)], dead=1)
     failure = caught.value.failure
-    assert failure.source == 1 and failure.role in (Role.LOAD_GATE, Role.CALL_READ)
+    assert failure.source == 1 and failure.role in (Role.CALL_ENTERED, Role.LOAD_GATE, Role.CALL_READ)
 
 
 @pytest.mark.parametrize("fails", ["the block", "a gate"])
@@ -150,7 +154,7 @@ def test_a_call_ends_whatever_fails(fails):
     """Peers wait for its end."""
     launched = []
 
-    def launch(source, exchange, stream):
+    def launch(source, is_first, exchange, stream):
         launched.append(source)
         if source >= 0 and fails == "a gate":
             raise RuntimeError(fails)

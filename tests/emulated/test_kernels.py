@@ -7,11 +7,13 @@ import pytest
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
+from cute_emulator import Emulator
 from overlap_gemm.device.failure import Op
-from overlap_gemm.emulator import Emulator
+from overlap_gemm.kernels.arch import ARCHS
 from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
-from overlap_gemm.kernels.config import CLUSTERS, MMA_KINDS, TILES, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import Puts, tile_puts
+from overlap_gemm.kernels.visitors import Bias, RowColumnScale
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config
 
@@ -20,18 +22,20 @@ from .kernel_case import KernelCase, Workspaces
 RELAY_STREAM = CUstream(1)
 EVERY_SHAPE = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
 SMALLEST = [
-    GemmConfig(arch=arch, mma=mma, tile=TILES[mma][0], cluster=CLUSTERS[mma][0])
+    GemmConfig(arch=arch, mma=mma, tile=kind.tiles[0], cluster=kind.clusters[0])
     for arch in ("sm_90a", "sm_100a")
-    for mma in MMA_KINDS[arch]
+    for mma, kind in ARCHS[arch].mma.items()
 ]
 VARIANTS = [
     {"a_major": "m"},
     {"b_major": "n"},
     {"a_major": "m", "b_major": "n"},
-    {"bias": True},
+    {"epilogue": (Bias("bf16"),)},
     {"out_dtype": "f32"},
     {"slot_dtype": "f32"},
-    {"out_dtype": "f32", "slot_dtype": "f32", "bias": True},
+    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
+    {"epilogue": (RowColumnScale(),)},
+    {"epilogue": (RowColumnScale(), Bias("f32")), "out_dtype": "f32"},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 2, "inflight": 1},
     {"ring_stages": 6, "inflight": 5, "raster_group": 1},
@@ -40,7 +44,7 @@ VARIED = [
     dataclasses.replace(base, **variant)
     for base in SMALLEST
     for variant in VARIANTS
-    if base.mma != "swapped" or "f32" not in variant.values()  # refused
+    if base.mma != "swap_ab" or "f32" not in variant.values()  # refused
 ]
 OTHERS = EVERY_SHAPE[1::12] + VARIED[::7]  # with 7, every other variant of ten and other ones of each base
 
@@ -68,7 +72,7 @@ def test_plain_gemm(config):
 
 @pytest.mark.parametrize("config", quick([c for c in OTHERS if c not in SMALLEST]), ids=lambda c: c.name)
 def test_reduce_scatter(config):
-    """The smallest run in test_reduce_scatter.py and test_swapped.py."""
+    """The smallest run in test_reduce_scatter.py and test_swap_ab.py."""
     case = KernelCase(config, 2 * config.cluster_tile[0] + 8, config.cluster_tile[1] + 24, depth=72, world=2)
     with Emulator(config.arch, 2, mode="lazy") as emulator:
         spaces = Workspaces(emulator, [case])

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from ..emulator.command import emulator_command
+from cute_emulator.testing import emulator_command
 
 MODEL = """
     import sys

@@ -8,7 +8,7 @@ docs/notes/2026-11-20-mutations.md, and the waits of the present kernels in 2026
 import pytest
 import torch
 
-from overlap_gemm.emulator import Emulator, mutate
+from cute_emulator import Emulator, mutate
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
@@ -33,9 +33,7 @@ DRAIN = "a drain at a role's end, needed in clusters"
 WAITS = {
     "1cta": dict.fromkeys(range(1, 9), DRAIN)
     | {11: "drains the first accumulator; the second's wait implies it"},
-    "2cta": dict.fromkeys(
-        range(1, 9), "the epilogue's wait implies it: the accumulator's commit comes behind"
-    )
+    "2cta": dict.fromkeys(range(1, 9), "the epilogue's wait implies it: the accumulator's commit comes after")
     | {11: "drains the first accumulator; the second's wait implies it"},
     "cooperative": dict.fromkeys(range(1, 7), DRAIN),
     "pingpong": dict.fromkeys(range(1, 9), DRAIN)
@@ -44,19 +42,19 @@ WAITS = {
     },
 }
 WARPS = {"sm_100a": 11, "sm_90a": 12}
-IN_CLUSTERS = {"fence.mbarrier_init*: remove": "the cluster barrier behind it releases as well"}
+IN_CLUSTERS = {"fence.mbarrier_init*: remove": "the cluster barrier after it releases as well"}
 REASONS = {
     "atom.*: .acq_rel -> .relaxed": "the next launch reads the epoch, in stream order",
-    "mbarrier.arrive.shared.b64#[12]: remove": "frees stages behind the last tile; nothing follows",
+    "mbarrier.arrive.shared.b64#[12]: remove": "frees stages after the last tile; nothing follows",
     "wgmma.fence.sync.aligned#1: remove": "registers are untouched between k tiles; ptxas wants it (C7520)",
     "bar.warp.sync#*: remove": "lanes of an emulated warp part at branches only, and none is before it",
 }
 
 
 TWO_CALLS = {
-    "st.release.sys.global.b32#0: .release -> .relaxed": "guards the call after next: the next test",
-    "ld.acquire.sys.global.b32#0: .acquire -> .relaxed": "guards the call after next: the next test",
-    "st.release.sys.global.b32#3: .sys -> .gpu": "the last tile of two ranks is an own one",
+    "st.release.sys.global.b64#0: .release -> .relaxed": "guards the call after next: the next test",
+    "ld.acquire.sys.global.b64#0: .acquire -> .relaxed": "guards the call after next: the next test",
+    "st.release.sys.global.b64#2: .sys -> .gpu": "the last tile of two ranks is an own one",
     "fence.proxy.async.global#0: remove": "from loads to a peer's bulk stores two calls later: not modelled",
 }
 """What two calls of two ranks do not show."""

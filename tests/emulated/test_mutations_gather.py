@@ -2,7 +2,7 @@
 
 import pytest
 
-from overlap_gemm.emulator import mutate
+from cute_emulator import mutate
 
 from .test_all_gather import World
 from .test_mutations import FLAGS_AND_WAITS
@@ -23,7 +23,7 @@ TRIED = [
 def checking(transport, keep):
     """A check for `mutate.run`: two ranks of Hopper, four calls, one of two weights, results judged.
 
-    The last launch of a call keeps. Behind another launch of the call, which has waited for every shard, it
+    The last launch of a call keeps. After another launch of the call, which has waited for every shard, it
     would have nothing to wait for: so one call of one weight keeps, too.
     """
 

@@ -5,17 +5,18 @@ ranks; that the emulator's switch adds in rank order is the emulator's, and no p
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator, EmulatorError, mutate
 from overlap_gemm.device.failure import Role
-from overlap_gemm.emulator import Emulator, EmulatorError, mutate
 from overlap_gemm.kernels import copies, send, sums
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.lint import ptx_findings, ptxas_findings, run_ptxas
+from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
@@ -30,7 +31,7 @@ from .test_sequences import WAYS, Call, run_sequence
 
 OP = "gemm_all_reduce"
 NVLS = (("transport", "nvls"),)
-NARROW = {"mma": "swapped", "tile": (16, 64)}
+NARROW = {"mma": "swap_ab", "tile": (16, 64)}
 both = pytest.mark.parametrize("arch", SMALL)
 
 
@@ -142,8 +143,8 @@ def weakened(options):
 
 NOT_NEEDED = {
     "multimem.*: .sys -> .gpu": "data, which flags order on either side: weak accesses would do",
-    "ld.relaxed.sys.global.b32#4: .sys -> .gpu": "the receive warps' first look at a result's flag, which is "
-    "not raised yet here; the acquire behind it shows",
+    "ld.relaxed.sys.global.b64#4: .sys -> .gpu": "the receive warps' first look at a result's flag, which is "
+    "not raised yet here; the acquire after it shows",
 }
 PARTS = 4
 
@@ -185,14 +186,15 @@ def test_late_flags_and_a_rank_that_lags_behind_do_no_harm(starved):
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", "bf16"), ("sm_100a", "f16")])
-def test_the_compiled_kernel_sums_and_stores_through_the_switch(arch, dtype, tmp_path):
+def test_the_compiled_kernel_sums_and_stores_through_the_switch(arch, dtype):
     config = GemmConfig(arch=arch, in_dtype=dtype, out_dtype=dtype, slot_dtype=dtype, **SMALL[arch])
     kernel = make_kernel(config, Nvls(), pattern="two_shot")
-    ptx = compile_kernel(kernel, f"--keep-ptx --dump-dir={tmp_path}").__ptx__
+    seen = inspect(partial(compile_kernel, kernel))
+    ptx = seen.ptx
     assert ptx_findings(ptx, True) == []
     assert f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{dtype}x2" in ptx
     assert f"multimem.st.relaxed.sys.global.v4.{dtype}x2" in ptx
-    assert ptxas_findings(run_ptxas(ptx, arch)) == []
+    assert ptxas_findings(seen.report) == []
 
 
 # --- refusals, the same on every rank ---

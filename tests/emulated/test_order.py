@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import plans
-from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder

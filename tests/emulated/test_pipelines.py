@@ -5,11 +5,11 @@ from typing import NamedTuple
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, Int32, Int64, Uint32, cute, memory, pipeline
+from cutlass import Float32, Int32, Int64, Uint64, cute, memory, pipeline
 from cutlass.cute.runtime import from_dlpack
 
+from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.emulator import Emulator, EmulatorError
 from overlap_gemm.pipelines import (
     RECORD_WORDS,
     EpilogueRing,
@@ -128,12 +128,12 @@ def test_a_store_never_waits_for_the_stage_it_would_free(stages, inflight):
 
 
 @cute.kernel
-def wait_in_vain(flag: Int64, epoch: Uint32, bound: WaitBound, site: cutlass.Constexpr):
+def wait_in_vain(flag: Int64, epoch: Uint64, bound: WaitBound, site: cutlass.Constexpr):
     wait_flag(flag, epoch, bound, site)
 
 
 @cute.jit
-def launch_wait(flag: Int64, epoch: Uint32, bound: WaitBound, site: cutlass.Constexpr):
+def launch_wait(flag: Int64, epoch: Uint64, bound: WaitBound, site: cutlass.Constexpr):
     wait_in_vain(flag, epoch, bound, site).launch(grid=(1, 1, 1), block=(1, 1, 1))
 
 
@@ -141,16 +141,16 @@ def launch_wait(flag: Int64, epoch: Uint32, bound: WaitBound, site: cutlass.Cons
     ("site", "epoch", "seen", "record"),
     [
         (FailureSite(tile=5, index=3), 7, 6, Failure(0, Op.OTHER, Role.OTHER, 5, 0, 3, 7, 6)),
-        (FailureSite(rank=2, op=70, role=90), 1, -3, Failure(2, 70, 90, 0, 0, 0, 1, 2**32 - 3)),
+        (FailureSite(rank=2, op=70, role=90), 1, -3, Failure(2, 70, 90, 0, 0, 0, 1, 2**48 - 3)),
     ],
 )
 def test_a_wait_of_a_kernel_of_ones_own_is_bounded_and_leaves_its_record(site, epoch, seen, record):
     """Also where the kernel numbers its own roles, and the host has the words as int32."""
-    words = torch.zeros(2 + RECORD_WORDS, dtype=torch.int32)
+    words = torch.zeros(4 + RECORD_WORDS, dtype=torch.int32)
     flag = words.data_ptr()
-    words[0] = seen
+    words[:2].view(torch.int64)[0] = seen
     with Emulator("sm_90a") as emulator:
         emulator.register(words)
         with pytest.raises(EmulatorError, match="(?i)trap"):
-            launch_wait(flag, epoch, WaitBound(Int64(1000), Int64(flag + 8), Int64(flag + 4)), site)
-    assert read_record(words[2:].tolist()) == record
+            launch_wait(flag, epoch, WaitBound(Int64(1000), Int64(flag + 12), Int64(flag + 8)), site)
+    assert read_record(words[3:].tolist()) == record

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator, Schedule
 from overlap_gemm.backends import plans
-from overlap_gemm.emulator import Emulator, Schedule
-from overlap_gemm.kernels.geometry import CONTROL_BYTES, EPOCH_OFFSET, TICKET_OFFSET
+from overlap_gemm.kernels.geometry import EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case, operands
@@ -45,7 +45,7 @@ def workspaces():
 
 
 def words(held):
-    return held.memory.local[: held.size.zeroed].view(torch.int32)
+    return held.memory.local[: held.size.zeroed].view(torch.int64)
 
 
 # --- many launches ---
@@ -66,7 +66,7 @@ def test_20_launches_with_a_rank_that_lags_behind(arch, slow_rank):
     sizes = case(128, 64, 64)
     with open_world(arch, 2, "immediate", schedule=lagging) as stack:
         right(sizes, run_launches(sizes, stack.world, 20))
-        assert [words(held)[EPOCH_OFFSET // 4].item() for held in workspaces()] == [20, 20]
+        assert [words(held)[EPOCH_OFFSET // 8].item() for held in workspaces()] == [20, 20]
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -93,21 +93,6 @@ def test_calls_of_different_shape_take_turns_on_one_workspace(arch):
             for sizes in shapes:
                 right(sizes.with_seed(turn), run_launches(sizes.with_seed(turn), stack.world, 1))
         assert len(workspaces()) == 3, "one workspace a rank"
-
-
-@both
-def test_epochs_wrap_around(arch):
-    sizes = case(128, 64, 64)
-    with open_world(arch, 2) as stack:
-        right(sizes, run_launches(sizes, stack.world, 1))
-        for held in workspaces():
-            assert words(held)[EPOCH_OFFSET // 4] == 1
-            words(held)[EPOCH_OFFSET // 4] = -2
-            words(held)[CONTROL_BYTES // 4 :] = -2
-        right(sizes.with_seed(7), run_launches(sizes.with_seed(7), stack.world, 4))
-        for held in workspaces():
-            assert words(held)[EPOCH_OFFSET // 4] == 2
-            assert words(held)[TICKET_OFFSET // 4] == 0
 
 
 @both

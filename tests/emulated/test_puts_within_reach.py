@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
+from cute_emulator import mutate
 from overlap_gemm.device.failure import Role
-from overlap_gemm.emulator import mutate
 from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.workspace import CommTimeoutError
@@ -110,8 +110,8 @@ def test_puts_and_stores_take_turns_with_a_rank_that_lags_behind():
         puts, stores = workspaces("puts"), workspaces("slots")
         assert (len(puts), len(stores)) == (2, 2), "one of each a rank"
         for space, epochs in [*((each, [6, 6]) for each in puts), *((each, [3, 0]) for each in stores)]:
-            words = space.memory.local[: space.size.zeroed].view(torch.int32)
-            assert [words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] == epochs
+            words = space.memory.local[: space.size.zeroed].view(torch.int64)
+            assert [words[at // 8].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] == epochs
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_one_rank_alone_has_nobody_to_put_to(op):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SMALL)
-@pytest.mark.parametrize("fields", [{"mma": "swapped", "tile": (16, 64), "k_split": 2}], ids=["few-rows"])
+@pytest.mark.parametrize("fields", [{"mma": "swap_ab", "tile": (16, 64), "k_split": 2}], ids=["few-rows"])
 @pytest.mark.parametrize("op", ["one-shot", "two-shot", "output-gather"])
 def test_kernels_for_few_rows(arch, op, fields):
     with by_puts(op, 3, arch, fields=fields) as world:
@@ -162,7 +162,7 @@ FLAGS_AND_FENCES = (
 )
 HERE = "between the GEMM and the relay, or the own receive role, of one GPU"
 STREAM = "that the calls before have read their slots, the relay knows from its stream"
-FENCE = "the fence behind it, in front of the signal, acquires as well"
+FENCE = "the fence after it, in front of the signal, acquires as well"
 # By kernel and key, what may go undetected.
 UNDETECTED = {
     "GEMM": {
@@ -177,7 +177,7 @@ UNDETECTED = {
 }
 DATA = "where every rank waits for data of every other one, that says as much as the flags of entry"
 EMPTY = "a unit without rows has nothing to release; what comes here is the flag alone"
-LOOK = "the receive warps' first look at a partial's flag, not raised yet here; the acquire behind it shows"
+LOOK = "the receive warps' first look at a partial's flag, not raised yet here; the acquire after it shows"
 BY_DATA = {
     "GEMM": {"ld.acquire.sys.global.b64#0: .acquire -> .relaxed": DATA},
     "relay": {"fence.acq_rel.sys#0: *": DATA},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overlap_gemm.emulator import Emulator
+from cute_emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from cute_emulator import Emulator, Schedule
+from cute_emulator.host.network import Network
 from overlap_gemm.device.failure import Role
-from overlap_gemm.emulator import Emulator, Schedule
-from overlap_gemm.emulator.host.network import Network
-from overlap_gemm.kernels.geometry import CONTROL_BYTES, EPOCH_OFFSET, RELAY_EPOCH_OFFSET
-from overlap_gemm.kernels.lint import find_ptxas, ptxas_findings, run_ptxas
+from overlap_gemm.emulated import EmulatorExecutor
+from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
-from overlap_gemm.runtime.executor import EmulatorExecutor
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
@@ -62,7 +61,7 @@ def right(sizes, world, launches, slot=torch.bfloat16):
 
 
 def held():
-    return [space.memory.local[: space.size.zeroed].view(torch.int32) for space in workspace.workspaces()]
+    return [space.memory.local[: space.size.zeroed].view(torch.int64) for space in workspace.workspaces()]
 
 
 EVERY = [(shape, ranks) for shape in SHAPES for ranks in (2, 3, 4)]
@@ -112,19 +111,9 @@ def test_many_launches_with_a_rank_that_lags_behind(slow_rank):
     lagging = Schedule(starved=lambda rank, cta, warp: rank == slow_rank)
     with far_apart(2, "immediate", schedule=lagging) as world:
         right(case(128, 128, 64), world, 20)
-        assert [[words[at // 4].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] for words in held()] == [
+        assert [[words[at // 8].item() for at in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET)] for words in held()] == [
             [20, 20]
         ] * 2
-
-
-def test_epochs_wrap_around():
-    sizes = case(128, 128, 64)
-    with far_apart(2) as world:
-        right(sizes, world, 1)
-        for words in held():
-            words[EPOCH_OFFSET // 4] = words[RELAY_EPOCH_OFFSET // 4] = -2
-            words[CONTROL_BYTES // 4 :] = -2
-        right(sizes.with_seed(7), world, 4)
 
 
 def test_calls_of_different_shape_take_turns_on_one_workspace():
@@ -219,10 +208,6 @@ def test_the_gemm_leaves_the_relay_an_sm_and_stays_free_of_nvshmem(fields):
             assert (gemm.grid[0] * gemm.grid[1], relay.grid[0]) == (4 if fields == KINDS[0] else 2, 1)
             assert "nvshmem" not in gemm.ptx and "setmaxnreg" in gemm.ptx
             assert "nvshmem" in relay.ptx and "wgmma" not in relay.ptx
-    if find_ptxas():
-        report = run_ptxas(gemm.ptx, "sm_90a")
-        assert ptxas_findings(report) == [], "C7506 and C7510 are what a linked NVSHMEM call brings"
-        assert report.registers == 168
 
 
 def test_a_device_without_room_for_both_is_refused():

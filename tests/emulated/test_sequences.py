@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import plans
-from overlap_gemm.emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.kernels import send
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
@@ -129,7 +129,7 @@ def random_kernels(arch, seed):
     draw = random.Random(seed)
     every = [config for config in every_config(arch) if 2 * config.cluster_ctas <= ROOM]
     for number, call in enumerate(calls):
-        config, transport = draw.choice(every), draw.choice([None, None, "peer_bulk", "peer_words"])
+        config, transport = draw.choice(every), draw.choice([None, None, "peer_bulk", "ll"])
         if draw.random() < 0.2:
             call = call._replace(op="all_gather_gemm", algorithm=None, n=64 * ranks)
             transport = draw.choice(["copy_engine", "peer_bulk"])
@@ -186,7 +186,7 @@ def test_classes_take_turns(arch, starved, monkeypatch):
 @pytest.mark.parametrize("starved", [1, 2])
 def test_kernels_for_few_rows_between_others(starved, mode):
     """Tiles of other sizes, of which only the rows that exist are sent, in the same buffers."""
-    narrow = (("mma", "swapped"), ("tile", (16, 64)))
+    narrow = (("mma", "swap_ab"), ("tile", (16, 64)))
     parts = (*narrow, ("k_split", 4))
     calls = [
         Call(300, 64, "gemm_all_reduce", "two_shot"),

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import Emulator
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.emulator import Emulator
-from overlap_gemm.runtime.symmetric import SymmetricMemoryError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
@@ -55,7 +54,7 @@ def test_calls_of_one_size_class_share_a_workspace_which_close_gives_back(world)
 
 def test_the_limit_of_all_workspaces_is_kept(world, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "1000")
-    with pytest.raises(SymmetricMemoryError, match="OVERLAP_GEMM_WORKSPACE_LIMIT"):
+    with pytest.raises(ValueError, match="the limit is 1000 .OVERLAP_GEMM_WORKSPACE_LIMIT."):
         call(world, (0, 1))
 
 

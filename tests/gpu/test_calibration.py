@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.emulator import Emulator
+from cute_emulator import Emulator
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.ranks import Ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.gradients import forward_and_backward
@@ -42,7 +42,7 @@ def weight_gradient(given, layout, rank, size):
 
 
 def launches(rank, size, case, fields, count, late=None):
-    """Queues `count` calls on changing data, with rank `late` behind the others, and judges them all."""
+    """Queues `count` calls on changing data, with rank `late` after the others, and judges them all."""
     device, layout = torch.device("cuda", rank), LAYOUTS[case.op]
     slot = torch.float32 if fields.get("slot_dtype") == "f32" else case.dtype
     queued = []

@@ -118,7 +118,7 @@ def branches(rank, size):
         torch.cuda.synchronize()
         for call, out in zip((large, small, small), outs, strict=True):
             call.assert_right(out)
-    # Behind the graph, on its stream and on another one that waits for it.
+    # After the graph, on its stream and on another one that waits for it.
     graph.replay()
     small.assert_right(small())
     side.wait_stream(torch.cuda.current_stream())

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.testing.gradients import forward_and_backward

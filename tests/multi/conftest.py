@@ -12,6 +12,7 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 PRELOAD = (
     "overlap_gemm.nn",
     "overlap_gemm.parallel",
+    "overlap_gemm.parallel.lora",
     *(
         f"transformers.models.{family}.modeling_{family}"
         for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -25,11 +26,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
     Starting one takes 0.2 s of processor time. Those of a whole session kept the groups of every test, whose
     thousand threads took a third of a core for as long as the processes lasted.
-
-    The package has no native code for CPUs, so that a process which crashes does so in torch. Judging by who
-    lost which connection, a CI run ended so (docs/notes/2026-11-22-suite.md).
     """
-    with rank_pools(preload=PRELOAD, again=True) as pool:
+    with rank_pools(preload=PRELOAD) as pool:
         yield pool
 
 

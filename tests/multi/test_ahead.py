@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm import ops
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.sharding import Shards
+from overlap_gemm.spec import OPS
 
 M, N, K = 9, 7, 10
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from overlap_gemm.backends.base import OPS
+from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import timing
 
 
@@ -60,7 +60,7 @@ def test_demo(launch, tmp_path, backend):
     assert done.returncode == 0, done.stderr
     for picture in ("demo-timeline.png", "demo-ops.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    assert f"as '{'sequential' if backend == 'auto' else backend}'" in done.stdout
+    assert f"as '{'torch' if backend == 'auto' else backend}'" in done.stdout
     assert "It continues" in done.stdout
     last = done.stdout[done.stdout.index("PASS") :]
     assert "2 CPU ranks" in last
@@ -87,7 +87,8 @@ app(sys.argv[1:])
 
 
 def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(launch, tmp_path):
-    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, "--no-fused", "--out", tmp_path)
+    options = ["--backend", "decomposed", "--no-fused", "--out", tmp_path]
+    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, *options)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
     assert "DIFFERS FROM the unsharded model" in said, done.stderr

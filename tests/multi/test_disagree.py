@@ -1,11 +1,20 @@
 """Ranks that call different things: the same named error on every one, and the group stays in step."""
 
+import random
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
+from overlap_gemm.runtime import agree
+from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.cases import LAYOUTS, Case
+from overlap_gemm.testing.shares import parts
+from overlap_gemm.tuning.settings import settings
 
 X, WEIGHT = (8, 6), (10, 6)
 
@@ -23,7 +32,7 @@ def called(rank, op, what):
         elif what == "bias":
             options["bias"] = torch.ones(weight[0])
         elif what == "op":
-            op = OPS[(OPS.index(op) + 1) % len(OPS)]
+            op = list(OPS)[(list(OPS).index(op) + 1) % len(OPS)]
         elif what == "backend":
             options["backend"] = "torch"
         elif what == "deterministic":
@@ -36,13 +45,24 @@ def called(rank, op, what):
     return op, torch.ones(x, dtype=dtype), torch.ones(weight, dtype=dtype), options
 
 
+SETTINGS = {
+    "configured": ({"tile": (128, 128)}, {"tile": (128, 64)}),
+    "algorithm": ({}, {"algorithm": "one_shot"}),
+    "transport": ({"transport": "peer_bulk"}, {"transport": "nvshmem"}),
+    "shards": ({"shard_transport": "copy_engine"}, {"shard_transport": "peer_bulk"}),
+    "tiles": ({}, {"tile_transport": "peer_bulk"}),
+}
+"""What `configured` is given on the others and on rank 1."""
+
 NAMES = {"rows": "rows|the ranks hold", "width": "features"}
 
 
 def disagree(rank, size, op, what, backend):
     name, x, weight, options = called(rank, op, what)
     errors = [None] * size
-    fields = {"tile": (128, 64 if rank == 1 else 128)} if what == "configured" else {}
+    fields = SETTINGS[what][rank == 1] if what in SETTINGS else {}
+    if what in SETTINGS:
+        what = "configured"
     with (
         pytest.raises((RuntimeError, ValueError), match=NAMES.get(what, what)) as error,
         overlap_gemm.configured(reserve_sms=rank, **fields),  # the first may differ
@@ -65,6 +85,116 @@ def test_every_rank_learns_what_they_disagree_on(ranks, op, what):
         ranks(3).run(disagree, op, what, backend)
 
 
+@pytest.mark.parametrize(
+    ("op", "what"),
+    [
+        ("gemm_all_reduce", "algorithm"),
+        ("gemm_reduce_scatter", "algorithm"),
+        ("gemm_all_gather", "transport"),
+        ("all_gather_gemm", "shards"),
+        ("gemm_reduce_scatter", "tiles"),
+    ],
+)
+def test_every_rank_learns_that_kernels_are_asked_for_otherwise(ranks, op, what):
+    ranks(3).run(disagree, op, what, "sequential")
+
+
+def drawn_settings(rank, size, seed):
+    """A random sequence of calls under settings of which some differ: an error exactly where an op looks."""
+    draw, mine = random.Random(seed), random.Random(f"{seed} {rank}")
+    choices = {
+        "algorithm": [None, "one_shot", "two_shot"],
+        "shard_transport": [None, "copy_engine", "peer_bulk"],
+        "tile_transport": [None, "peer_bulk", "ll"],
+        "reserve_sms": [None, 1, 2],
+    }
+    raised = 0
+    for _ in range(60):
+        op, rows = draw.choice(list(OPS)), draw.randrange(1, 9)
+        asked = {name: draw.choice(values) for name, values in choices.items()}
+        if draw.random() < 0.5:  # a rank's own
+            name = draw.choice(list(choices))
+            asked[name] = mine.choice(choices[name])
+        with overlap_gemm.configured(**asked):
+            everyone = [None] * size
+            dist.all_gather_object(everyone, settings().agreed(OPS[op]))
+            try:
+                x, weight = torch.ones(rows, 3), torch.ones(5, 3)
+                getattr(overlap_gemm, op)(x, weight, backend="sequential")
+                failed = False
+            except DisagreementError as error:
+                assert "configured" in str(error)
+                failed = True
+        assert failed == (len(set(everyone)) > 1), (op, everyone)
+        raised += failed
+    assert raised
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_settings_that_differ_are_told_where_they_count(ranks, seed):
+    ranks(3).run(drawn_settings, seed)
+
+
+def drawn_calls(rank, size, backend, seed):
+    """Calls that every rank has made before, in which now and then one rank makes another than the others.
+
+    Without a word between the ranks these are garbage (a message is taken for another) or SIGABRT (gloo,
+    where it is longer than what is awaited).
+    """
+    draw, wrong = random.Random(seed), 0
+    kinds = [
+        (op, rows, dtype, dim)
+        for op in OPS
+        for rows, dtype in ((4, torch.float32), (8, torch.float32), (4, torch.bfloat16), (4, torch.float64))
+        for dim in (0, 1)
+        if dim == 0 or op in ("all_gather_gemm", "gemm_reduce_scatter")
+    ]
+
+    def call(kind, seed):
+        op, rows, dtype, dim = kind
+        case = Case(op, rows * 2 * size, 20, 4 * size, dtype, bias=False, seed=seed)
+        given, operands = parts(case, rank, size)
+        x, weight, _ = operands
+        options = {**OPS[op].arguments(case.m, case.n, case.k, least=True), "backend": backend}
+        if dim == 1:  # [2, rows / 2 of them, K], of which the second is sharded
+            x, options = x.view(2, -1, x.shape[-1]), {"backend": backend, "dim": 1}
+            options |= {"rows": "equal"} if op == "all_gather_gemm" else {}
+        out = getattr(overlap_gemm, op)(x, weight, **options)
+        if dim == 0:
+            exact, largest = (
+                LAYOUTS[op].part(a @ b.t(), LAYOUTS[op].out, rank, size)
+                for a, b in (
+                    (given.x.double(), given.weight.double()),
+                    (given.x.double().abs(), given.weight.double().abs()),
+                )
+            )
+            assert ((out - exact).abs() <= 2 * size * torch.finfo(dtype).eps * largest).all()
+
+    for kind in kinds:
+        call(kind, 0)
+    for number in range(40):
+        kind = other = draw.choice(kinds)
+        odd = draw.randrange(size)
+        if draw.random() < 0.4:
+            other = draw.choice(kinds)
+        if kind == other:
+            call(kind, number)
+            continue
+        wrong += 1
+        with pytest.raises(DisagreementError, match="the ranks of the group disagree on") as error:
+            call(other if rank == odd else kind, number)
+        told = [None] * size
+        dist.all_gather_object(told, str(error.value).partition(":")[2])
+        assert len(set(told)) == 1 and f"rank {odd} has" in told[0]
+    assert wrong
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+def test_calls_that_ranks_know_and_mix_up_are_named_on_every_rank(ranks, backend, seed):
+    ranks(2 if seed == 0 else 3).run(drawn_calls, backend, seed)
+
+
 def unequal_in_a_graph(rank, size):
     """Shards of other lengths, without `rows`, where a graph takes equal ones for granted."""
     torch._dynamo.reset()
@@ -84,17 +214,19 @@ def test_unequal_shards_in_a_graph_raise(ranks):
 
 def asked_once(rank, size):
     """What has been agreed on is not asked again; lengths are: a peer's may change while ours does not."""
-    for op, messages in (("gemm_reduce_scatter", 0), ("gemm_all_reduce", 0), ("all_gather_gemm", size - 1)):
-        call = getattr(overlap_gemm, op)
+    for op, backend, messages in (
+        ("gemm_reduce_scatter", "torch", 0),
+        ("gemm_all_reduce", "torch", 0),
+        ("all_gather_gemm", "torch", 1),
+        ("gemm_all_reduce", "sequential", 1),  # which greets
+    ):
+        call = partial(getattr(overlap_gemm, op), backend=backend)
         call(torch.ones(4, 3), torch.ones(5, 3))
         # A rank whose operands lie otherwise prepares anew, but alone: it must not ask the others.
         x = torch.ones(3, 4).t() if rank == 0 else torch.ones(4, 3)
-        sent, real = [], dist.isend
-        dist.isend = lambda *a, **k: sent.append(1) or real(*a, **k)  # noqa: B023
-        try:
+        sent, real = [], agree._send_and_receive
+        with mock.patch.object(agree, "_send_and_receive", lambda *given: sent.append(1) or real(*given)):  # noqa: B023
             call(x, torch.ones(5, 3))
-        finally:
-            dist.isend = real
         assert len(sent) == messages, op
     overlap_gemm.all_gather_gemm(torch.ones(2 if rank < size - 1 else 1, 3), torch.ones(5, 3))
     out = overlap_gemm.all_gather_gemm(torch.ones(2, 3), torch.ones(5, 3))

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.nn import ParallelMLP
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.references import reference
 

@@ -1,4 +1,4 @@
-"""Our styles behind transformers' `from_pretrained(distributed_config=...)`: plans "auto" and one's own."""
+"""Our styles after transformers' `from_pretrained(distributed_config=...)`: plans "auto" and one's own."""
 
 import os
 from unittest import mock

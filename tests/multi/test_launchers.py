@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import overlap_gemm
-from overlap_gemm.backends.base import OPS
 from overlap_gemm.runtime import bootstrap
+from overlap_gemm.spec import OPS
 
 BODY = str(Path(__file__).with_name("under_launcher.py"))
 PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", BODY]

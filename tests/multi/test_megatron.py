@@ -1,14 +1,20 @@
 """A GPT of megatron-core with our linears: loss and gradients of Megatron's own."""
 
 import copy
+import functools
+import re
 import warnings
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import overlap_gemm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex and Transformer Engine are not here
@@ -17,6 +23,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -66,11 +73,12 @@ def compare(size, sequence_parallel, bias):
         spec = get_gpt_layer_local_spec()
         before = copy.deepcopy(spec)
         ours = model(size, megatron.with_overlap(spec), sequence_parallel, bias)
-        assert spec == before
+        assert repr(spec) == repr(before)  # a copied partial equals none
         theirs = model(size, spec, sequence_parallel, bias)
         theirs.load_state_dict(ours.state_dict())
         kinds = {type(module) for module in ours.modules()}
         assert {megatron.ColumnParallelLinear, megatron.RowParallelLinear} <= kinds
+        assert not megatron.OURS.keys() & {type(module) for module in ours.decoder.modules()}
         torch.manual_seed(1)
         ids = torch.randint(VOCABULARY, (2, 8))
         positions = torch.arange(8).expand(2, 8)
@@ -98,6 +106,18 @@ def test_equals_megatrons_own(ranks, world, sequence_parallel, bias):
     ranks(world).run(equals_megatrons_own, sequence_parallel, bias)
 
 
+def test_specifications_that_are_partials():
+    """As Megatron 0.19 has an MLP's."""
+    spec = get_gpt_layer_local_spec()
+    linears = {"linear_fc1": megatron.megatron_layers.ColumnParallelLinear, "linear_fc2": nn.Linear}
+    spec.submodules.mlp = functools.partial(SimpleNamespace, "mlp", submodules=MLPSubmodules(**linears))
+    mlp = megatron.with_overlap(spec).submodules.mlp
+    assert (mlp.func, mlp.args) == (SimpleNamespace, ("mlp",))
+    assert mlp.keywords["submodules"].linear_fc1 is megatron.ColumnParallelLinear
+    assert mlp.keywords["submodules"].linear_fc2 is nn.Linear
+    assert spec.submodules.mlp.keywords["submodules"].linear_fc1 is linears["linear_fc1"]
+
+
 def layers_equal_megatrons_own(rank, size):
     """What a GPT does not ask of the layers: biases that they add themselves, gathered and whole tensors."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -118,8 +138,14 @@ def layers_equal_megatrons_own(rank, size):
                     (megatron.ColumnParallelLinear, {"gather_output": True}),
                     (megatron.ColumnParallelLinear, {"disable_grad_reduce": True}),  # Megatron's own forward
                     (megatron.RowParallelLinear, {"input_is_parallel": False}),
+                    (megatron.ColumnParallelLinear, {}, {"runtime_gather_output": True}),
+                    (
+                        megatron.ColumnParallelLinear,
+                        {"gather_output": True},
+                        {"runtime_gather_output": False},
+                    ),
                 ]
-            for kind, options in kinds:
+            for kind, options, *asked in kinds:
                 torch.manual_seed(2)
                 ours = kind(8, 12, **common, **options)
                 theirs = kind.__base__(8, 12, **common, **options)
@@ -132,7 +158,7 @@ def layers_equal_megatrons_own(rank, size):
                 results = []
                 for layer in (theirs, ours):
                     own = x.clone().requires_grad_()
-                    out, left = layer(own)
+                    out, left = layer(own, **(asked[0] if asked else {}))
                     assert left is None
                     out.square().sum().backward()
                     results.append((out, own.grad, layer.weight.grad, layer.bias.grad))
@@ -153,3 +179,24 @@ def layers_on_a_cpu(rank, size):
     said.assert_called_once_with(
         "Megatron's own forward of %s runs: %s", "ColumnParallelLinear", "disable_grad_reduce"
     )
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "megatron.md"
+
+
+def runs(rank, size, text):
+    seed = "megatron.core.tensor_parallel.random.model_parallel_cuda_manual_seed"
+    try:
+        with on_a_cpu(), mock.patch(seed):
+            names: dict = {}
+            exec(compile(text, PAGE.name, "exec"), names)
+        kinds = {type(module) for module in names["model"].decoder.modules()}
+        assert {megatron.ColumnParallelLinear, megatron.RowParallelLinear} <= kinds
+    finally:
+        parallel_state.destroy_model_parallel()
+        overlap_gemm.finalize()
+
+
+def test_the_pages_snippet(ranks):
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    ranks(2).run(runs, text)

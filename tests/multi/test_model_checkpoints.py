@@ -18,7 +18,7 @@ HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}  # of 1, 2 and 3 r
 
 
 def trained(size, family, **options):
-    """A model and its optimizer behind two steps, and the unsharded model's weights there."""
+    """A model and its optimizer after two steps, and the unsharded model's weights there."""
     plain = tiny(family, size, **HEADS)
     sharded = parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (size,)), **options)
     torch.manual_seed(1)
@@ -141,7 +141,7 @@ def what_nobody_could_gather(rank, size):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"'model.embed_tokens' are no DTensors .* one rank's"):
             full_state_dict(model)
-        replicas(ids, labels=ids).loss.backward()  # behind it, the parameters are not even registered
+        replicas(ids, labels=ids).loss.backward()  # after it, the parameters are not even registered
 
 
 def test_what_nobody_could_gather(ranks):

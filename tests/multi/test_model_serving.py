@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
-from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -40,7 +40,7 @@ def serves_as_unsharded(rank, size, family, sequence_parallel):
         assert torch.equal(*texts), options
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @pytest.mark.parametrize(
     ("world", "sequence_parallel"),
     [

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.parallel import full_state_dict, parallelize, sees_shards
 from overlap_gemm.testing.models import VOCABULARY, tiny
 
 SINGLE = {"rtol": 1e-4, "atol": 1e-5}
@@ -129,9 +129,11 @@ def hooked(rank, size, family):
     (ids,) = tokens(7)
     for model in (plain, sharded):
         layer = model.model.layers[1]
-        layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        layer.mlp.register_forward_pre_hook(sees_shards(lambda _, args: (args[0] * 2,)))
         layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 3}),
+            sees_shards(
+                lambda _, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 3})
+            ),
             with_kwargs=True,
         )
         model(ids, labels=ids).loss.backward()

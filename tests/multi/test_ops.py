@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overlap_gemm.backends.base import OPS
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.gradients import forward_and_backward
 from overlap_gemm.testing.references import reference

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
 """Hugging Face's norms turn to float32 in a float64 model, too."""
@@ -38,8 +39,15 @@ def same_tensors(found, expected):
         )
 
 
-def trains_as_unsharded(rank, size, family, options, shape):
-    plain = tiny(family, size)
+def exact_norm(norm, x):
+    """OLMo2's norm in float64: a sum over ranks in float32 would be one in another order."""
+    return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def trains_as_unsharded(rank, size, family, options, shape, **model_options):
+    if family == "olmo2":
+        Olmo2RMSNorm.forward = exact_norm  # of these processes
+    plain = tiny(family, size, **model_options)
     if rank:
         for parameter in (sharded := copy.deepcopy(plain)).parameters():
             parameter.data.zero_()  # rank 0's weights are taken
@@ -69,11 +77,14 @@ def trains_as_unsharded(rank, size, family, options, shape):
 
 
 CASES = [
-    (world, sequence, family) for world in (1, 2, 3, 4) for sequence in (True, False) for family in FAMILIES
+    (world, sequence, family)
+    for world in (1, 2, 3, 4)
+    for sequence in (True, False)
+    for family in (*FAMILIES, *MORE_FAMILIES)
 ]
 QUICK = {
-    *((3, True, family) for family in FAMILIES),
-    *((2, False, each) for each in ("llama", "qwen3", "phi3")),
+    *((3, True, family) for family in (*FAMILIES, *MORE_FAMILIES)),
+    *((2, False, each) for each in ("llama", "qwen3", "phi3", "olmo2", "mixtral")),
 }
 
 
@@ -89,3 +100,58 @@ def test_training(ranks, world, sequence_parallel, family):
     for other in others:
         for name, value in first.items():
             assert torch.equal(value, other[name]), f"{name} drifted between ranks"
+
+
+SHARED = [(4, 2, True, "llama"), (4, 1, False, "qwen3"), (2, 1, True, "mixtral")]
+SHARED_SLOW = [
+    (world, heads, sequence, family)
+    for world, heads in ((4, 2), (4, 1), (2, 1))
+    for sequence in (True, False)
+    for family in ("gemma3", "qwen2", "granite")
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "sequence_parallel", "family"),
+    [*SHARED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARED_SLOW)],
+)
+def test_fewer_key_value_heads_than_ranks(ranks, world, heads, sequence_parallel, family):
+    """Two ranks, or four, compute the same head, for query heads of their own."""
+    first, *others = ranks(world).run(
+        trains_with_heads, family, {"sequence_parallel": sequence_parallel}, (2, 7), heads
+    )
+    for other in others:
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), f"{name} drifted between ranks"
+
+
+def trains_with_heads(rank, size, family, options, shape, heads):
+    own = trains_as_unsharded(
+        rank, size, family, options, shape, num_attention_heads=8, num_key_value_heads=heads
+    )
+    assert any(name.endswith("k_proj.weight") for name in own)  # on every rank, and the same
+    return own
+
+
+def routes_as_unsharded(rank, size, family, options):
+    """With the products of real runs (float32), and the loss that balances the experts."""
+    wide = {"intermediate_size": 16, "moe_intermediate_size": 16}
+    plain = tiny(
+        family, size, dtype=torch.float32, output_router_logits=True, router_aux_loss_coef=0.5, **wide
+    )
+    sharded = parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (size,)), **options)
+    ids = torch.arange(14).view(2, 7)
+    found, expected = (model(ids, labels=ids) for model in (sharded, plain))
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss, **close)
+    torch.testing.assert_close(found.loss, expected.loss, **close)
+    for out in (found, expected):
+        out.loss.backward()
+    for name, gradient in whole_gradients(sharded).items():
+        torch.testing.assert_close(gradient, plain.get_parameter(name).grad, **close)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts(ranks, family, sequence_parallel):
+    ranks(2).run(routes_as_unsharded, family, {"sequence_parallel": sequence_parallel})

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
 from overlap_gemm.parallel.plan import UnknownModuleError, plan
-from overlap_gemm.testing.models import FAMILIES, tiny
+from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, tiny
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -55,13 +55,22 @@ def classifier():
 REFUSED = {
     "gpt2": (lambda: other("GPT2"), r"'transformer\.wte' \(Embedding\): it holds parameters and has"),
     "gpt-neox": (lambda: other("GPTNeoX"), r"'.*' \(\w+\): it holds parameters and has no known place"),
-    "mixtral": (lambda: other("Mixtral"), r"'model\.layers\.0\.mlp' \(MixtralSparseMoeBlock\): its parts"),
-    "olmo2": (lambda: other("Olmo2"), r"'model\.layers\.0\.self_attn\.q_norm' .*over all heads"),
-    "granite": (lambda: other("Granite"), r"GraniteForCausalLM: model_type 'granite' is not among"),
+    "gpt-oss": (lambda: other("GptOss"), r"self_attn' \(GptOssAttention\): .* parameters of its own, sinks"),
+    "olmo3": (lambda: other("Olmo3"), r"Olmo3ForCausalLM: model_type 'olmo3' is not among"),
+    "experts": (lambda: tiny("mixtral", 4, intermediate_size=6), r"experts' .*the 6 features of an expert"),
+    "grouped": (
+        lambda: tiny("mixtral", 4, dtype=torch.float32), r"3 features of an expert are 12 bytes"
+    ),
+    "jitter": (lambda: tiny("mixtral", 4, router_jitter_noise=0.1), r"mlp' .*jitter_noise=0.1 would need"),
+    "shared": (lambda: other("Qwen2Moe"), r"'model\.layers\.0\.mlp' \(Qwen2Moe\w+\): its parts .*shared"),
+    "norm over heads": (
+        lambda: tiny("olmo2", 4, num_key_value_heads=2), r"k_norm' .*norm over all heads needs P=4 to divide"
+    ),
     "classifier": (classifier, r"'score' \(Linear\): it holds parameters"),
     "heads": (lambda: tiny("llama", 3), r"'model\.layers\.0\.self_attn' .*num_attention_heads=6 is not"),
     "kv-heads": (
-        lambda: tiny("llama", 4, num_key_value_heads=2), r"num_key_value_heads=2 is not divisible by P=4"
+        lambda: tiny("llama", 4, num_attention_heads=12, num_key_value_heads=3),
+        r"num_key_value_heads=3 is not divisible by P=4, nor divides it",
     ),
     "attention-dropout": (
         lambda: tiny("llama", 4, attention_dropout=0.1), r"self_attn' .*attention_dropout=0.1 would need"
@@ -101,7 +110,7 @@ def test_refused_by_name(case):
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_every_module_with_parameters_has_a_role(family):
     model = tiny(family, 4)
     roles = plan(model, 4)

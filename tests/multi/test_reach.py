@@ -82,7 +82,7 @@ def test_a_capture_is_no_time_to_find_out(ranks):
 )
 def test_predictions_count_the_sms_that_kernels_may_fill(monkeypatch, reserved, num_sms, why_not):
     """As `runtime.peers` does for the kernels; a rank that cannot tells the others, who wait for it."""
-    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="gpu-0")
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="gpu-0", name="NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(reach, "why_no_cuda", lambda index: None)
     if reserved is None:

@@ -4,8 +4,8 @@ from unittest import mock
 
 import torch
 
+from cute_emulator import Emulator
 from overlap_gemm.cli import tune
-from overlap_gemm.emulator import Emulator
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.tuning.calibrate import COLLECTIVES

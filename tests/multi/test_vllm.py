@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.integrations import vllm as plugin
 
 NAMES = {
@@ -114,15 +115,25 @@ def registered(calls):
 
 
 def serves(rank, size):
-    calls = []
-    with registered(calls) as (modules, layer_class, _, settings):
+    calls, overlaps = [], SimpleNamespace(enabled=True)
+    many = lambda problem: problem.rows >= 1024 and overlaps.enabled  # noqa: E731
+    with (
+        registered(calls) as (modules, layer_class, _, settings),
+        mock.patch.object(Decomposed, "why_slower", lambda self, problem: None if many(problem) else "few"),
+    ):
         # What vLLM keys its stored graphs by, and hands to the workers of Ray.
         assert modules["vllm.envs"].environment_variables[plugin.SWITCH]() == "1"
         torch.manual_seed(0)
         whole, bias = torch.randn(6, 8 * size), torch.randn(6)
         weight = whole.chunk(size, 1)[rank].contiguous()
-        # On CPUs auto overlaps from 256 rows per rank on; below it vLLM's pair runs.
-        for rows, expected in ((3, ["all_reduce"]), (1024 * size, [])):
+        # As on a device where overlapping many rows pays; on CPUs it does not, and vLLM's pair always runs.
+        plugin._overlaps.cache_clear()
+        for rows, pays, expected in (
+            (3, True, ["all_reduce"]),
+            (1024 * size, True, []),
+            (1025 * size, False, ["all_reduce"]),
+        ):
+            overlaps.enabled = pays
             x = torch.randn(rows, 8 * size)
             own = x.chunk(size, 1)[rank].contiguous()
             for skip in (False, True):

@@ -11,19 +11,19 @@ from ..kernels.geometry import ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
+from ..spec import OPS, PATTERNS, PatternSpec
 from ..tuning.model import Facts
 from ..tuning.settings import settings
-from ..tuning.space import ALL_ROWS, FEW_ROWS, OPS, constants, possible, settled
+from ..tuning.space import ALL_ROWS, FEW_ROWS, constants, possible, settled
 from . import gather
-from .base import Op
-from .plans import DTYPES, asked_for_puts, peers_for, sends_words, size_class
+from .plans import DTYPES, is_put, peers_for, sends_ll, size_class
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Values of K for which the model is asked whether an all-reduce may be one-shot."""
 
 
 def reserve(
-    group: Group, device: torch.device, dtype: torch.dtype, ops: Sequence[Op], rows: int, width: int
+    group: Group, device: torch.device, dtype: torch.dtype, ops: Sequence[str], rows: int, width: int
 ) -> int:
     """Allocates the workspaces of all calls up to a size, whichever configurations they get. Collective.
 
@@ -49,42 +49,46 @@ def reserve(
     if group.size == 1:
         return 0
     peers, kind = peers_for(group, device), DTYPES[dtype]
-    asked, puts = settings(), asked_for_puts()
+    asked = settings()
+    by_tiles = asked.tile_transport
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
         for config in possible(peers.agreed.arch, kind, asked.fields):
-            few = config.is_swapped and "mma" not in dict(asked.fields)
+            few = config.is_swap_ab and "mma" not in dict(asked.fields)
             most = replace(shape, rows=min(shape.rows, FEW_ROWS)) if few else shape
-            size = size_class(config, most, puts, sends_words(config, asked.transport))
+            size = size_class(config, most, is_put(by_tiles), sends_ll(config, by_tiles))
             had = needed.get(size.kind, size)
             zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
             needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
-    if "all_gather_gemm" in ops:
+    if any(OPS[op].gathers_operand for op in ops):
         gathered = group.size * shard_rows(rows, group.size) * gather.padded(width) * dtype.itemsize
-        needed["gather"] = gather.size_class(gathered, puts)
+        needed["gather"] = gather.size_class(gathered, is_put(asked.shard_transport))
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 
 def _shapes(
-    ops: Sequence[Op], rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
+    ops: Sequence[str], rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
 ) -> Iterator[ExchangeShape]:
     """The largest shape of each pattern that the calls of `ops` may have."""
-    for pattern, op in OPS.items():
-        if op in ops:
-            most = rows if pattern != "one_shot" else _one_shot_rows(rows, width, world, arch, dtype, num_sms)
+    for name, pattern in PATTERNS.items():
+        if pattern.op in ops and not pattern.spec.gathers_operand:
+            most = rows if pattern.cut else _uncut_rows(pattern, rows, width, world, arch, dtype, num_sms)
             if most:
-                yield ExchangeShape.even(most, width, world, pattern)
-    if "gemm_reduce_scatter" in ops and "gemm_all_reduce" not in ops:  # few rows: `tuning.space.carried_out`
-        yield from _shapes(["gemm_all_reduce"], min(rows, ALL_ROWS), width, world, arch, dtype, num_sms)
+                yield ExchangeShape.even(most, width, world, name)
+    for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.carried_out`
+        assert op is not None
+        yield from _shapes([op], min(rows, ALL_ROWS), width, world, arch, dtype, num_sms)
 
 
-def _one_shot_rows(rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int) -> int:
-    """For how many rows the model may take one-shot, whose slots are for all of them; 0 if for none."""
+def _uncut_rows(
+    pattern: PatternSpec, rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
+) -> int:
+    """For how many rows the model may take a pattern whose slots are for all of them; 0 if for none."""
     machine = constants(arch)
 
     def is_taken(m: int, depth: int | None) -> bool:
-        facts = Facts("gemm_all_reduce", m, width, depth, dtype, world)
-        return settled(facts, machine, arch, num_sms) == "one_shot"
+        facts = Facts(pattern.op, m, width, depth, dtype, world)
+        return settled(facts, machine, arch, num_sms) == pattern.name
 
     fewer = [rows, *(1 << bit for bit in range((rows - 1).bit_length()))]
     taken = [m for m in fewer if any(is_taken(m, depth) for depth in (None, *DEPTHS))]

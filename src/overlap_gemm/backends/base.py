@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -9,19 +10,11 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..sharding import Shards
+from ..spec import OPS, OpSpec
 from .reach import Reach, reach_of
-
-Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
-OPS: tuple[Op, ...] = ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather")
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""
-
-DUAL: dict[Op, Op] = {
-    "all_gather_gemm": "gemm_reduce_scatter",
-    "gemm_reduce_scatter": "all_gather_gemm",
-}
-"""The op whose communication the gradient of an op needs."""
 
 OR_AUTO = " or auto"
 """Behind a backend's name: what `auto` chooses will do where that backend has no such op."""
@@ -54,7 +47,7 @@ class Problem:
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
     """
 
-    op: Op
+    op: str
     rows: int
     features: int
     dtype: torch.dtype
@@ -70,7 +63,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        op: Op,
+        op: str,
         rows: int,
         features: int,
         across: int | None,
@@ -89,7 +82,7 @@ class Problem:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         is_open = requested == "auto" or requested.endswith(OR_AUTO)
-        copies = op == "all_gather_gemm" and requested.startswith("decomposed")
+        copies = OPS[op].gathers_operand and requested.startswith("decomposed")
         asks = x.is_cuda and not group.is_virtual and (copies or (is_open and x.dtype.itemsize == 2))
         return cls(
             op,
@@ -107,14 +100,27 @@ class Problem:
         )
 
     @property
+    def spec(self) -> OpSpec:
+        """The op."""
+        return OPS[self.op]
+
+    def __str__(self) -> str:
+        """What it is, in words, for messages."""
+        ranks = f"P={self.world_size}{' virtual ranks' if self.virtual else ''}"
+        return (
+            f"{self.op} of M={self.rows}, width={self.features}, {self.dtype}, {self.device_type}, {ranks}"
+            f"{', with deterministic sums' if self.deterministic else ''}"
+        )
+
+    @property
     def k(self) -> int | None:
         """K over all ranks, None if it is not known."""
-        return self.features if self.op == "all_gather_gemm" else self.across
+        return self.features if self.spec.width == "k" else self.across
 
     @property
     def n(self) -> int | None:
         """N over all ranks, None if it is not known."""
-        return self.across if self.op == "all_gather_gemm" else self.features
+        return self.across if self.spec.width == "k" else self.features
 
     @property
     def bytes(self) -> int:
@@ -135,10 +141,13 @@ class Backend(Protocol):
         deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
             float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
             precision are those of torch.distributed's collective.
+        greets: Whether ranks tell each other what they call in front of every call, where that is cheap
+            (`runtime.agree.greeting`): of known calls nothing else would notice that they differ.
     """
 
     name: str
     deterministic: bool
+    greets: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """The reason this backend cannot carry out `problem`, None if it can."""
@@ -195,5 +204,5 @@ def bind_method(
     backend: Backend, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
 ) -> Callable[..., Any]:
     """`Backend.bind` of a backend that has nothing to find out."""
-    method = getattr(backend, problem.op)
-    return lambda x, weight, bias: method(x.contiguous(), weight, bias, shards, group)
+    method = partial(getattr(backend, problem.op), shards=shards, group=group)
+    return method if x.is_contiguous() else lambda x, weight, bias: method(x.contiguous(), weight, bias)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
+from ..kernels.arch import arch_of
 from ..kernels.config import GemmConfig
-from ..kernels.geometry import Pattern
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import Executor
 from ..runtime.order import forbid_capture
@@ -17,7 +17,7 @@ from ..runtime.symmetric import init_nvshmem_library, why_no_puts
 def transport_for(arch: str, why_puts: str | None, words: bool = False) -> str:
     """How tiles reach other ranks.
 
-    By stores, ``"peer_bulk"`` or ``"peer_words"``; by puts, ``"nvshmem"``, or ``"staged"`` for a relay
+    By stores, ``"peer_bulk"`` or ``"ll"``; by puts, ``"nvshmem"``, or ``"staged"`` for a relay
     kernel: on sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
 
     Args:
@@ -29,23 +29,23 @@ def transport_for(arch: str, why_puts: str | None, words: bool = False) -> str:
         RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
     """
     if why_puts is None:
-        return "peer_words" if words else "peer_bulk"
+        return "ll" if words else "peer_bulk"
     if reason := why_no_puts():
         raise RuntimeError(f"{why_puts}, and {reason}")
-    return "staged" if arch == "sm_90a" else "nvshmem"
+    return "nvshmem" if arch_of(arch).calls_keep_registers else "staged"
 
 
-def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, pattern: Pattern) -> Any:
+def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, pattern: str) -> Any:
     """The kernel of a configuration and an exchange; for transport ``"local"`` a plain GEMM."""
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
-        from ..transports import Nvls, Nvshmem, PeerBulk, PeerWords, Staged
+        from ..transports import LL, Nvls, Nvshmem, PeerBulk, Staged
 
         ways = {
             "local": lambda: None,
             "peer_bulk": PeerBulk,
-            "peer_words": PeerWords,
+            "ll": LL,
             "nvls": Nvls,
             "staged": Staged,
             "nvshmem": Nvshmem,
@@ -95,16 +95,16 @@ def compiled_relay(executor: Executor) -> Any:
     return _from_cache(executor, ("relay",), build, puts=True)
 
 
-def compiled_gate(executor: Executor) -> Any:
-    """The kernel with which a stream waits for a shard (`kernels.gate`)."""
+def compiled_gate(executor: Executor, puts: bool = False) -> Any:
+    """The kernel with which a stream waits for a shard (`kernels.gate`); ``puts`` as `compiled_gather`'s."""
 
     def build() -> Any:
         from ..kernels.build import compile_gate
-        from ..transports import PeerBulk
+        from ..transports import PeerBulk, Staged
 
-        return compile_gate(executor.arch, PeerBulk(), OPTIONS)
+        return compile_gate(executor.arch, Staged() if puts else PeerBulk(), OPTIONS)
 
-    return _from_cache(executor, ("gate",), build, puts=False)
+    return _from_cache(executor, ("gate", puts), build, puts=False)
 
 
 def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:

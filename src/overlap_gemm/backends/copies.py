@@ -23,6 +23,7 @@ from torch import Tensor
 from ..kernels.geometry import END
 from ..runtime.executor import Executor
 from ..runtime.group import Group
+from ..runtime.identity import after_skipped
 from ..runtime.peers import Peers
 from ..runtime.workspace import Workspace, obtain
 from ..sharding import Shards
@@ -38,8 +39,8 @@ R = TypeVar("R")
 
 def why_not(problem: Problem) -> str | None:
     """Why shards of a problem cannot go by copy engines, None if they can."""
-    if problem.op != "all_gather_gemm" or problem.device_type != "cuda":
-        return "copy engines send the shards of all_gather_gemm, between GPUs"
+    if not problem.spec.gathers_operand or problem.device_type != "cuda":
+        return "copy engines send shards of an operand, between GPUs"
     if problem.reach is None:
         return "nobody asked what the ranks' GPUs reach"
     return problem.reach.why_not
@@ -66,6 +67,7 @@ class CopyPlan:
         own_place: address of the own shard's place in the own buffer.
         gathered: `[rows, K]`: all shards' places in the own buffer.
         blocks: (rank, where its shard comes to lie) in the order of arrival, of those that have rows.
+        signature: what the ranks' calls have in common (`runtime.identity`).
     """
 
     executor: Executor
@@ -78,6 +80,7 @@ class CopyPlan:
     own_place: int
     gathered: Tensor
     blocks: tuple[tuple[int, Tensor], ...]
+    signature: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -86,7 +89,7 @@ class CopyPlan:
 
     @contextmanager
     def call(self, own: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
-        """One call of this rank, behind every other fused launch of its device.
+        """One call of this rank, after every other fused launch of its device.
 
         Gives (rank, its shard), the own one first, each when what is queued next on the current stream may
         read it. If the block fails, the call ends all the same: peers do not wait for it.
@@ -96,7 +99,7 @@ class CopyPlan:
             *others: What else is read or written by what the caller queues.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         with self.executor.active(own, *others) as stream:
             self.workspace.raise_if_failed()
@@ -108,7 +111,7 @@ class CopyPlan:
         """One call whose shards travel beside another fused one's kernel: copies take no SM.
 
         Gives what `run` returned, and the gathered shards `[rows, K]`, which what is queued in the block on
-        the current stream may read. They lie in the gather buffer: nothing may read them behind the block.
+        the current stream may read. They lie in the gather buffer: nothing may read them after the block.
 
         Args:
             own: The own shard, `[rows, K]`, contiguous.
@@ -116,7 +119,7 @@ class CopyPlan:
             *others: What else is read by what the caller queues.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         with self.executor.active(own, *others) as stream:
             self.workspace.raise_if_failed()
@@ -137,27 +140,29 @@ class CopyPlan:
         """In the block the own shard is under way; gives the handle of its stream."""
         with self.executor.order.lock:
             self.workspace.captured |= self.executor.order.follow(stream)
+        self.workspace.group.progress.launched += 1
         with self.executor.fork() as second:
             gather.send(self.executor, second, self.workspace, self.places, own, self.nbytes)
             yield second
 
     @contextmanager
     def _ending(self, own: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
-        """In the block the shards arrive; behind it, those that have not yet, and the call's end."""
+        """In the block the shards arrive; after it, those that have not yet, and the call's end."""
         order = self.executor.order
-        with order.lock, ExitStack() as behind:
+        with order.lock, ExitStack() as at_the_end:
             order.follow(stream)
-            exchange = self.exchange.numbered(order.next_call())
+            signature = after_skipped(self.signature, self.workspace.group.progress.skipped)
+            exchange = self.exchange.of_call(order.next_call(), signature)
             arrivals = self._arrivals(own, exchange, stream)
-            behind.callback(self.gate, END, exchange, stream)  # also where a gate fails
-            behind.callback(deque, arrivals, 0)
+            at_the_end.callback(self.gate, END, 0, exchange, stream)  # also where a gate fails
+            at_the_end.callback(deque, arrivals, 0)
             yield arrivals
 
     def _arrivals(self, own: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
         if len(own):
             yield self.rank, own
-        for source, block in self.blocks:
-            self.gate(source, exchange, stream)
+        for i, (source, block) in enumerate(self.blocks):
+            self.gate(source, int(i == 0), exchange, stream)
             yield source, block
 
 
@@ -223,5 +228,17 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     others = [(rank + i) % group.size for i in range(1, group.size)]
     blocks = tuple((s, buffer[slice(*shards.range(s))]) for s in others if shards.size(s))
     own_place = buffer.data_ptr() + rank * full
-    gate = compiled_gate(executor)
-    return CopyPlan(executor, workspace, exchange, gate, rank, nbytes, places, own_place, buffer, blocks)
+    gate = peers.prepare("gate", "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor))
+    return CopyPlan(
+        executor,
+        workspace,
+        exchange,
+        gate,
+        rank,
+        nbytes,
+        places,
+        own_place,
+        buffer,
+        blocks,
+        gather.signature_of(dtype, row_bytes, shards),
+    )

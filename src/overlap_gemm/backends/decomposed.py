@@ -27,17 +27,11 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..tuning.model import BY_SHARDS_MEASURED
 from . import copies
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import gemm, gemms, sum_in_rank_order
-
-LEAST_CHUNK_ROWS = 256
-"""A chunk GEMM reads the whole weight: with few rows that is what its time is, and P chunks take P times it.
-
-Measured on 2 CPU ranks (docs/notes/2026-11-20-decomposed-on-cpu.md). An H100 in bfloat16 should have its
-limit near there too: it does about 295 operations in the time of reading a byte, a product of m rows m.
-"""
 
 _TAG_BASE = 1 << 30
 """Above every tag a user is likely to use on the same group; a tag is a C int."""
@@ -103,13 +97,14 @@ class Decomposed:
 
     name = "decomposed"
     deterministic = True
+    greets = True
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Small chunks cost more than they hide, and so does any chunk where transfers are fast."""
+        """Worth comparing where copy engines carry the shards, and its times are known."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
         if problem.device_type == "cuda":
@@ -117,11 +112,8 @@ class Decomposed:
                 return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
             if problem.world_size > BY_SHARDS_MEASURED:
                 return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
-            return None
-        rows = problem.rows // problem.world_size
-        if rows < LEAST_CHUNK_ROWS:
-            return f"its chunks of {rows} rows would be slower than one GEMM: under {LEAST_CHUNK_ROWS} rows"
-        return None
+            return None if problem.reach is None else problem.reach.untimed
+        return "on CPUs it costs more than it hides (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(
         self,
@@ -153,7 +145,7 @@ class Decomposed:
             for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
                 gemm(block, weight, biases[i] if biases else None, out=rows(out, rank))
 
-        exchange = _Exchange("all_gather_gemm", group)
+        exchange = _Exchange(ALL_GATHER_GEMM.name, group)
         steps = [
             (source, exchange.post(x, to, rows(gathered, source), source))
             for to, source in _ring(group, towards=-1)
@@ -169,14 +161,14 @@ class Decomposed:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
-        exchange = _Exchange("gemm_reduce_scatter", group)
+        exchange = _Exchange(GEMM_REDUCE_SCATTER.name, group)
         return self._reduce_scatter(x, weight, bias, shards, group, exchange)
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
-        exchange = _Exchange("gemm_all_reduce", group)
+        exchange = _Exchange(GEMM_ALL_REDUCE.name, group)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
         self._reduce_scatter(x, weight, bias, shards, group, exchange, out=own)
@@ -192,7 +184,7 @@ class Decomposed:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_all_gather`. P panels of rows: a panel travels while the next one is computed."""
-        exchange = _Exchange("gemm_all_gather", group)
+        exchange = _Exchange(GEMM_ALL_GATHER.name, group)
         out = x.new_empty(x.shape[0], shards.total)
         panels = Shards.even(x.shape[0], group.size)
         arrivals = []

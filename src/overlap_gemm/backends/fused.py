@@ -13,24 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.geometry import MAX_WORLD, ExchangeShape, Pattern
-from ..runtime.executor import open_emulator, why_no_cuda
+from ..kernels.geometry import MAX_WORLD, ExchangeShape
+from ..runtime import executor
+from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..schedules import shard_rows
 from ..sharding import Shards
-from ..tuning.machine import machine_for
+from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, TRANSPORTS, OpSpec, patterns_of
 from ..tuning.settings import settings
 from . import gather
-from .base import Op, Problem
+from .base import Problem
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import DTYPES, Plan, plan_for
-
-PATTERNS: dict[Op, Pattern] = {
-    "gemm_reduce_scatter": "reduce_scatter",
-    "gemm_all_reduce": "two_shot",  # or one-shot, as the plan settles
-    "gemm_all_gather": "output_gather",
-}
-"""How the tiles of an op are exchanged, of those that there are kernels for."""
 
 
 class Sizes(NamedTuple):
@@ -49,17 +43,18 @@ class Sizes(NamedTuple):
     def made_by(self, plan: Plan) -> tuple[int, slice]:
         """(rows that a plan's kernel writes, or one at least; which of them are the result)."""
         rows, _ = self.out
-        if self.shape.pattern == "reduce_scatter" and plan.shape.pattern != "reduce_scatter":
+        if plan.shape.spec.op != self.shape.spec.op:  # whose result is all of what this one's is a shard of
             return self.shape.rows, slice(self.first, self.first + rows)
         # A rank that owns no row of the result passes one row, which the kernel leaves alone.
         return max(rows, 1), slice(0, rows)
 
 
-def sizes(op: Op, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
+def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
     """Those of a call; arguments as for `Backend`'s method of that name."""
-    rows, columns = x.shape[0], shards.total if op == "gemm_all_gather" else weight.shape[0]
-    first, end = shards.range(group.rank) if op == "gemm_reduce_scatter" else (0, rows)
-    shape = ExchangeShape(rows, columns, group.size, shards.chunk, PATTERNS[op])
+    rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
+    first, end = shards.range(group.rank) if spec.out == "m" else (0, rows)
+    pattern = patterns_of(spec.name)[-1]  # which of several, the plan settles
+    shape = ExchangeShape(rows, columns, group.size, shards.chunk, pattern)
     return Sizes(shape, first, (end - first, columns))
 
 
@@ -68,40 +63,49 @@ class Fused:
 
     name = "fused"
     deterministic = True
+    greets = False  # its kernels do
 
     def why_not(self, problem: Problem) -> str | None:
         """Fused kernels exist for some dtypes, extents and devices."""
+        if reason := self.why_no_kernel(problem):
+            return reason
+        if problem.device_type == "cuda":
+            return why_no_cuda(torch.cuda.current_device())
+        if executor.emulation is None:
+            return f"fused kernels need a Hopper or Blackwell GPU, or the emulator; not {problem.device_type}"
+        return None
+
+    def why_no_kernel(self, problem: Problem) -> str | None:
+        """Why no device could carry a problem out, None if one could."""
         if problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
-        if problem.op != "all_gather_gemm" and problem.features % ROW_ELEMENTS:
+        spec = problem.spec
+        if not spec.gathers_operand and problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         columns = shard_rows(problem.features, problem.world_size)
-        if problem.op == "gemm_all_gather" and columns % ROW_ELEMENTS:
+        if spec.gathers_output and columns % ROW_ELEMENTS:
             return (
                 f"N={problem.features} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
             )
-        if problem.deterministic and problem.op == "gemm_all_reduce" and settings().transport == "nvls":
-            return "deterministic sums are asked for, and transport='nvls' sums in an order of the switch's"
+        asked = TRANSPORTS.get(settings().tile_transport or "")
+        if problem.deterministic and asked is not None and asked.sums and asked.carries(spec):
+            return (
+                f"deterministic sums are asked for, and transport={asked.name!r} sums in an order of its own"
+            )
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
-        if problem.device_type == "cuda":
-            return why_no_cuda(torch.cuda.current_device())
-        if open_emulator() is None:
-            return f"fused kernels need a Hopper or Blackwell GPU, or the emulator; not {problem.device_type}"
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Worth comparing on GPUs whose ranks reach each other and whose constants are known."""
+        """Worth comparing on GPUs whose ranks reach each other and whose constants have been measured."""
         if problem.virtual:
             return None
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
         if problem.reach is None:
             return "nobody asked what the ranks' GPUs reach"
-        if problem.reach.why_not is None and machine_for(problem.reach.arch) is None:
-            return f"nothing is known of its time on {problem.reach.arch}; ask for it with backend='fused'"
-        return problem.reach.why_not
+        return problem.reach.why_not or problem.reach.untimed
 
     def bind(
         self,
@@ -113,9 +117,9 @@ class Fused:
         group: Group,
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
-        if problem.op == "all_gather_gemm":
+        if problem.spec.gathers_operand:
             return gather.bind(x, weight, bias, shards, group, problem.keep)
-        op, depth = problem.op, problem.k
+        op, depth = problem.spec, problem.k
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found
 
@@ -143,7 +147,7 @@ class Fused:
 
     def call(
         self,
-        op: Op,
+        op: OpSpec,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -170,19 +174,19 @@ class Fused:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_reduce_scatter`. Every rank's partial is rounded once, before the sum."""
-        return self.call("gemm_reduce_scatter", x, weight, bias, shards, group)
+        return self.call(GEMM_REDUCE_SCATTER, x, weight, bias, shards, group)
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_all_reduce`. Every rank's partial is rounded once, before the sum."""
-        return self.call("gemm_all_reduce", x, weight, bias, shards, group)
+        return self.call(GEMM_ALL_REDUCE, x, weight, bias, shards, group)
 
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """See `Backend.gemm_all_gather`."""
-        return self.call("gemm_all_gather", x, weight, bias, shards, group)
+        return self.call(GEMM_ALL_GATHER, x, weight, bias, shards, group)
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group

@@ -22,6 +22,7 @@ from ..device.failure import Op
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
+    END,
     FLAG_BYTES,
     MAX_WORLD,
     SHARD_PIECES,
@@ -30,22 +31,24 @@ from ..kernels.geometry import (
     shard_puts,
     slots_offset,
 )
+from ..kernels.visitors import Bias
 from ..runtime.executor import CudaExecutor, Executor
 from ..runtime.group import Group
+from ..runtime.identity import after_skipped, call_signature
 from ..runtime.peers import Peers
 from ..runtime.workspace import SizeClass, Workspace
 from ..schedules import ceil_div, num_owners
 from ..sharding import Shards
+from ..spec import ALL_GATHER_GEMM
 from ..tuning.model import COPY_ENGINE_BYTES, Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
-from .compiled import compiled_gather, compiled_relay
+from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
 from .plans import (
     DTYPES,
     SMALLEST_BUFFER,
-    asks_for_switch,
     both,
     exchange_arguments,
     keep_plan,
@@ -83,6 +86,9 @@ class GatherPlan:
         relay: the compiled kernel that puts the own shard, if there is one.
         puts: what that is: two lists.
         place: where the own shard is put from.
+        gate: the compiled kernel (`kernels.gate`) that ends a call of several products of which one could not
+            be launched.
+        signature: what the ranks' calls have in common (`runtime.identity`).
     """
 
     executor: Executor
@@ -94,6 +100,8 @@ class GatherPlan:
     relay: Any = None
     puts: tuple[Puts, ...] = ()
     place: int = 0
+    gate: Any = None
+    signature: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -108,7 +116,7 @@ class GatherPlan:
         biases: Sequence[Tensor | None],
         kept: Tensor | None,
     ) -> None:
-        """Starts a call of this rank, behind every other fused launch of its device.
+        """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
             own: The own shard, `[max(rows, 1), K]`, contiguous.
@@ -118,27 +126,31 @@ class GatherPlan:
             kept: `[M, K]`, contiguous, or None.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         executor, order = self.executor, self.executor.order
         with executor.active(own, *weights, *outs, *biases, kept) as stream:
             self.workspace.raise_if_failed()
             with order.lock:
                 self.workspace.captured |= order.follow(stream)
-                exchange = self.given.exchange.numbered(order.next_call())
+                signature = after_skipped(self.signature, self.workspace.group.progress.skipped)
+                exchange = self.given.exchange.of_call(order.next_call(), signature)
                 flat = None if kept is None else kept.view(-1)
                 given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
                 if not (self.copies or self.relay):
-                    self._multiply(given, own, weights, outs, biases, stream)
+                    if failure := self._multiply(given, own, weights, outs, biases, stream):
+                        raise failure
                     return
                 with executor.fork() as second:
                     if self.relay and self.nbytes:
                         # In front of the product, which fills the SMs: within a GPU copies are kernels.
                         executor.copy(second, self.place, own.data_ptr(), self.nbytes)
-                    self._multiply(given, own, weights, outs, biases, stream)
+                    failure = self._multiply(given, own, weights, outs, biases, stream)
                     send(executor, second, self.workspace, self.copies, own, self.nbytes)
                     if self.relay:
                         self.relay(int(Op.ALL_GATHER_GEMM), self.puts, exchange, second)
+                if failure:
+                    raise failure
 
     def _multiply(
         self,
@@ -148,13 +160,23 @@ class GatherPlan:
         outs: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         stream: int,
-    ) -> None:
+    ) -> BaseException | None:
+        """Launches the products; returns why not all of them. A call of which one was launched is ended."""
         last = len(self.products) - 1
         for i, (product, weight, out, bias) in enumerate(
             zip(self.products, weights, outs, biases, strict=True)
         ):
             given = given._replace(is_first=int(i == 0), is_last=int(i == last))
-            product.gemm(own, weight, out, bias, given, product.num_clusters, stream)
+            try:
+                extras = None if bias is None else (bias,)
+                product.gemm(own, weight, out, extras, given, product.num_clusters, stream)
+            except BaseException as error:
+                if i == 0:
+                    raise
+                self.gate(END, 0, given.exchange, stream)
+                return error
+            self.workspace.group.progress.launched += i == 0
+        return None
 
 
 def bind(
@@ -256,7 +278,7 @@ def plan_for(
     """
     peers, asked = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
-    key = ("all_gather_gemm", x.dtype, shards, depth, kinds, bias, keep, asked)
+    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, asked)
     plan: GatherPlan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
@@ -279,26 +301,36 @@ def _make_plan(
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport
+    row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
-    asks_for_switch("all_gather_gemm")  # refuses
-    workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts))
+    workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts), asked)
     puts = transport != "peer_bulk"
     push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < COPY_ENGINE_BYTES)
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
     push &= not puts
-    owners, products = num_owners(shards.total, chunk), []
-    for columns, b_major in kinds:
+    owners, arch = num_owners(shards.total, chunk), peers.agreed.arch
+
+    def product(columns: int, b_major: str) -> Product:
         facts = Facts(
-            "all_gather_gemm", shards.total, columns * group.size, depth, DTYPES[dtype], group.size, chunk
+            ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, DTYPES[dtype], group.size, chunk
         )
-        arch = peers.agreed.arch
-        config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, bias=bias)
+        epilogue = (Bias(DTYPES[dtype]),) if bias else ()
+        config = choose_config(
+            facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, epilogue=epilogue
+        )
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=puts)
-        products.append(Product(compiled_gather(executor, config, push, keep, puts), min(resident, work)))
+        return Product(compiled_gather(executor, config, push, keep, puts), min(resident, work))
+
+    def compiled() -> tuple[tuple[Product, ...], Any]:
+        relay = compiled_relay(executor) if puts else None
+        return tuple(product(columns, b_major) for columns, b_major in kinds), relay
+
+    # Ranks have different columns, and then perhaps different kernels.
+    kind = ("gather", dtype, shards, depth, len(kinds), bias, keep, puts, settings().fields)
+    products, relay = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
@@ -306,14 +338,26 @@ def _make_plan(
     exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor, puts)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
-    plan = GatherPlan(executor, tuple(products), workspace, given, nbytes, ())
+    gate = None
+    if len(products) > 1:
+        gate = peers.prepare(
+            ("gate", puts), "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor, puts)
+        )
+    signature = signature_of(dtype, row_bytes, shards)
+    plan = GatherPlan(executor, products, workspace, given, nbytes, (), gate=gate, signature=signature)
     if puts:
         lists = both(shard_puts(group.rank, group.size, full, nbytes))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
-        return replace(plan, relay=compiled_relay(executor), puts=lists, place=place)
+        return replace(plan, relay=relay, puts=lists, place=place)
     if push or not nbytes:
         return plan
     return replace(plan, copies=places_at_peers(workspace, full))
+
+
+def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards) -> int:
+    """Of a call, also by `copies`: where shards lie in a gather buffer; how they travel is a rank's own."""
+    facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, "row_bytes": row_bytes}
+    return call_signature("gather", **facts, dtype=dtype)
 
 
 def places_at_peers(workspace: Workspace, full: int) -> tuple[tuple[int, int], ...]:
@@ -341,7 +385,7 @@ def send(
     coming = workspace.memory.local.data_ptr() + COMING_OFFSET
     for shard, flag in places:
         executor.copy(second, shard, own.data_ptr(), nbytes)
-        executor.copy(second, flag, coming, 4)
+        executor.copy(second, flag, coming, FLAG_BYTES)
 
 
 def size_class(nbytes: int, puts: bool = False) -> SizeClass:
@@ -362,7 +406,7 @@ def padded(extent: int) -> int:
 
 
 def _whole_bias(bias: Tensor, columns: int) -> Tensor:
-    """`bias` with zeros behind, as many as the epilogue reads."""
+    """`bias` with zeros after, as many as the epilogue reads."""
     if len(bias) == columns:
         return aligned_bias(bias)
     padded = bias.new_zeros(columns)

@@ -22,17 +22,19 @@ from ..kernels.geometry import (
     SLOT_BUFFERS,
     STAGING_BUFFERS,
     ExchangeShape,
-    Pattern,
     Puts,
     slots_offset,
     tile_puts,
 )
+from ..kernels.visitors import Bias
 from ..runtime.executor import Executor
 from ..runtime.group import Group
+from ..runtime.identity import after_skipped, call_signature
 from ..runtime.peers import Peers, peers_of
 from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_multicast, why_no_put_memory
-from ..tuning.settings import Transport, settings
-from ..tuning.space import OPS, constants, default_config, settle
+from ..spec import PATTERNS, TRANSPORTS
+from ..tuning.settings import settings
+from ..tuning.space import constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -40,6 +42,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
 """Size classes begin with this slot buffer (bytes) and these flags; each further class has twice as much."""
+
+WIRE = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
+"""What of a configuration says where a tile's elements are on the wire."""
 
 MOST_PLANS = 4096
 """Plans kept for a group; one is made again in a fraction of a millisecond."""
@@ -64,7 +69,7 @@ class Plan:
 
     Attributes:
         executor: where.
-        config: which kernel; its majors, dtypes and bias are those of the tensors.
+        config: which kernel; its majors, dtypes and epilogue are those of the tensors.
         shape: global sizes, the same on all ranks.
         gemm: the compiled kernel.
         num_clusters: its grid.
@@ -72,6 +77,7 @@ class Plan:
         exchange: where that is and what bounds waits, as the kernel takes it.
         relay: the compiled kernel that puts what is staged, if there is one.
         puts: what that is: two lists.
+        signature: what the ranks' calls have in common (`runtime.identity`).
     """
 
     executor: Executor
@@ -83,6 +89,7 @@ class Plan:
     exchange: Any = None
     relay: Any = None
     puts: tuple[Puts, ...] = ()
+    signature: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -90,7 +97,7 @@ class Plan:
         return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
 
     def launch(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        """Starts a call of this rank, behind every other fused launch of its device.
+        """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
             a: `[M, K]`, see `operands.aligned`.
@@ -99,23 +106,28 @@ class Plan:
             bias: One element per row of `b`, or None, see `operands.aligned_bias`.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError: an earlier call on this workspace failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         workspace, executor, order = self.workspace, self.executor, self.executor.order
+        extras = None if bias is None else (bias,)
         with executor.active(a, b, out, bias) as stream:
             if workspace is None:  # waits for nobody, so it may run beside whatever it likes
-                self.gemm(a, b, out, bias, None, self.num_clusters, stream)
+                self.gemm(a, b, out, extras, None, self.num_clusters, stream)
                 return
             workspace.raise_if_failed()
             with order.lock:
                 workspace.captured |= order.follow(stream)
-                exchange = self.exchange.numbered(order.next_call())
+                progress = workspace.group.progress
+                signature = after_skipped(self.signature, progress.skipped)
+                exchange = self.exchange.of_call(order.next_call(), signature)
                 if self.relay is None:
-                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
+                    self.gemm(a, b, out, extras, exchange, self.num_clusters, stream)
+                    progress.launched += 1
                     return
                 with executor.fork() as second:
-                    self.gemm(a, b, out, bias, exchange, self.num_clusters, stream)
-                    self.relay(int(Op[OPS[self.shape.pattern].upper()]), self.puts, exchange, second)
+                    self.gemm(a, b, out, extras, exchange, self.num_clusters, stream)
+                    progress.launched += 1
+                    self.relay(int(Op[self.shape.spec.op.upper()]), self.puts, exchange, second)
 
 
 def peers_for(group: Group, device: torch.device) -> Peers:
@@ -158,7 +170,8 @@ def plan_for(
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    operands = {"a_major": a_major, "b_major": b_major, "bias": bias}
+    epilogue = (Bias(DTYPES[dtype]),) if bias else ()
+    operands = {"a_major": a_major, "b_major": b_major, "epilogue": epilogue}
     agreed = peers.agreed
     shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
@@ -177,45 +190,30 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
         return plan
 
 
-def sends_words(config: GemmConfig, asked: Transport | None) -> bool:
-    """Whether a call's data is its own flag (`device.words`): with few rows, unless other ways are asked for.
+def sends_ll(config: GemmConfig, asked: str | None) -> bool:
+    """Whether a call's data is its own flag (`device.ll`): with few rows, unless other ways are asked for.
 
     Raises:
         ValueError: it is asked for, and values have not 16 bits.
     """
-    if asked == "peer_words" and "f32" in (config.slot_dtype, config.out_dtype):
+    if asked == "ll" and "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
-            f"transport='peer_words' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
+            f"transport='ll' sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
-    return asked == "peer_words" or (asked in (None, "copy_engine") and config.sends_words)
+    return asked == "ll" or (asked is None and config.sends_ll)
 
 
-def asks_for_switch(op: str) -> bool:
-    """Whether the switch is asked to sum a call's partials and to copy the sums (`transports.nvls`).
-
-    Raises:
-        ValueError: it is no all-reduce.
-    """
-    if settings().transport != "nvls":
-        return False
-    if op != "gemm_all_reduce":
-        raise ValueError(
-            f"transport='nvls' is for gemm_all_reduce, the op for which it can save bytes; not for {op}"
-        )
-    return True
-
-
-def sums_in_switch(group: Group, config: GemmConfig, pattern: Pattern) -> bool:
-    """Whether the switch sums a call's partials: where it is asked to.
+def sums_in_switch(group: Group, config: GemmConfig, pattern: str, asked: str | None) -> bool:
+    """Whether the switch sums a call's partials (`transports.nvls`): where it is asked to.
 
     Raises:
         ValueError: it is no two-shot all-reduce of values of 16 bits.
         RuntimeError: the group's workspaces have no multicast address.
     """
-    if not asks_for_switch(OPS[pattern]):
+    if asked is None or not TRANSPORTS[asked].sums:
         return False
-    if pattern != "two_shot":
+    if not PATTERNS[pattern].returns:
         raise ValueError(f"transport='nvls' is two-shot: owners' sums go to all; not algorithm={pattern!r}")
     if "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
@@ -234,28 +232,45 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, "local", shape.pattern)
         return Plan(executor, config, shape, gemm, min(resident, work))
-    if switch := sums_in_switch(group, config, shape.pattern):
+    asked = settings().transport_of(shape.spec.spec)
+    if switch := sums_in_switch(group, config, shape.pattern, asked):
         workspace, transport = obtain(peers, size_class(config, shape)), "nvls"
     else:
-        words = sends_words(config, settings().transport)
-        workspace, transport = obtain_way(peers, partial(size_class, config, shape), words)
+        words = sends_ll(config, asked)
+        workspace, transport = obtain_way(peers, partial(size_class, config, shape), asked, words)
     staged = transport == "staged"
-    resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
+
+    def compiled() -> tuple[int, Any, Any]:
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=staged)
+        gemm = compiled_kernel(executor, config, transport, shape.pattern)
+        return resident, gemm, compiled_relay(executor) if staged else None
+
+    # All ranks have this configuration, but for how each one's operands lie, and whether it has columns.
+    kind = (replace(config, a_major="k", b_major="k", epilogue=()), transport, shape.pattern)
+    resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
     plan = Plan(
         executor,
         config,
         shape,
-        compiled_kernel(executor, config, transport, shape.pattern),
+        gemm,
         min(resident, work),
         workspace,
-        exchange_arguments(
-            workspace, shape.shard, peers.agreed.timeout_ns, executor, asked_for_puts(), switch
-        ),
+        exchange_arguments(workspace, shape.shard, peers.agreed.timeout_ns, executor, is_put(asked), switch),
+        signature=signature_of(config, shape, transport),
     )
     if not staged:
         return plan
     puts = tile_puts(config, shape, group.rank, workspace.size.zeroed, workspace.size.buffer)
-    return replace(plan, relay=compiled_relay(executor), puts=both(puts))
+    return replace(plan, relay=relay, puts=both(puts))
+
+
+def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> int:
+    """Of a call: sizes, and all by which a receiver finds an element of a tile that another rank sent.
+
+    Not the operands' majors, K or whether there is a bias: these are a rank's own.
+    """
+    facts = vars(shape) | {name: getattr(config, name) for name in WIRE}
+    return call_signature(shape.spec.op, **facts, transport=transport)
 
 
 def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
@@ -263,37 +278,45 @@ def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
     return (*lists, Puts())[:2]
 
 
-def asked_for_puts() -> bool:
-    """Whether the caller wants them, whoever is within reach."""
-    return settings().transport == "nvshmem"
+def is_put(asked: str | None) -> bool:
+    """Whether the caller wants puts, whoever is within reach."""
+    return asked == "nvshmem"
 
 
 def obtain_way(
-    peers: Peers, class_of: Callable[[bool, bool], SizeClass], words: bool = False
+    peers: Peers, class_of: Callable[[bool, bool], SizeClass], asked: str | None, words: bool = False
 ) -> tuple[Workspace, str]:
     """A call's workspace, and how what it sends travels: see `transport_for`.
 
     Args:
         peers: the rank's side of the group.
         class_of: the call's size class, from whether puts are asked for and whether data is its own flag.
+        asked: the transport that the caller asks for.
         words: whether it should be; it is not where some peer is beyond reach.
 
     Raises:
         RuntimeError: puts are needed or asked for, and there are none.
         SymmetricMemoryError, CaptureError: see `runtime.workspace.obtain`.
     """
-    arch, puts, why_puts = peers.agreed.arch, asked_for_puts(), None
+    arch, puts, why_puts = peers.agreed.arch, is_put(asked), None
     if puts:
-        if reason := why_no_put_memory(peers.group):
-            raise RuntimeError(f"transport='nvshmem': {reason}")
-        why_puts = "puts are asked for (transport='nvshmem')"
-        transport_for(arch, why_puts)  # refused before anything is allocated
+        why_puts = asked = "puts are asked for (transport='nvshmem')"
+
+        def check() -> None:
+            if reason := why_no_put_memory(peers.group):
+                raise RuntimeError(f"transport='nvshmem': {reason}")
+            transport_for(arch, asked)
+
+        peers.prepare("puts", "asking for puts", check)  # before anything is allocated
     workspace = obtain(peers, class_of(puts, words))
     if words and not workspace.reaches_all:
         words, workspace = False, obtain(peers, class_of(puts, False))
     if not workspace.reaches_all:
         why_puts = "some ranks do not reach each other's memory by loads and stores"
-    return workspace, transport_for(arch, why_puts, words)
+    if why_puts is None:
+        return workspace, transport_for(arch, None, words)
+    reason = why_puts
+    return workspace, peers.prepare(reason, "sending by puts", lambda: transport_for(arch, reason, words))
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
@@ -331,7 +354,7 @@ def size_class(
     if puts:
         return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS + STAGING_BUFFERS, 0, "puts")
     if words:
-        from ..device.words import EMPTY_BYTE
+        from ..device.ll import EMPTY_BYTE
 
         return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, 0, "words", filled=EMPTY_BYTE)
     return SizeClass(slots_offset(flags), buffer, SLOT_BUFFERS, STAGING_BUFFERS)
@@ -352,7 +375,7 @@ def exchange_arguments(
 ) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits.
 
-    With ``puts`` every peer counts as beyond reach; with ``switch`` the multicast address is behind them.
+    With ``puts`` every peer counts as beyond reach; with ``switch`` the multicast address is after them.
     """
     from ..kernels.exchange import Exchange
 
@@ -370,5 +393,6 @@ def exchange_arguments(
         timeout_ns,
         workspace.record.data_ptr(),
         executor.order.word.data_ptr(),
-        0,  # each launch has its own number
+        0,  # each launch has its own number,
+        0,  # and each call its signature
     )

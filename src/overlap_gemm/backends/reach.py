@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..runtime.executor import ARCH_OF_CAPABILITY, why_no_cuda
+from ..kernels.arch import arch_of_capability
+from ..runtime.agree import gather
+from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..runtime.order import forbid_capture
 from ..runtime.peers import reserved_sms
 from ..runtime.symmetric import TorchSymmetric
-from ..tuning.machine import machine_for
+from ..tuning.machine import machine_for, why_untimed
 
 PROBE_BYTES = 16
 
@@ -30,12 +32,14 @@ class Reach:
         arch: What kernels are compiled for; empty where no kernel of ours runs on all ranks.
         num_sms: SMs that every rank's kernels may fill: less ``OVERLAP_GEMM_RESERVE_SMS``. What a call asks
             for (`configured`, ``reserve_sms=``) may differ between ranks, so no choice looks at it.
-        why_not: Why `auto` leaves fused kernels alone; None where it may take them.
+        why_not: Why they cannot store to each other's memory; None where they can.
+        untimed: Why nobody knows how long fused kernels take on them (`tuning.machine.why_untimed`).
     """
 
     arch: str
     num_sms: int
     why_not: str | None
+    untimed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Device:
         arch: What kernels are compiled for.
         num_sms: Its SMs, less those reserved by the environment.
         constants: `Machine.digest` of what its times are predicted with; empty if there is nothing.
+        untimed: See `Reach`.
         host: The machine it is in.
         uuid: Its identity.
     """
@@ -57,10 +62,10 @@ class Device:
     constants: str
     host: str
     uuid: str
+    untimed: str | None = None
 
 
 _known: dict[tuple[str, torch.device], tuple[Group, Reach]] = {}
-__per_process__ = {"_known": dict}
 
 
 def reach_of(group: Group, device: torch.device) -> Reach:
@@ -79,11 +84,11 @@ def _find_out(group: Group, device: torch.device) -> Reach:
     if group.size == 1:
         return Reach("", 0, "one rank has nothing to transfer")
     forbid_capture(device, f"the ranks of group {group.name!r} cannot find out whether they reach each other")
-    everyone: list[Device] = group.all_gather_object(this_device(device))
+    everyone = gather(group, "looking at the ranks' GPUs", lambda: this_device(device))
     reach = compare(group, everyone)
     if reach.why_not is not None:
         return reach
-    apart = group.all_gather_object(_out_of_reach(device, everyone))
+    apart = gather(group, "asking who reaches whom", lambda: _out_of_reach(device, everyone))
     if not any(apart):
         # What the driver promises is tried, with a block of a few bytes.
         try:
@@ -93,15 +98,16 @@ def _find_out(group: Group, device: torch.device) -> Reach:
             apart = group.all_gather_object(f"{type(error).__name__}: {error}")
     failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(apart) if why]
     why_not = f"not all ranks reach each other's memory ({'; '.join(failed)})" if failed else None
-    return Reach(reach.arch, reach.num_sms, why_not)
+    return replace(reach, why_not=why_not)
 
 
 def this_device(device: torch.device) -> Device:
     """This rank's GPU, for the others."""
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
-    arch = ARCH_OF_CAPABILITY.get((properties.major, properties.minor), "")
-    machine = machine_for(arch) if arch else None
+    known = arch_of_capability((properties.major, properties.minor))
+    arch = known.name if known else ""
+    machine = machine_for(arch, properties.name) if arch else None
     why_not, usable = why_no_cuda(index), properties.multi_processor_count
     try:
         usable -= reserved_sms()
@@ -115,6 +121,7 @@ def this_device(device: torch.device) -> Device:
         "" if machine is None else machine.digest,
         socket.gethostname(),
         str(properties.uuid),
+        why_untimed(arch, properties.name) if arch else None,
     )
 
 
@@ -135,7 +142,7 @@ def compare(group: Group, everyone: Sequence[Device]) -> Reach:
     arch = everyone[0].arch
     if len({own.host for own in everyone}) > 1:
         return Reach(arch, num_sms, f"the ranks are on different hosts: {views('host')}")
-    return Reach(arch, num_sms, None)
+    return Reach(arch, num_sms, None, next((own.untimed for own in everyone if own.untimed), None))
 
 
 def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:

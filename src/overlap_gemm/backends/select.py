@@ -138,7 +138,7 @@ def _warn(op: str, preferred: str, backend: str, why: str) -> None:
 def predicted(problem: Problem) -> Prediction | None:
     """What the model says of a problem; None on CPUs, and where it knows nothing of the GPUs or the dtype."""
     reach = problem.reach
-    if reach is None or not reach.arch or problem.dtype not in DTYPES:
+    if reach is None or not reach.arch or reach.untimed or problem.dtype not in DTYPES:
         return None
     facts = Facts(problem.op, problem.rows, problem.n, problem.k, DTYPES[problem.dtype], problem.world_size)
     return predict(facts, reach.arch, reach.num_sms, problem.captured)

@@ -15,6 +15,7 @@ class Sequential:
 
     name = "sequential"
     deterministic = True
+    greets = True
     bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
@@ -22,10 +23,8 @@ class Sequential:
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """The last resort, unless there is one that does not pay for rank order."""
-        if problem.device_type == "cuda" and not problem.deterministic:
-            return "its sums in rank order cost more than the collective's"
-        return None
+        """For who asks for deterministic sums."""
+        return None if problem.deterministic else "its sums in rank order cost more than the collective's"
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group

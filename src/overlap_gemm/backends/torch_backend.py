@@ -1,7 +1,7 @@
 """The product and torch's own collective, nothing of ours in between: what a model without this library does.
 
-The yardstick, and what `auto` falls back to on GPUs. Sums over ranks are the collective's: NCCL and gloo
-round every partial sum to the operands' dtype, in an order of their own choosing.
+The yardstick, and what `auto` takes where nothing is known to be faster. Sums over ranks are those of the
+collective: NCCL and gloo round every partial sum to the operands' dtype, in an order of their own choosing.
 
 Shards of different lengths cost what padding them to the longest costs, on the wire: the collectives take
 equal blocks only. A product that is to be scattered is written into a padded tensor at once, and only a short
@@ -27,6 +27,7 @@ class Torch:
 
     name = "torch"
     deterministic = False
+    greets = False
     bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
@@ -34,8 +35,8 @@ class Torch:
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """What a GPU's time is compared with. On CPUs `auto` keeps to sums in rank order."""
-        return None if problem.device_type == "cuda" else "on CPUs a sum in rank order costs no more"
+        """What every other way is compared with."""
+        return None
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group

@@ -30,7 +30,7 @@ them, is a few percent. (At 96 MiB it was a third on four ranks: 228 GB/s, where
 def baselines(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
     """The calls that use nothing of this library, by name; those that take every shape of it first."""
     whole = x
-    if workload.op == "all_gather_gemm":
+    if workload.spec.gathers_operand:
         whole = x.new_empty(workload.m, workload.k).normal_()
     calls: dict[str, Call] = {"product": lambda: torch.mm(whole, weight.t())}
     if group.size > 1:
@@ -42,25 +42,18 @@ def baselines(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> di
 
 
 def _collective(workload: Workload, product: Tensor, x: Tensor, group: Group) -> Call:
-    if workload.op == "gemm_all_gather":
-        return lambda: _blocks(product, workload, group)
-    if workload.op == "all_gather_gemm":
+    if workload.spec.gathers_operand:
         return lambda: _gathered(x, workload.m, group)
-    if workload.op == "gemm_all_reduce":
-        return lambda: dist.all_reduce(product, group=group.process_group)
-    return lambda: _scattered(product, group)
+    if workload.spec.gathers_output:
+        return lambda: _blocks(product, workload, group)
+    return lambda: _summed(product, workload, group)
 
 
 def _both(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    if workload.op == "all_gather_gemm":
+    if workload.spec.gathers_operand:
         return torch.mm(_gathered(x, workload.m, group), weight.t())
-    if workload.op == "gemm_all_gather":
-        return _beside(torch.mm(x, weight.t()), workload, group)
     product = torch.mm(x, weight.t())
-    if workload.op == "gemm_all_reduce":
-        dist.all_reduce(product, group=group.process_group)
-        return product
-    return _scattered(product, group)
+    return (_beside if workload.spec.gathers_output else _summed)(product, workload, group)
 
 
 def _gathered(own: Tensor, rows: int, group: Group) -> Tensor:
@@ -71,7 +64,7 @@ def _gathered(own: Tensor, rows: int, group: Group) -> Tensor:
 
 
 def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
-    """Every rank's columns, a block behind the other."""
+    """Every rank's columns, a block after the other."""
     _require_even(workload.n, group)
     blocks = product.new_empty(group.size * product.shape[0], product.shape[1])
     group.all_gather(blocks, product)
@@ -84,7 +77,11 @@ def _beside(product: Tensor, workload: Workload, group: Group) -> Tensor:
     return blocks.movedim(0, 1).reshape(product.shape[0], -1)
 
 
-def _scattered(product: Tensor, group: Group) -> Tensor:
+def _summed(product: Tensor, workload: Workload, group: Group) -> Tensor:
+    """What the rank gets of the sum; `product` is written to."""
+    if workload.spec.out is None:
+        dist.all_reduce(product, group=group.process_group)
+        return product
     _require_even(product.shape[0], group)
     own = product.new_empty(product.shape[0] // group.size, product.shape[1])
     reduce_scatter_single(own, product, group=group.process_group)
@@ -97,21 +94,22 @@ def _require_even(extent: int, group: Group) -> None:
 
 
 def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
-    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways behind the product."""
+    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product."""
     ops, name = torch.ops.symm_mem, _enabled(group)
-    if workload.op == "gemm_reduce_scatter":
+    spec = workload.spec
+    if spec.sums and spec.out is not None:
 
         def fused() -> Tensor:
             _require_even(workload.m, group)  # else torch's op fails with an IndexError
             return ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group_name=name)
 
         return {"torch-symm": fused}
-    if workload.op == "all_gather_gemm":
+    if spec.gathers_operand:
         fused_gather = lambda: ops.fused_all_gather_matmul(  # noqa: E731
             x, [weight.t()], 0, group_name=name, return_A=False
         )
         return {"torch-symm": fused_gather, **_quack(workload, x, weight, group)}
-    if workload.op == "gemm_all_gather":
+    if spec.gathers_output:
         return {}
     import torch.distributed._symmetric_memory as symm_mem
 

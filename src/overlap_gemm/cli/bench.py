@@ -14,11 +14,11 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.base import OPS, Op
 from ..backends.plans import DTYPES
 from ..backends.select import check_name
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
+from ..spec import OPS
 from ..tuning.plan import predict
 from ..tuning.timing import captured, measure
 from .baselines import baselines, link_rates
@@ -99,14 +99,14 @@ def bench(
         draw_bounds(report, plot)
 
 
-def chosen_ops(named: Sequence[str]) -> list[Op]:
+def chosen_ops(named: Sequence[str], option: str = "--op") -> list[str]:
     """The ops named, or all if none is, in the library's order.
 
     Raises:
         BadParameter: one that there is not.
     """
     if unknown := set(named) - set(OPS):
-        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint="--op")
+        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint=option)
     return [op for op in OPS if not named or op in named]
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overlap_gemm
 
@@ -29,7 +28,9 @@ from .results import EAGER, GRAPH, Mode, table
 from .workload import Workload
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra
-    from .llama import Comparison, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    from .llama import Comparison
 
 TIMELINES = ("sequential", "decomposed")
 """What a CPU's timelines are drawn of."""
@@ -108,7 +109,7 @@ def demo(
         model = llama.build(world.size, layers, head_dim or sizes.head_dim, sequence, sizes.heads)
     model = model.to(sizes.dtype)
     size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
-    parallelize(model, _mesh(world), backend=backend)
+    parallelize(model, world.mesh(), backend=backend)
     console.print(
         f"1. Train a Llama ({layers} layers, hidden {model.config.hidden_size}, {size}, {sizes.dtype}) on "
         f"{text.name}, {batch} x {sequence} bytes a step"
@@ -128,8 +129,6 @@ def demo(
     console.print("3. Time the four ops beside torch's product and collective, and what bounds them")
     speed = _time_ops(console, world, sizes, rows or sizes.rows, rounds or sizes.rounds, out)
     overlap_gemm.finalize()
-    if dist.is_initialized():  # the group that _mesh made
-        dist.destroy_process_group()
     emulated = True
     fused = not on_cuda if fused is None else fused
     if world.rank == 0 and fused:
@@ -161,12 +160,6 @@ def _mlp(rows: int, hidden: int, inner: int, dtype: torch.dtype) -> list[Workloa
         Workload("MLP up", "all_gather_gemm", rows, inner, hidden, dtype),
         Workload("MLP down", "gemm_reduce_scatter", rows, hidden, inner, dtype),
     ]
-
-
-def _mesh(world: World) -> DeviceMesh:
-    if not dist.is_initialized():  # DTensor wants a process group in a world of one, too
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tp",))
 
 
 def _train(

@@ -19,7 +19,10 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.select import BACKENDS
+from ..kernels.arch import arch_of_capability
 from ..runtime.symmetric import numbers, why_no_puts
+from ..spec import GEMM_REDUCE_SCATTER
+from ..tuning.machine import machine_for, why_untimed
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -71,6 +74,10 @@ def devices() -> Iterator[Finding]:
     else:
         yield Finding("devices", "peer access", f"all {len(pairs)} pairs")
     yield _multicast(count)
+    yield _mps(count)
+    every = [torch.cuda.get_device_properties(index) for index in range(count)]
+    for name, capability in sorted({(facts.name, (facts.major, facts.minor)) for facts in every}):
+        yield _constants(name, capability)
 
 
 def _multicast(count: int) -> Finding:
@@ -81,6 +88,41 @@ def _multicast(count: int) -> Finding:
     if without:
         return Finding("devices", "NVLS multicast", f"not on GPU {', '.join(map(str, without))}", "absent")
     return Finding("devices", "NVLS multicast", f"all {count} GPUs")
+
+
+def _mps(count: int) -> Finding:
+    """Whether processes share a GPU's SMs, which a fused kernel that fills them must have to itself."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    shared = [str(i) for i in range(count) if driver.cuDeviceGetAttribute(attribute, i) == (0, 1)]
+    if not shared:
+        return Finding("devices", "MPS", "off")
+    return Finding(
+        "devices",
+        "MPS",
+        f"on GPU {', '.join(shared)}: fused kernels of two jobs that share SMs can wait for each other until "
+        f"they time out; give each job a GPU of its own",
+        "absent",
+    )
+
+
+def _constants(device: str, capability: tuple[int, int]) -> Finding:
+    """Whether `auto` may compare times on devices of that name."""
+    arch = arch_of_capability(capability)
+    if arch is None:
+        return Finding(
+            "devices", "the model's constants", f"none: no fused kernel runs on {device}", "absent"
+        )
+    try:
+        untimed = why_untimed(arch.name, device)
+    except ValueError as error:
+        return Finding("devices", "the model's constants", str(error), "broken")
+    if untimed:
+        return Finding("devices", "the model's constants", f"`auto` takes torch's way: {untimed}", "absent")
+    machine = machine_for(arch.name, device)
+    assert machine is not None
+    return Finding("devices", "the model's constants", f"measured on {device}, {machine.date}")
 
 
 def communication() -> Iterator[Finding]:
@@ -147,7 +189,7 @@ def _nvshmem_bitcode() -> Finding:
 def backends() -> Iterator[Finding]:
     """What two ranks on this machine could use, in the order in which `backend="auto"` tries it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, device, world_size=2)
+    problem = Problem(GEMM_REDUCE_SCATTER.name, 4096, 4096, torch.bfloat16, device, world_size=2)
     for backend in BACKENDS:
         why_not = backend.why_not(problem)
         yield Finding("backends", backend.name, why_not or f"usable on {device}", _status(why_not is None))

@@ -13,31 +13,36 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..backends.fused import PATTERNS
 from ..backends.plans import DTYPES
 from ..kernels.config import GemmConfig, InDtype
 from ..kernels.geometry import ExchangeShape
+from ..kernels.visitors import Bias
+from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports_of
 from ..testing.cases import Case
 from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
-from ..tuning.space import ALGORITHMS, choose_config, constants, default_config, settle
+from ..tuning.space import choose_config, constants, default_config, settle
 from .console import rank_zero_console
 
 if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
-    from ..emulator.errors import Report
+    from cute_emulator.errors import Report
+
     from ..testing.emulated import Judgement
 
-Op = Literal["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce", "gemm_all_gather"]
+    Op = str
+    Transport = str
+else:  # the registries' names, for the command line
+    Op, Transport = Literal[tuple(OPS)], Literal[tuple(TRANSPORTS)]
+
 Arch = Literal["sm_90a", "sm_100a"]
 Mode = Literal["immediate", "random", "lazy"]
-Transport = Literal["peer_bulk", "copy_engine", "nvshmem", "nvls"]
 
 HALVES = {name: dtype for dtype, name in DTYPES.items()}
 """Operand types by the names of `GemmConfig`."""
 
 
 def emulate(
-    op: Annotated[Op, typer.Argument(help="The op to run.")] = "gemm_reduce_scatter",
+    op: Annotated[Op, typer.Argument(help="The op to run.")] = GEMM_REDUCE_SCATTER.name,
     arch: Annotated[Arch, typer.Option(help="Architecture to compile for and to emulate.")] = "sm_100a",
     world_size: Annotated[int, typer.Option(min=1, help="Virtual ranks, P.")] = 2,
     m: Annotated[int, typer.Option(min=1, help="Rows over all ranks.")] = 512,
@@ -49,10 +54,11 @@ def emulate(
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
         Transport | None,
-        typer.Option(
-            help="nvshmem: no peer within reach; nvls: the switch sums; default: as a call takes it."
-        ),
+        typer.Option(help="As for `configured`: nvshmem puts, nvls sums; default: as a call takes it."),
     ] = None,
+    beyond_reach: Annotated[
+        bool, typer.Option("--beyond-reach", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
+    ] = False,
     algorithm: Annotated[
         Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
     ] = None,
@@ -72,10 +78,10 @@ def emulate(
     if algorithm is not None:
         fields["algorithm"] = algorithm
     console = rank_zero_console(0)
-    beyond_reach = transport == "nvshmem"
-    if transport == ("peer_words" if op == "all_gather_gemm" else "copy_engine"):
-        raise typer.BadParameter(f"{op} has no {transport}", param_hint="--transport")
-    if transport is not None and not beyond_reach:
+    if transport not in (None, *transports_of(OPS[op])):
+        those = ", ".join(transports_of(OPS[op]))
+        raise typer.BadParameter(f"{op} has no {transport}; it has {those}", param_hint="--transport")
+    if transport is not None:
         fields["transport"] = transport
     device = Emulated(arch, world_size, mode, num_sms, beyond_reach)
     if not run_emulated(console, case, device, launches, fields, trace):
@@ -122,14 +128,16 @@ def run_emulated(
     Returns:
         Whether every result is right and the emulator found nothing.
     """
-    from ..emulator import Emulator, EmulatorError
-    from ..emulator.trace import Trace
+    from cute_emulator import Emulator, EmulatorError
+    from cute_emulator.trace import Trace
+
     from ..runtime.virtual import VirtualWorld
     from ..runtime.workspace import CommTimeoutError
     from ..testing.emulated import judge, run_launches
 
     recorder = None if trace is None else Trace()
-    summed = case.dtype if fields.get("transport") == "nvls" else torch.float32
+    transport = TRANSPORTS.get(fields.get("transport", ""))
+    summed = case.dtype if transport and transport.sums else torch.float32
     start = time.perf_counter()
     with (
         configured(**fields),
@@ -155,7 +163,7 @@ def run_emulated(
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
     seconds = time.perf_counter() - start
-    way = f" {pattern}" if pattern in ALGORITHMS else ""
+    way = f" {pattern}" if len(patterns_of(case.op)) > 1 else ""
     what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
     right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
     if recorder is not None and trace is not None:
@@ -196,11 +204,12 @@ def _show(
 
 def config_of(case: Case, arch: str, ranks: int, num_sms: int) -> tuple[GemmConfig, str]:
     """The kernel's configuration and the exchange of tiles, as the op chooses them."""
-    dtype = DTYPES[case.dtype]
-    if case.op == "all_gather_gemm":
+    dtype, pattern = DTYPES[case.dtype], patterns_of(case.op)[-1]
+    if OPS[case.op].gathers_operand:
         facts = Facts(case.op, case.m, case.n, case.k, dtype, ranks)
-        return choose_config(facts, constants(arch), arch, num_sms, bias=case.bias), ""
-    shape = ExchangeShape.even(case.m, case.n, ranks, PATTERNS[case.op])
+        epilogue = (Bias(dtype),) if case.bias else ()
+        return choose_config(facts, constants(arch), arch, num_sms, epilogue=epilogue), pattern
+    shape = ExchangeShape.even(case.m, case.n, ranks, pattern)
     shape = settle(arch, dtype, shape, num_sms, None)
     return default_config(arch, dtype, shape, num_sms), shape.pattern
 

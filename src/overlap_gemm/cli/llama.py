@@ -107,7 +107,7 @@ def train(
 def continuation(
     model: LlamaForCausalLM, text: Path, device: torch.device, prompt: int = 24, written: int = 64
 ) -> tuple[str, str]:
-    """Some words from a file, and what the model writes behind them. Collective.
+    """Some words from a file, and what the model writes after them. Collective.
 
     Args:
         model: A `build`, sharded or not.

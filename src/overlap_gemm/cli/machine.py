@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..kernels.arch import arch_of_capability
 from ..runtime.bootstrap import World
-from ..runtime.executor import ARCH_OF_CAPABILITY
 
 
 def describe(world: World) -> dict[str, Any]:
@@ -41,4 +41,5 @@ def processor() -> str:
 
 def this_arch() -> str | None:
     """The target of this machine's GPU, None where there is none that kernels are compiled for."""
-    return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    arch = arch_of_capability(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return None if arch is None else arch.name

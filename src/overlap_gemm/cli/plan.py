@@ -1,12 +1,16 @@
 """`overlap-gemm plan`: what the model expects of a call: which way, how long, and what bounds it."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.table import Table
 
-from ..backends.base import OPS
-from ..kernels.config import MMA_KINDS
+from ..backends.base import Problem
+from ..backends.fused import Fused
+from ..kernels.arch import ARCHS
+from ..spec import OPS, op_named
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.model import FusedTime
 from ..tuning.plan import Facts, Prediction, predict_on
@@ -46,6 +50,10 @@ def plan(
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks)
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
+    width, across = (k, n) if op_named(op).width == "k" else (n, k)
+    asked = Problem(op, m, width, getattr(torch, dtype), "cuda", ranks, across=across)
+    if refused := Fused().why_no_kernel(asked):
+        eager, captured = (_without(found, "fused") for found in (eager, captured))
     console.print(
         f"[bold]{op}[/] M,N,K={m},{n},{k} {dtype} on {ranks} x {constants.name} ({arch}, {sms} SMs), "
         f"constants {constants.source} {constants.date}"
@@ -58,15 +66,24 @@ def plan(
     )
     for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
         console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
+    if constants.source != "measured":
+        console.print("constants not measured: there `auto` takes torch's way until `tune` has run")
+    if refused:
+        console.print(f"fused kernel: no, {refused}", highlight=False)
+        return
     expected = f"{captured.fused.total * 1e6:.1f} us expected"
     way = "" if captured.op == op else f" by way of {captured.op}"
     console.print(f"fused kernel: {captured.config.name}{way}, {expected}\n  {_parts(captured.fused)}")
 
 
+def _without(found: Prediction, way: str) -> Prediction:
+    return replace(found, ways={name: seconds for name, seconds in found.ways.items() if name != way})
+
+
 def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:
     """The constants and the target that the options mean."""
-    if arch is not None and arch not in MMA_KINDS:
-        raise typer.BadParameter(f"{arch!r} is not one of {', '.join(MMA_KINDS)}", param_hint="--arch")
+    if arch is not None and arch not in ARCHS:
+        raise typer.BadParameter(f"{arch!r} is not one of {', '.join(ARCHS)}", param_hint="--arch")
     if name is not None:
         try:
             found = load(name)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rich import box
 from rich.table import Table
 
+from ..spec import OPS
 from ..tuning.plan import Prediction
 from ..tuning.timing import Timings
 from .workload import Workload
@@ -25,13 +26,6 @@ OTHERS = ("torch", "torch-symm", "one-shot", "two-shot", "quack")
 
 ENOUGH = 0.98
 """Of the best way's speed, what `auto` shall reach."""
-
-SHORT = {
-    "all_gather_gemm": "AG-GEMM",
-    "gemm_reduce_scatter": "GEMM-RS",
-    "gemm_all_reduce": "GEMM-AR",
-    "gemm_all_gather": "GEMM-AG",
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
                 continue
             found = result[mode]
             ways = {name: s for name, s in found["seconds"].items() if name in (*OTHERS, *found["ours"])}
-            shape = f"{SHORT[result['op']]} {result['m']},{result['n']},{result['k']}"
+            shape = f"{OPS[result['op']].label} {result['m']},{result['n']},{result['k']}"
             shares.append((min(ways.values()) / ways["auto"], shape))
             errors += [(abs(o["error"]), shape) for o in found["ours"].values() if o["error"] is not None]
         if shares:
@@ -160,7 +154,7 @@ def table(report: Mapping[str, Any]) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         shape = f"{result['m']},{result['n']},{result['k']}"
-        title = f"{result['name'] or result['op']}\n{SHORT[result['op']]} {shape}"
+        title = f"{result['name'] or result['op']}\n{OPS[result['op']].label} {shape}"
         for name in dict.fromkeys(name for mode in modes for name in result[mode]["ours"]):
             cells = [_cells(result[mode], name) for mode in modes]
             drawn.add_row(title, *("\n".join(lines) for lines in zip(*cells, strict=True)))

@@ -22,7 +22,15 @@ from ..kernels.config import GemmConfig
 from ..runtime.group import LOCAL, Group, group_name, resolve
 from ..sharding import Shards
 from ..tuning.calibrate import calibrate
-from ..tuning.machine import MACHINE_VARIABLE, Machine, load, machine_for, save, user_file
+from ..tuning.machine import (
+    MACHINE_VARIABLE,
+    Machine,
+    device_name,
+    load,
+    machine_for,
+    save,
+    user_file,
+)
 from ..tuning.settings import configured
 from ..tuning.timing import captured, measure
 from .baselines import link_rates
@@ -57,7 +65,8 @@ def tune(
     if arch is None:
         typer.echo("tune measures Hopper or Blackwell GPUs, and torch sees none here", err=True)
         raise typer.Exit(1)
-    file = out or user_file(arch)
+    device = device_name(arch)
+    file = out or user_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after all measurements
     base = machine_for(arch)
     assert base is not None, "every architecture of kernels has constants"
@@ -73,7 +82,7 @@ def tune(
     facts = describe(world)
     found = replace(
         found,
-        name=facts["processor"],
+        name=device,
         archs=(arch, *(other for other in base.archs if other != arch)),
         source="measured",
         version=facts["overlap_gemm"],

@@ -9,11 +9,10 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.base import Op
 from ..backends.plans import DTYPES
 from ..runtime.group import Group
 from ..sharding import Shards
-from ..testing.cases import LAYOUTS
+from ..spec import OPS, OpSpec
 from ..tuning.plan import Facts
 
 Call = Callable[[], object]
@@ -33,11 +32,16 @@ class Workload:
     """
 
     name: str
-    op: Op
+    op: str
     m: int
     n: int
     k: int
     dtype: torch.dtype
+
+    @property
+    def spec(self) -> OpSpec:
+        """The op."""
+        return OPS[self.op]
 
     def flops(self, ranks: int) -> float:
         """Floating-point operations of one rank."""
@@ -47,17 +51,13 @@ class Workload:
         """The same for the model."""
         return Facts(self.op, self.m, self.n, self.k, DTYPES.get(self.dtype, "f32"), ranks)
 
+    def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Those of this rank's x and weight."""
+        return self.spec.shapes(self.m, self.n, self.k, Shards.owned_by(group.size, group.rank))
+
     def operands(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
         """This rank's x and weight, random normal, the weight scaled so that results stay near 1."""
-
-        def local(shape: tuple[int, int], sharded: int | None) -> list[int]:
-            return [
-                Shards.even(extent, group.size).size(group.rank) if dim == sharded else extent
-                for dim, extent in enumerate(shape)
-            ]
-
-        layout = LAYOUTS[self.op]
-        x_shape, weight_shape = local((self.m, self.k), layout.x), local((self.n, self.k), layout.weight)
+        x_shape, weight_shape = self.shapes(group)
         generator = torch.Generator(device).manual_seed(group.rank)
         x = torch.randn(x_shape, generator=generator, device=device, dtype=self.dtype)
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.dtype)
@@ -66,12 +66,7 @@ class Workload:
     @property
     def extents(self) -> dict[str, Any]:
         """The extents over all ranks that an op takes as arguments, known here as they are in a model."""
-        return {
-            "all_gather_gemm": {"rows": self.m, "columns": self.n},
-            "gemm_all_gather": {"columns": self.n},
-            "gemm_reduce_scatter": {"k": self.k},
-            "gemm_all_reduce": {"k": self.k},
-        }[self.op]
+        return self.spec.arguments(self.m, self.n, self.k)
 
     def by(self, backend: str, x: Tensor, weight: Tensor, group: Group) -> Call:
         """The op by a backend of this library."""

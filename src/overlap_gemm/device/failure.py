@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-RECORD_WORDS = 9
-"""``uint32`` words of a record: 1 when valid (written last), then the fields of :class:`Failure` in order."""
+RECORD_WORDS = 11
+"""``uint32`` words of a record: 1 when valid (written last), then the fields of :class:`Failure` in order, of
+which the last two have 64 bits, low half first."""
 
-NOTHING = 0xFFFFFFFF
-"""Seen where data is its own flag (:mod:`device.words`) and has not come: there is no flag to say of when."""
+NOTHING = (1 << 64) - 1
+"""Seen where data is its own flag (:mod:`device.ll`) and has not come: there is no flag to say of when."""
+
+
+_HALF = 0xFFFFFFFF
 
 
 class Op(IntEnum):
@@ -37,6 +41,7 @@ class Role(IntEnum):
     RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
     CALL_READ = 6  # that a peer has read everything it was sent
     IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
+    CALL_IDENTITY = 8  # a peer's entry, which came, but into another call (seen) than its own (expected)
 
 
 class FailureSite(NamedTuple):
@@ -65,7 +70,7 @@ class Failure(NamedTuple):
         source: rank waited for.
         flag: index of the flag in the waiting rank's workspace.
         expected: epoch waited for.
-        seen: value last read, or `NOTHING`.
+        seen: epoch last read, or `NOTHING`.
     """
 
     rank: int
@@ -85,8 +90,12 @@ def read_record(words: Sequence[int]) -> Failure | None:
     """
     if int(words[0]) == 0:
         return None
-    rank, op, role, *rest = (int(word) & 0xFFFFFFFF for word in words[1:RECORD_WORDS])
-    return Failure(rank, _named(Op, op), _named(Role, role), *rest)
+    rank, op, role, tile, source, flag, *halves = (int(word) & _HALF for word in words[1:RECORD_WORDS])
+    expected, seen = (halves[i] | halves[i + 1] << 32 for i in (0, 2))
+    if role == Role.CALL_ENTERED:  # both are identities (`device.flags.wait_identity`)
+        late, here, there = (expected ^ seen) & _HALF, expected & _HALF, seen & _HALF
+        role, expected, seen = (role, here, there) if late else (Role.CALL_IDENTITY, expected, seen)
+    return Failure(rank, _named(Op, op), _named(Role, role), tile, source, flag, expected, seen)
 
 
 def _named(numbers: type[IntEnum], number: int) -> int:

@@ -1,12 +1,10 @@
 """Flags between ranks: release, and a bounded wait that acquires.
 
-A flag is a monotonic 32-bit epoch, compared modularly, never reset. Release and acquire are at system scope:
-threads of two GPUs are not inside one ``.gpu`` scope, so a ``.gpu`` pair would not synchronise (PTX ISA,
-memory consistency model, "morally strong operations").
-
-A flag's word has 32 bits, or 64 where NVSHMEM may raise it, whose signals have as many: whoever writes and
-reads a word does it in its full width, since the model promises nothing where accesses of two widths race
-("mixed-size data races"). The epoch is in the low bits.
+A flag is a word of 64 bits, as NVSHMEM's signals are: whoever writes and reads it does it in its full width,
+since the model promises nothing where accesses of two widths race ("mixed-size data races"). Its low
+`EPOCH_BITS` are a monotonic epoch, never reset; what is in the others is the writer's business. So a flag
+counts as raised if its epoch is 0 to 2**47 - 1 ahead, which is 20 years of calls of 5 us: with 32 bits, one
+that nobody had raised for 2**31 calls, a few days, would.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int64, Uint32, Uint64, cute
 
 from overlap_gemm.device.failure import FailureSite
 from overlap_gemm.device.memory import global_pointer
@@ -35,38 +33,41 @@ class WaitBound(NamedTuple):
     claim: Any
 
 
-@cute.jit
-def release_flag(address: Int64, value: Any, word: cutlass.Constexpr = Uint32) -> None:
-    """``st.release.sys``: who acquires ``value`` at ``address``, a ``word``, sees all that this thread has.
+EPOCH_BITS = 48
+"""Of a flag."""
 
-    After bulk stores, call it only behind a full ``wait_group`` (never ``.read``) of the same thread.
+EPOCH_MASK = (1 << EPOCH_BITS) - 1
+
+IDENTITY_BITS = 32
+"""Of an epoch in an identity (`wait_identity`): enough where it is known to be at most a few ahead."""
+
+
+@cute.jit
+def release_flag(address: Int64, value: Any) -> None:
+    """``st.release.sys``: who acquires ``value`` at ``address`` sees all that this thread has.
+
+    After bulk stores, call it only after a full ``wait_group`` (never ``.read``) of the same thread.
     """
-    cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="release", scope="sys")
+    cute.arch.store(_pointer(address), Uint64(value), sem="release", scope="sys")
 
 
 def release_fence() -> None:
-    """``fence.acq_rel.sys``: flags that this thread raises behind it (`raise_flag`) release what it has seen.
+    """``fence.acq_rel.sys``: flags that this thread raises after it (`raise_flag`) release what it has seen.
 
     For flags at several peers: each `release_flag` waits for the stores before it, so for the last flag's
-    way. After bulk stores, call it only behind a full ``wait_group``, as `release_flag`.
+    way. After bulk stores, call it only after a full ``wait_group``, as `release_flag`.
     """
     cute.arch.fence_acq_rel_sys()
 
 
 @cute.jit
-def raise_flag(address: Int64, value: Any, word: cutlass.Constexpr = Uint32) -> None:
-    """``st.relaxed.sys``, behind a `release_fence`; the flag is a ``word``."""
-    cute.arch.store(global_pointer(word, address, word.width // 8), word(value), sem="relaxed", scope="sys")
+def raise_flag(address: Int64, value: Any) -> None:
+    """``st.relaxed.sys``, after a `release_fence`."""
+    cute.arch.store(_pointer(address), Uint64(value), sem="relaxed", scope="sys")
 
 
 @cute.jit
-def wait_flag(
-    address: Int64,
-    target: Uint32,
-    bound: WaitBound,
-    site: FailureSite,
-    word: cutlass.Constexpr = Uint32,
-) -> None:
+def wait_flag(address: Int64, target: Any, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
 
     Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
@@ -77,38 +78,69 @@ def wait_flag(
         target: epoch to wait for.
         bound: time limit and failure record.
         site: who waits for whom, for the record.
-        word: the flag's type, ``Uint32`` or ``Uint64``.
     """
-    flag = global_pointer(word, address, word.width // 8)
-    seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
-    if Int32(seen - target) < 0:
+    flag, target = _pointer(address), Uint64(target)
+    seen = _look(flag)
+    if _is_before(seen, target, EPOCH_BITS):
         start = cute.arch.globaltimer()
-        while Int32(seen - target) < 0:
-            seen = Uint32(cute.arch.load(flag, word, sem="relaxed", scope="sys"))
+        while _is_before(seen, target, EPOCH_BITS):
+            seen = _look(flag)
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
-                fail(bound, site, target, seen)
+                fail(bound, site, target & EPOCH_MASK, seen & EPOCH_MASK)
                 start = cute.arch.globaltimer()  # another lane was first: look on until its trap ends us
-    _acquire(flag, word)
+    _acquire(flag)
 
 
 @cute.jit
-def fail(bound: WaitBound, site: FailureSite, expected: Uint32, seen: Uint32) -> None:
+def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
+    """Waits until the word at ``address`` is ``identity``; acquires it, as `wait_flag`.
+
+    An identity is the low half of an epoch, compared modularly, and a signature above it. If the epoch has
+    come with another signature, the wait fails at once.
+    """
+    flag = _pointer(address)
+    seen = _look(flag)
+    if seen != identity:
+        start = cute.arch.globaltimer()
+        while seen != identity:
+            seen = _look(flag)
+            late = bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns
+            if seen != identity and (late or not _is_before(seen, identity, IDENTITY_BITS)):
+                fail(bound, site, identity, seen)
+                start = cute.arch.globaltimer()
+    _acquire(flag)
+
+
+def _look(flag: Any) -> Any:
+    return Uint64(cute.arch.load(flag, Uint64, sem="relaxed", scope="sys"))
+
+
+def _is_before(seen: Any, target: Any, bits: int) -> Any:
+    """Whether an epoch of so many bits is behind another; the bits above them do not count."""
+    return Int64((seen - target) << (64 - bits)) < 0
+
+
+@cute.jit
+def fail(bound: WaitBound, site: FailureSite, expected: Uint64, seen: Uint64) -> None:
     """Writes the record and traps, if this lane is the first of the launch; else returns."""
     claim = global_pointer(Uint32, bound.claim, 4)
     if cute.arch.atomic_cas(claim, cmp=Uint32(0), val=Uint32(1), sem="relaxed", scope="gpu") == 0:
-        words = (site.rank, site.op, site.role, site.tile, site.source, site.index, expected, seen)
+        halves = (expected, expected >> 32, seen, seen >> 32)
+        words = (site.rank, site.op, site.role, site.tile, site.source, site.index, *halves)
         for i in cutlass.range_constexpr(len(words)):
             cute.arch.store(global_pointer(Uint32, bound.record + 4 * (i + 1), 4), Uint32(words[i]))
         cute.arch.store(global_pointer(Uint32, bound.record, 4), Uint32(1), sem="release", scope="sys")
         trap()
 
 
-def _acquire(flag: Any, word: Any) -> None:
+def _pointer(address: Any) -> Any:
+    return global_pointer(Uint64, address, 8)
+
+
+def _acquire(flag: Any) -> None:
     """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
     cute.arch.inline_ptx(
-        f"ld.acquire.sys.global.b{word.width} {{$w0}}, [{{$r0}}];",
-        write_only_types=[word],
-        read_only_args=[flag],
+        "ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[flag]
     )
 
 

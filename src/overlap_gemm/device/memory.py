@@ -22,7 +22,13 @@ CHUNK_WORDS = CHUNK_BYTES // 4
 LANES = 32
 """Threads of a warp."""
 
-DTYPES: dict[str, Any] = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
+DTYPES: dict[str, Any] = {
+    "bf16": cutlass.BFloat16,
+    "f16": cutlass.Float16,
+    "f32": cutlass.Float32,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
 """The DSL's numeric type for a configuration's dtype name."""
 
 

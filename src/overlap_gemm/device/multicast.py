@@ -9,8 +9,8 @@ That an access through one name happens before an access through the other order
 fence lies on the way (PTX ISA, memory consistency model, "Causality Order": accesses to the same address need
 none, others are in proxy-preserved base causality order only if a proxy fence links them; ``membar/fence``:
 ``fence.proxy.alias``, of virtual aliases). It holds for a read before a write as for a write before a read.
-So a thread calls `alias_fence` behind what it has seen by the ranks' own addresses and before its first
-access here, and once more behind its last one here and before it tells anybody.
+So a thread calls `alias_fence` after what it has seen by the ranks' own addresses and before its first
+access here, and once more after its last one here and before it tells anybody.
 """
 
 from __future__ import annotations

@@ -1,20 +1,8 @@
-"""Runs the PTX that CuTe DSL compiles for Hopper and Blackwell GPUs on a CPU, several ranks at once.
+"""Old name of :mod:`cute_emulator`, for one version."""
 
-As a library: `Emulator`. As a command: ``python -m overlap_gemm.emulator script.py``.
-"""
+import warnings
 
-from overlap_gemm.emulator.errors import EmulatorError, Finding, Report
-from overlap_gemm.emulator.host.emulator import Emulator, FindingsError
-from overlap_gemm.emulator.host.memory import Symmetric, poison_
-from overlap_gemm.emulator.run.scheduler import Schedule
+from cute_emulator import *  # noqa: F403
+from cute_emulator import __all__ as __all__
 
-__all__ = [
-    "Emulator",
-    "EmulatorError",
-    "Finding",
-    "FindingsError",
-    "Report",
-    "Schedule",
-    "Symmetric",
-    "poison_",
-]
+warnings.warn("overlap_gemm.emulator is cute_emulator now", FutureWarning, stacklevel=2)

@@ -11,8 +11,8 @@ and the logger of this module says so, once.
 
 import copy
 import dataclasses
+import functools
 import logging
-from functools import cache
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -130,6 +130,10 @@ def _with_overlap(spec: Any, found: list[type]) -> Any:
         return changed
     if isinstance(spec, (list, tuple)):
         return type(spec)(_with_overlap(each, found) for each in spec)
+    if isinstance(spec, functools.partial):  # how Megatron 0.19 says module and submodules
+        arguments = _with_overlap(spec.args, found)
+        named = {key: _with_overlap(each, found) for key, each in spec.keywords.items()}
+        return functools.partial(spec.func, *arguments, **named)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {
             field.name: _with_overlap(getattr(spec, field.name), found)
@@ -149,11 +153,15 @@ def _why_not(layer: Any) -> str | None:
         "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
         "defer_embedding_wgrad_compute": layer.config.defer_embedding_wgrad_compute,
         "cpu_offloading": layer.config._cpu_offloading_context is not None,
+        # Of Megatron 0.19: weights that are gathered for each use, and kernels of its own for inference.
+        "gtp_remat": getattr(layer, "gtp_remat_size", 1) > 1,
+        "inference_optimized": getattr(layer, "use_inference_optimized_all_gather", False)
+        and not layer.training,
     }
     return next((name for name, wanted in asked.items() if wanted), None)
 
 
-@cache
+@functools.cache
 def _say(layer: str, why: str) -> None:
     """Once for each reason."""
     logger.warning("Megatron's own forward of %s runs: %s", layer, why)

@@ -24,6 +24,7 @@ from ..backends.select import check_name
 from ..functional import all_gather_gemm, explain, gemm_reduce_scatter
 from ..lowering import DTYPES
 from ..runtime.group import group_size
+from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def installed() -> bool:
 def _all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group: str, return_A: bool, backend: BackendName
 ) -> tuple[Tensor | None, list[Tensor]]:
-    why = _why_not(A, Bs, gather_dim) or _why_slower("all_gather_gemm", A, Bs, gather_dim, group, backend)
+    why = _why_not(A, Bs, gather_dim) or _why_slower(ALL_GATHER_GEMM.name, A, Bs, gather_dim, group, backend)
     if why is not None:
         own = _torchs("fused_all_gather_matmul", A, why)
         return own(A, Bs, gather_dim, group, return_A=return_A)
@@ -102,7 +103,7 @@ def _matmul_reduce_scatter(
         why = f"{A.shape[scatter_dim]} rows are not divisible by P={ranks}"
     if why is None and reduce_op not in ("sum", "avg"):
         why = f"reduce_op={reduce_op!r}"
-    why = why or _why_slower("gemm_reduce_scatter", A, [B], scatter_dim, group, backend)
+    why = why or _why_slower(GEMM_REDUCE_SCATTER.name, A, [B], scatter_dim, group, backend)
     if why is not None:
         own = _torchs("fused_matmul_reduce_scatter", A, why)
         return own(A, B, reduce_op, scatter_dim, group)

@@ -22,6 +22,7 @@ from ..backends.base import Problem
 from ..backends.select import choose
 from ..functional import gemm_all_reduce
 from ..runtime.group import find
+from ..spec import GEMM_ALL_REDUCE
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and no others'
 
@@ -118,7 +119,7 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
     group = get_tp_group().device_group
     ranks = find(group)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    problem = Problem.of("gemm_all_reduce", rows, weight.shape[0], k, x, ranks, None)
+    problem = Problem.of(GEMM_ALL_REDUCE.name, rows, weight.shape[0], k, x, ranks, None)
     if _overlaps(problem):
         return gemm_all_reduce(x, weight, bias=bias, group=group, k=k)
     # As vLLM does it: the bias is a part of one rank's product.

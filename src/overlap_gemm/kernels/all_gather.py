@@ -10,26 +10,26 @@ have a flag each.
     load role       own shard first, read where it lies; then the others in the order in which they are
                     sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
                     bounded), fences the asynchronous proxy. The grid's last reader tells every peer that
-                    this rank *has read*: behind it nothing is under way to this rank, since every shard has
+                    this rank *has read*: after it nothing is under way to this rank, since every shard has
                     a tile here, for which somebody waited
-    shard role      the receive warps. ``peer_bulk``: send their units of the own shard to every peer; the
-                    grid's last sender releases the flags. ``keep``: copy every shard to a tensor that is the
-                    caller's, and count as readers
+    shard role      the receive warps. ``peer_bulk``: send their units of the own shard to one peer after the
+                    other; the last to have sent to a peer releases the flag there. ``keep``: copy every shard
+                    to a tensor that is the caller's, and count as readers
     comm lane       TMA stores of the output. The grid's first, at its end, waits until every peer has read
 
 Progress. Sending waits for nobody: copy engines take no SM, a sending warp is of a resident CTA that
 stores and counts, and a relay has a place of its own. So every shard arrives, every gate opens, every tile is
-loaded, and every rank tells that it has read; the wait for that comes behind all else.
+loaded, and every rank tells that it has read; the wait for that comes after all else.
 
 **Reuse.** There is one gather buffer, not one for each parity: where copy engines write is fixed on the host,
 and in a captured graph for all its replays, while the parity is the device's. The rule of
-:mod:`overlap_gemm.kernels.call` holds with a distance of one call: a rank's call ``e`` ends behind every
-peer's "has read ``e``", and its copies and puts of call ``e + 1`` begin behind its call ``e``; so does what
+:mod:`overlap_gemm.kernels.call` holds with a distance of one call: a rank's call ``e`` ends after every
+peer's "has read ``e``", and its copies and puts of call ``e + 1`` begin after its call ``e``; so does what
 overwrites a put's source, of which a peer that has read it has everything. The flags' values come from the
-word `COMING_OFFSET`, which is stored at the end of a call: behind every peer's "has read", which is behind
+word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
 the arrival of this rank's flags, so copied from.
 
-**Several weights** share one gather: they are launches of one call, one behind the other; the first sends,
+**Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
 """
 
@@ -42,10 +42,17 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.kernels.call import Call, await_peers, end_warp, enter, order_async_writes
+from overlap_gemm.device.failure import Op
+from overlap_gemm.kernels.call import (
+    Call,
+    await_peers,
+    await_readers,
+    begin_warp,
+    end_warp,
+    order_async_writes,
+)
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Bias, stage_layout
+from overlap_gemm.kernels.epilogue import Visits, stage_layout
 from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.operands import Operands
@@ -105,9 +112,9 @@ class AllGather:
         return OwnShardFirst(self.config.raster_group)
 
     @property
-    def epilogue(self) -> tuple[Bias, ...]:
+    def visits(self) -> Visits:
         """An accumulator is a complete sum."""
-        return (Bias(self.config),) if self.config.bias else ()
+        return Visits(self.config, ("partial", "complete"))
 
     @property
     def gate(self) -> ArrivalGate:
@@ -125,9 +132,9 @@ class AllGather:
         """All rows, by shards; A is the own one here."""
         return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
-    def begin(self, given: Gathering) -> GatherCall:
+    def begin(self, given: Gathering, smem: Any) -> GatherCall:
         """Reads the epoch."""
-        return GatherCall(Call.begin(given.exchange), given)
+        return GatherCall(Call.begin(given.exchange, smem=smem), given)
 
     def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
         """The gather buffer."""
@@ -157,13 +164,16 @@ class AllGather:
     @cute.jit
     def comm_role(self, ring: Any, stages: Any, work: Work, call: GatherCall, output: GatherOutput) -> None:
         """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
+        is_first = cta_number() == 0
+        greets = is_first and call.given.is_first != 0
+        begin_warp(call.call, Op.ALL_GATHER_GEMM, self.transport, greets)
         if cute.arch.lane_idx() == 0:
-            enter(call.call, Op.ALL_GATHER_GEMM)
             sender = ShardSender(self, work, output, stages)
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
         cute.arch.sync_warp()
-        if cta_number() == 0 and call.given.is_last != 0:
-            await_peers(call.call, Op.ALL_GATHER_GEMM, Role.CALL_READ, self.transport.flag)
+        if is_first and call.given.is_last != 0:
+            await_peers(call.call, Op.ALL_GATHER_GEMM)
+            await_readers(call.call, Op.ALL_GATHER_GEMM)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
@@ -174,7 +184,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ArrivalGate:
-    """What the load role does before a tile of A, and behind the last: see the module.
+    """What the load role does before a tile of A, and after the last: see the module.
 
     Attributes:
         op: the op.
@@ -207,7 +217,7 @@ class ArrivalGate:
             opened: the shard for which the gate was opened last; -1 before the first.
 
         Returns:
-            ``state`` behind the tile, and ``opened``.
+            ``state`` after the tile, and ``opened``.
         """
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
@@ -225,7 +235,7 @@ class ArrivalGate:
 
     @cute.jit
     def end(self, call: GatherCall) -> None:
-        """Behind the last load."""
+        """After the last load."""
         if call.given.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 
@@ -263,5 +273,5 @@ class ShardSender:
                 cfg, full.tma, full.tensor[(None, None, place.owner)], stages, place, subtile, stage
             )
 
-    def publish(self, tile: Any) -> None:
+    def publish(self, tile: Any, place: CtaTile) -> None:
         """Nobody waits for the output but the kernel's end."""

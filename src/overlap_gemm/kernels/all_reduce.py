@@ -27,7 +27,7 @@ symmetric memory itself, but then it would be the workspace's, not the caller's,
 workspace, and only its flag goes to the owner. Step 1 loads the sum of all ranks' slots through the multicast
 address, and stores the result in result slot[owner][tile] of every rank at once. The sum's order is the
 switch's; it is made once all the same. Between accesses to slots by the ranks' own addresses and by the
-multicast one lie alias fences (:mod:`overlap_gemm.device.multicast`): one behind a sum's wait, one before
+multicast one lie alias fences (:mod:`overlap_gemm.device.multicast`): one after a sum's wait, one before
 its flags.
 
 Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
@@ -39,11 +39,11 @@ So every sum of every CTA of every rank is made without waiting for any copy, an
 Reuse of slots and flags: the rule of :mod:`overlap_gemm.kernels.call`. In both, partial slots are written by
 bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
 the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads: an owner writes
-them in call ``e + 2`` behind its call ``e + 1``, so behind everybody's call ``e``. Another call may have bulk
+them in call ``e + 2`` after its call ``e + 1``, so after everybody's call ``e``. Another call may have bulk
 stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
 bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
 
-With words that are their own flag (:mod:`overlap_gemm.device.words`) there are neither flags nor bulk stores:
+With words that are their own flag (:mod:`overlap_gemm.device.ll`) there are neither flags nor bulk stores:
 who sums or copies waits for the data. Progress and reuse are the same.
 """
 

@@ -4,7 +4,7 @@
 
     kernel = make_kernel(config, transport=PeerBulk())     # or transport=None: a plain GEMM
     compiled = compile_kernel(kernel)                      # needs no GPU; once per configuration
-    compiled(a, b, out, bias, exchange, num_clusters, stream)
+    compiled(a, b, out, extras, exchange, num_clusters, stream)
 
 Arguments of the compiled function, all run-time values. Tensors as ``cute`` tensors with dynamic layouts (or
 by DLPack with ``--enable-tvm-ffi``). Integers inside ``exchange`` are ``Int32`` or ``Int64`` objects: the
@@ -19,8 +19,10 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
     (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
     ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
     of one row, which stays untouched.
-``bias``
-    (N,) of ``config.in_dtype``, contiguous, 16-byte aligned, N a multiple of 8; None unless ``config.bias``.
+``extras``
+    A tuple of what the epilogue's visitors read, in the order of ``config.epilogue_operands``; None where
+    they read nothing. Vectors, contiguous, 16-byte aligned: along rows as many elements as there are rows,
+    along columns as columns, a multiple of 8.
 ``exchange``
     An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
     workspace.
@@ -33,7 +35,7 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import cutlass
@@ -43,35 +45,24 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.all_gather import AllGather
-from overlap_gemm.kernels.all_reduce import OneShot, TwoShot
+from overlap_gemm.kernels.arch import arch_of
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
 from overlap_gemm.kernels.gate import GateKernel
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
-from overlap_gemm.kernels.geometry import Pattern, Puts
-from overlap_gemm.kernels.mainloop_sm90 import MainloopSm90
-from overlap_gemm.kernels.mainloop_sm100 import MainloopSm100
-from overlap_gemm.kernels.output_gather import OutputGather
-from overlap_gemm.kernels.reduce_scatter import ReduceScatter
+from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.relay import Relay
-from overlap_gemm.kernels.surface import KernelOp, Transport
-
-OPS: dict[Pattern, Callable[[GemmConfig, Any], KernelOp]] = {
-    "reduce_scatter": ReduceScatter,
-    "one_shot": OneShot,
-    "two_shot": TwoShot,
-    "output_gather": OutputGather,
-}
-"""The kernels' ops by how they exchange tiles."""
+from overlap_gemm.kernels.surface import Mainloop, Transport
+from overlap_gemm.spec import PATTERNS
 
 
 def make_kernel(
     config: GemmConfig,
     transport: Transport | None = None,
     cooperative: bool = False,
-    pattern: Pattern = "reduce_scatter",
+    pattern: str = "reduce_scatter",
 ) -> FusedGemm:
     """Composes the kernel of a configuration.
 
@@ -79,9 +70,11 @@ def make_kernel(
         config: compile-time choices.
         transport: how tiles reach peers, or None for a plain GEMM.
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
-        pattern: who sends what to whom.
+        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS` whose tiles travel.
     """
-    op = PlainGemm(config) if transport is None else OPS[pattern](config, transport)
+    module, _, name = PATTERNS[pattern].kernel.partition(".")
+    exchange = getattr(import_module(f"overlap_gemm.kernels.{module}"), name)
+    op = PlainGemm(config) if transport is None else exchange(config, transport)
     return FusedGemm(_mainloop(config), op, cooperative)
 
 
@@ -104,8 +97,10 @@ def make_gather_kernel(
     return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
 
 
-def _mainloop(config: GemmConfig) -> MainloopSm90 | MainloopSm100:
-    return MainloopSm90(config) if config.arch == "sm_90a" else MainloopSm100(config)
+def _mainloop(config: GemmConfig) -> Mainloop:
+    module, _, name = config.on.mainloop.partition(":")
+    mainloop: Mainloop = getattr(import_module(module), name)(config)
+    return mainloop
 
 
 def warp_names(config: GemmConfig) -> dict[int, str]:
@@ -129,9 +124,13 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
             DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
         )
 
-    bias = None
-    if cfg.bias:
-        bias = make_fake_compact_tensor(DTYPES[cfg.in_dtype], (cute.sym_int32(),), assumed_align=16)
+    extras = (
+        tuple(
+            make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
+            for operand in cfg.epilogue_operands
+        )
+        or None
+    )
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
         exchange = _fake_gathering(cfg, kernel.op.keep)
@@ -139,7 +138,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),
         matrix(cfg.out_dtype, True),
-        bias,
+        extras,
         exchange,
         Int32(1),
         make_fake_stream(),
@@ -154,13 +153,15 @@ def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
     """
     relay, none = Relay(transport), Puts(*map(Int64, Puts()))
     fakes = (Int32(1), (none, none), _fake_exchange(), make_fake_stream())
-    return cute.compile(relay, *fakes, options=f"--gpu-arch {arch} {options}".strip())
+    return cute.compile(relay, *fakes, options=f"--gpu-arch {arch_of(arch).target} {options}".strip())
 
 
 def compile_gate(arch: str, transport: Any, options: str = "") -> Any:
-    """Compiles the gate kernel; its arguments: whose shard (or `geometry.END`), ``exchange``, a stream."""
-    fakes = (Int32(0), _fake_exchange(), make_fake_stream())
-    return cute.compile(GateKernel(transport), *fakes, options=f"--gpu-arch {arch} {options}".strip())
+    """Compiles the gate kernel; its arguments: those of `GateKernel`, the stream last."""
+    fakes = (Int32(0), Int32(0), _fake_exchange(), make_fake_stream())
+    return cute.compile(
+        GateKernel(transport), *fakes, options=f"--gpu-arch {arch_of(arch).target} {options}".strip()
+    )
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
@@ -173,8 +174,11 @@ def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
     Returns:
         The DSL's compiled function.
     """
+    # What a profile shows. "cutlass" stays in it: ptxas makes other code of an entry without that word, and
+    # the plain GEMM of 128x128 is 1 to 2 % slower then (docs/notes/2026-11-23-assemblers.md).
+    FusedGemm.kernel.set_name_prefix(kernel.name, keep_mangled_name=False)
     return cute.compile(
-        kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.arch} {options}".strip()
+        kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.on.target} {options}".strip()
     )
 
 
@@ -210,9 +214,9 @@ def _converted(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_converted, value))
     if isinstance(value, Exchange):
-        peers, rank, world, shard, *addresses, call = value
+        peers, rank, world, shard, *addresses, call, signature = value
         table = from_dlpack(peers, assumed_align=8).mark_layout_dynamic()
-        words = (*map(Int64, addresses), Int32(call))
+        words = (*map(Int64, addresses), Int32(call), Int32(signature))
         return Exchange(table, Int32(rank), Int32(world), Int32(shard), *words)
     if value.ndim == 1:
         return from_dlpack(value, assumed_align=16).mark_layout_dynamic()
@@ -221,7 +225,7 @@ def _converted(value: Any) -> Any:
 
 def _fake_exchange() -> Exchange:
     peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
-    return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1))
+    return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1), Int32(0))
 
 
 def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:

@@ -6,23 +6,31 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Arch = Literal["sm_90a", "sm_100a", "sm_103a"]
-InDtype = Literal["bf16", "f16"]
+from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
+from overlap_gemm.kernels.visitors import Operand, Visitor
+
+InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
 OutDtype = Literal["bf16", "f16", "f32"]
-MmaKind = Literal["1cta", "2cta", "pingpong", "cooperative", "swapped"]
 
-DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
 
-SMEM_BYTES = 227 * 1024
-"""Shared memory one CTA may use on sm_90 and sm_100 (CUDA Programming Guide, compute capabilities)."""
+BARRIER_BYTES = 2048
+"""Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
 
-BARRIER_BYTES = 1024
-"""Reserved for mbarriers and the TMEM pointer."""
+MAX_WORLD = 112
+"""Ranks that a workspace and a kernel's table of addresses have room for."""
 
-TILE_K = 64
-"""K extent of one A/B stage: 128 bytes of a 16-bit type, one swizzle row."""
+CONTROL_WORDS = 16
+"""Of 8 bytes, at most: what a kernel has there beside two barriers for each stage and the table of addresses
+(`call.Tally`, turns, TMEM)."""
+
+TILE_K_BYTES = 128
+"""K extent of one A/B stage: one swizzle row."""
+
+PROMOTED_VALUES = 64
+"""Most accumulators a thread has where they are promoted, since it then has three times as many."""
 
 UNIT_BYTES = 4096
 """Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
@@ -30,33 +38,13 @@ UNIT_BYTES = 4096
 TILE_UNITS = 4
 """Least parts of a slot: so many warps finish a small tile together, each with one round of loads."""
 
-MMA_KINDS: dict[str, tuple[MmaKind, ...]] = {
-    "sm_90a": ("pingpong", "cooperative", "swapped"),
-    "sm_100a": ("1cta", "2cta", "swapped"),
-    "sm_103a": ("1cta", "2cta", "swapped"),
-}
-TILES: dict[MmaKind, tuple[tuple[int, int], ...]] = {
-    "1cta": ((128, 64), (128, 128), (128, 256)),
-    "2cta": ((256, 128), (256, 256)),
-    "pingpong": ((64, 128), (64, 256), (128, 128)),
-    "cooperative": ((128, 128), (128, 256)),
-    "swapped": ((16, 64), (32, 64), (64, 64), (128, 64)),
-}
-CLUSTERS: dict[MmaKind, tuple[tuple[int, int], ...]] = {
-    "1cta": ((1, 1), (2, 1), (1, 2), (2, 2)),
-    "2cta": ((2, 1), (2, 2), (4, 1), (4, 2)),
-    "pingpong": ((1, 1), (2, 1), (1, 2)),
-    "cooperative": ((1, 1), (2, 1), (1, 2)),
-    "swapped": ((1, 1),),
-}
-
 K_SPLITS = (1, 2, 4)
 """Into how many parts K may be cut where `may_split`."""
 
 
 def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
     """Whether K may be cut: what the first part collects must leave it stages for its loads."""
-    return mma == "swapped" and tile[0] <= 64
+    return mma == "swap_ab" and tile[0] <= 64
 
 
 @dataclass(frozen=True)
@@ -64,26 +52,29 @@ class GemmConfig:
     """One compiled kernel's choices. Rank, world size and shape are run-time values and not part of it.
 
     Attributes:
-        arch: target, ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
+        arch: name of an architecture in `arch.ARCHS`.
         tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
         cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
         mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
             ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
-            Both: ``"swapped"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
+            Both: ``"swap_ab"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
             A).
         in_dtype: element type of A and B. Accumulation is fp32.
+            Products of 8-bit types may be scaled by visitors.
         out_dtype: element type of the output.
         slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
         a_major: contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
         b_major: contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
-        bias: whether the epilogue adds a bias vector (N elements of ``in_dtype``).
+        epilogue: what is done to sums before they are rounded, in order (`kernels.visitors`).
         ring_stages: shared-memory stages between the epilogue warps and the comm lane.
         inflight: bulk groups the comm lane leaves in flight, less than ``ring_stages``.
         raster_group: tile rows per band of the raster (L2 locality).
+        fast_accum: 8-bit types alone: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
+            bits of them. By default they are promoted to fp32 after each k tile there.
         k_split: CTAs that share a tile, each of which multiplies a part of K (`kernels.split`).
     """
 
-    arch: Arch = "sm_100a"
+    arch: str = "sm_100a"
     tile: tuple[int, int] = (128, 128)
     cluster: tuple[int, int] = (1, 1)
     mma: MmaKind = "1cta"
@@ -92,28 +83,36 @@ class GemmConfig:
     slot_dtype: OutDtype = "bf16"
     a_major: Literal["k", "m"] = "k"
     b_major: Literal["k", "n"] = "k"
-    bias: bool = False
+    epilogue: tuple[Visitor, ...] = ()
     ring_stages: int = 4
     inflight: int = 2
     raster_group: int = 8
     k_split: int = 1
+    fast_accum: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
-        _require_in("arch", self.arch, tuple(MMA_KINDS))
-        _require_in(f"mma on {self.arch}", self.mma, MMA_KINDS[self.arch])
-        _require_in(f"tile for mma={self.mma!r}", self.tile, TILES[self.mma])
-        _require_in(f"cluster for mma={self.mma!r}", self.cluster, CLUSTERS[self.mma])
-        _require_in("in_dtype", self.in_dtype, ("bf16", "f16"))
-        _require_in("out_dtype", self.out_dtype, (self.in_dtype, "f32"))
-        _require_in("slot_dtype", self.slot_dtype, (self.in_dtype, "f32"))
-        _require_in("a_major", self.a_major, ("k", "m"))
-        _require_in("b_major", self.b_major, ("k", "n"))
+        _require_in(f"mma on {self.arch}", self.mma, tuple(self.on.mma))
+        _require_in(f"tile for mma={self.mma!r}", self.tile, self.kind.tiles)
+        _require_in(f"cluster for mma={self.mma!r}", self.cluster, self.kind.clusters)
+        _require_in("in_dtype", self.in_dtype, get_args(InDtype))
+        halves = ("bf16", "f16") if self.has_bytes else (self.in_dtype,)
+        for name in ("out_dtype", "slot_dtype"):
+            wide = halves if self.is_swap_ab else (*halves, "f32")
+            _require_in(f"{name} for mma={self.mma!r}", getattr(self, name), wide)
+        majors = ("k",) if self.has_bytes and self.on.bytes_k_major else ("k", "m", "n")
+        for name, other in (("a_major", "n"), ("b_major", "m")):
+            _require_in(name, getattr(self, name), tuple(major for major in majors if major != other))
+        if self.fast_accum and not self.has_bytes:
+            raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={self.in_dtype!r}")
+        values = self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
+        if self.promotes and values > PROMOTED_VALUES:
+            raise ValueError(
+                f"tile {_x(self.tile)} of mma={self.mma!r} has {values} accumulators a thread; where sums "
+                f"are promoted to fp32 there is room for {PROMOTED_VALUES} (fast_accum=True does not promote)"
+            )
         splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
         _require_in(f"k_split for mma={self.mma!r}, tile={self.tile}", self.k_split, splits)
-        if self.is_swapped:
-            for name in ("out_dtype", "slot_dtype"):
-                _require_in(f"{name} for mma='swapped'", getattr(self, name), (self.in_dtype,))
         if not 0 < self.inflight < self.ring_stages:
             raise ValueError(
                 f"inflight={self.inflight} bulk groups must be at least 1 and fewer than "
@@ -121,6 +120,12 @@ class GemmConfig:
             )
         if self.raster_group < 1:
             raise ValueError(f"raster_group={self.raster_group} must be at least 1")
+        words = 2 * (self.ab_stages + self.ring_stages) + CONTROL_WORDS + MAX_WORLD + 1
+        if 8 * words > BARRIER_BYTES:
+            raise ValueError(
+                f"{self.ring_stages} ring stages and {self.ab_stages} A/B stages have, with addresses and "
+                f"control words, {8 * words} bytes of barriers; there is room for {BARRIER_BYTES}"
+            )
         if self.ab_stages < 2:
             raise ValueError(
                 f"{self.ring_stages} ring stages of {self.stage_bytes} bytes leave room for {self.ab_stages} "
@@ -128,28 +133,68 @@ class GemmConfig:
             )
 
     @property
-    def is_swapped(self) -> bool:
-        """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
-        return self.mma == "swapped"
+    def on(self) -> Arch:
+        """The architecture."""
+        return arch_of(self.arch)
 
     @property
-    def sends_words(self) -> bool:
+    def kind(self) -> Mma:
+        """The kind of MMA, as the architecture has it."""
+        return self.on.mma[self.mma]
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether A and B are of an 8-bit type."""
+        return DTYPE_BYTES[self.in_dtype] == 1
+
+    @property
+    def half_dtype(self) -> str:
+        """A 16-bit type: what 16-bit stages are laid out for."""
+        return "bf16" if self.has_bytes else self.in_dtype
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the MMA's sums are added to fp32 registers after each k tile."""
+        return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
+
+    @property
+    def k_step(self) -> int:
+        """K tiles that the mainloop takes at a time."""
+        return 2 if self.promotes else 1
+
+    @property
+    def tile_k(self) -> int:
+        """K extent of one A/B stage, in elements."""
+        return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def epilogue_operands(self) -> tuple[Operand, ...]:
+        """Those of all visitors, in the order in which the kernel takes them."""
+        return tuple(operand for visitor in self.epilogue for operand in visitor.operands)
+
+    @property
+    def is_swap_ab(self) -> bool:
+        """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
+        return self.kind.swaps
+
+    @property
+    def sends_ll(self) -> bool:
         """Whether tiles are sent as words that are their own flag, unless other ways are asked for.
 
         One warp stores all words of a tile, so of a large one that takes longer than a flag's trip: of 128
         rows 3 to 5 us more than bulk stores on two H200, of 64 and fewer 0 to 3 us less.
         """
-        return self.is_swapped and self.tile[0] <= 64
+        return self.is_swap_ab and self.tile[0] <= 64
 
     @property
     def mma_order(self) -> tuple[int, int]:
         """Which operand is the MMA's first, which the second: 0 for A, 1 for B."""
-        return (1, 0) if self.is_swapped else (0, 1)
+        return (1, 0) if self.is_swap_ab else (0, 1)
 
     @property
     def cta_group(self) -> int:
         """CTAs that share one MMA tile."""
-        return 2 if self.mma == "2cta" else 1
+        return self.kind.cta_group
 
     @property
     def cta_tile(self) -> tuple[int, int]:
@@ -179,32 +224,32 @@ class GemmConfig:
     @property
     def epilogue_groups(self) -> int:
         """Groups of epilogue warps that take turns on the tiles."""
-        return 2 if self.arch == "sm_90a" and self.mma in ("pingpong", "swapped") else 1
+        return self.kind.epilogue_groups
 
     @property
     def epilogue_threads(self) -> int:
         """Threads of one epilogue group: those that share a subtile."""
-        return 256 if self.mma == "cooperative" else 128
+        return self.kind.epilogue_threads
 
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return 384 if self.arch == "sm_90a" else 352
+        return self.on.threads
 
     @property
     def first_receive_warp(self) -> int:
         """The first of the warps that are free for a receive role."""
-        return 2 if self.arch == "sm_90a" else 7
+        return self.on.first_receive_warp
 
     @property
     def receive_warps(self) -> int:
         """How many they are."""
-        return 2 if self.arch == "sm_90a" else 4
+        return self.on.receive_warps
 
     @property
     def epi_tile(self) -> tuple[int, int]:
         """(M, N) of a subtile: what one ring stage holds."""
-        if self.is_swapped:
+        if self.is_swap_ab:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
             return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
@@ -259,13 +304,21 @@ class GemmConfig:
     @property
     def ab_stage_bytes(self) -> int:
         """Bytes of one A/B stage in one CTA (2-CTA: each CTA holds half of B)."""
-        return (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K * DTYPE_BYTES[self.in_dtype]
+        return (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
 
     @property
     def ab_stages(self) -> int:
         """A/B stages that fit beside the ring."""
-        free = SMEM_BYTES - BARRIER_BYTES - self.ring_stages * self.stage_bytes - self.split_bytes
-        return free // self.ab_stage_bytes
+        return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA: all that there is of it."""
+        return self._smem_but_ab + self.ab_stages * self.ab_stage_bytes
+
+    @property
+    def _smem_but_ab(self) -> int:
+        return BARRIER_BYTES + self.ring_stages * self.stage_bytes + self.split_bytes
 
     @property
     def name(self) -> str:
@@ -274,10 +327,11 @@ class GemmConfig:
         parts += [f"o{self.out_dtype}"] if self.out_dtype != self.in_dtype else []
         parts += [f"s{self.slot_dtype}"] if self.slot_dtype != self.in_dtype else []
         parts += [f"a{self.a_major}b{self.b_major}"] if (self.a_major, self.b_major) != ("k", "k") else []
-        parts += ["bias"] if self.bias else []
+        parts += [visitor.name for visitor in self.epilogue]
         parts += (
             [f"r{self.ring_stages}q{self.inflight}"] if (self.ring_stages, self.inflight) != (4, 2) else []
         )
+        parts += ["fast"] if self.fast_accum else []
         parts += [f"k{self.k_split}"] if self.k_split != 1 else []
         parts += [f"g{self.raster_group}"] if self.raster_group != 8 else []
         return "_".join(parts)

@@ -22,7 +22,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.receive import (
     Awaited,
-    Given,
+    ReceiveContext,
     Window,
     await_result,
     copy_unit,
@@ -32,6 +32,29 @@ from overlap_gemm.kernels.receive import (
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+
+
+class CopiedUnit(NamedTuple):
+    """A unit to be copied.
+
+    Attributes:
+        exists: whether it was sent.
+        slot: address of its tile's slot.
+        unit: which of the tile's.
+        at: where the tile lies in the window.
+        window: of the output.
+        source: whose it is.
+        tile: index of the tile in the source's shard.
+    """
+
+    exists: Any
+    slot: Any
+    unit: Any
+    at: CtaTile
+    window: Window
+    source: Any
+    tile: Any
+
 
 SHOTS = 2
 """Bounds in a row that a sum is waited for: its owner may itself wait, for partials, as long as anybody."""
@@ -56,36 +79,41 @@ class TileCopies:
     op: Op
     transport: Transport
 
-    def tiles(self, given: Given) -> Any:
+    def tiles(self, given: ReceiveContext) -> Any:
         """As many of each source that has columns as the first one has."""
         return self._others(given) * Int32(self._slots(given))
 
     @cute.jit
-    def await_tile(self, given: Given, index: Int32) -> None:
+    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
         """The source's tile, if it has that many."""
         if cutlass.const_expr(not self.transport.words):
             source, tile = self._locate(given, index)
             if tile < shard_tiles(self.config, self._list(given, source)):
-                await_result(given.call, self.op, tile, tile, source, self.transport.flag)
+                await_result(given.call, self.op, tile, tile, source)
 
-    @cute.jit
-    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Copies one unit."""
+    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> CopiedUnit:
+        """Where it is, and where it goes."""
         cfg, call, out = self.config, given.call, given.out
         source, tile = self._locate(given, index)
         whole = self._list(given, source)
-        if tile < shard_tiles(cfg, whole):
-            at = CtaTile.numbered(cfg, self.order, whole, tile)
-            first, columns = self._columns(given, source)
-            window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
-            slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
-            if unit_exists(cfg, unit, at, window):
-                awaited = None
-                if cutlass.const_expr(self.transport.words):
-                    awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, tile, call.bound)
-                copy_unit(cfg, call.base + call.buffer + slot, unit, at, window, source, awaited)
+        at = CtaTile.numbered(cfg, self.order, whole, tile)
+        first, columns = self._columns(given, source)
+        window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
+        slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
+        exists = (tile < shard_tiles(cfg, whole)) & unit_exists(cfg, unit, at, window)
+        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
 
-    def _grid(self, given: Given, columns: Any) -> TileGrid:
+    @cute.jit
+    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        """Copies one unit."""
+        if place.exists:
+            awaited = None
+            if cutlass.const_expr(self.transport.words):
+                bound = given.call.bound
+                awaited = Awaited.of(given.call, self.op, Role.RECEIVE_RESULT, place.tile, bound)
+            copy_unit(self.config, place.slot, place.unit, place.at, place.window, place.source, awaited)
+
+    def _grid(self, given: ReceiveContext, columns: Any) -> TileGrid:
         """Cluster tiles of so many columns.
 
         From the output's rows, not the cluster's work: epilogue warps would keep that in registers, which
@@ -94,33 +122,33 @@ class TileCopies:
         tile_m, tile_n = self.config.cluster_tile
         return TileGrid(ceil_div(cute.size(given.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
 
-    def _slots(self, given: Given) -> Any:
+    def _slots(self, given: ReceiveContext) -> Any:
         """Slots of each source: `Work.slots`."""
         grid = self._grid(given, given.call.exchange.shard_rows)
         return grid.rows * grid.cols * self.config.cluster_size
 
-    def _sources(self, given: Given) -> Any:
+    def _sources(self, given: ReceiveContext) -> Any:
         """Ranks that have columns."""
         return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
 
-    def _others(self, given: Given) -> Any:
+    def _others(self, given: ReceiveContext) -> Any:
         """Of these, all but this rank; no two of ``rank + 1, ...`` are the same modulo the sources then."""
         sources = self._sources(given)
         return sources - (given.call.exchange.rank < sources) * 1
 
-    def _locate(self, given: Given, index: Any) -> tuple[Any, Any]:
+    def _locate(self, given: ReceiveContext, index: Any) -> tuple[Any, Any]:
         """(source, its tile) of the part's tile ``index``."""
         others = self._others(given)
         source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
         return source, index // others
 
-    def _columns(self, given: Given, source: Any) -> tuple[Any, Any]:
+    def _columns(self, given: ReceiveContext, source: Any) -> tuple[Any, Any]:
         """(first, number) of the source's columns of the output."""
         chunk = given.call.exchange.shard_rows
         first = source * chunk
         return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
 
-    def _list(self, given: Given, source: Any) -> WorkList:
+    def _list(self, given: ReceiveContext, source: Any) -> WorkList:
         """The source's work list."""
         _, columns = self._columns(given, source)
         return WorkList(self._grid(given, columns), 0, 1)
@@ -142,38 +170,44 @@ class ResultCopies:
     order: Any
     op: Op
 
-    def tiles(self, given: Given) -> Any:
+    def tiles(self, given: ReceiveContext) -> Any:
         """The tiles of every other rank that owns some."""
         return self._others(given) * Int32(given.work.slots)
 
-    def await_tile(self, given: Given, index: Any) -> None:
+    def await_tile(self, given: ReceiveContext, index: Any) -> None:
         """Each unit has its own flag."""
 
-    @cute.jit
-    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Waits for one unit, copies it; of one that does not exist see `Results.every_unit`."""
+    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> CopiedUnit:
+        """Where it is, and where it goes."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
         owner = (rank + 1 + index % others) % work.whole.owners
         at = CtaTile.numbered(cfg, self.order, work.whole, tile)
         window = Window.shard(given.out, work, owner)
-        if cutlass.const_expr(self.results.every_unit):
-            self._await_unit(given, tile, unit, owner)
-        if unit_exists(cfg, unit, at, window):
+        slot = call.base + self.results.slot(call, work, owner, tile)
+        return CopiedUnit(unit_exists(cfg, unit, at, window), slot, unit, at, window, owner, tile)
+
+    @cute.jit
+    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        """Waits for one unit, copies it; of one that does not exist see `Results.every_unit`."""
+        call, results = given.call, self.results
+        if cutlass.const_expr(results.every_unit):
+            self._await_unit(given, place)
+        if place.exists:
             awaited = None
-            if cutlass.const_expr(self.results.transport.words):
-                awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, tile, result_bound(call, SHOTS))
-            elif cutlass.const_expr(not self.results.every_unit):
-                self._await_unit(given, tile, unit, owner)
-            slot = call.base + self.results.slot(call, work, owner, tile)
-            copy_unit(cfg, slot, unit, at, window, owner, awaited)
+            if cutlass.const_expr(results.transport.words):
+                bound = result_bound(call, SHOTS)
+                awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, place.tile, bound)
+            elif cutlass.const_expr(not results.every_unit):
+                self._await_unit(given, place)
+            copy_unit(results.config, place.slot, place.unit, place.at, place.window, place.source, awaited)
 
-    def _await_unit(self, given: Given, tile: Any, unit: Any, owner: Any) -> None:
-        flag, word = self.results.flag(given.work, tile, unit), self.results.transport.flag
-        await_result(given.call, self.op, flag, tile, owner, word, waits=SHOTS)
+    def _await_unit(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        flag = self.results.flag(given.work, place.tile, place.unit)
+        await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
 
-    def _others(self, given: Given) -> Any:
+    def _others(self, given: ReceiveContext) -> Any:
         """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
         whole = given.work.whole
         return whole.owners - (whole.rank < whole.owners) * 1
@@ -202,8 +236,8 @@ class Results:
     would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
     the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
 
-    Result slots lie behind the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
-    type where `StageChunks` has the partials'. Flags lie behind the partial tiles' flags.
+    Result slots lie after the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
+    type where `StageChunks` has the partials'. Flags lie after the partial tiles' flags.
 
     Attributes:
         config: the kernel's configuration.
@@ -239,7 +273,7 @@ class Results:
 
     @cute.jit
     def send(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
-        """One lane stores a chunk, ``chunk`` behind its first, at every peer, the next rank first.
+        """One lane stores a chunk, ``chunk`` after its first, at every peer, the next rank first.
 
         And at last in the own result slot, if somebody may have to be put to.
         """
@@ -258,7 +292,7 @@ class Results:
     def publish(
         self, call: Call, work: Work, tile: Int32, unit: Int32, exists: cutlass.Constexpr = True
     ) -> None:
-        """All lanes, behind their stores: each releases the unit's flag at a peer, if there are flags.
+        """All lanes, after their stores: each releases the unit's flag at a peer, if there are flags.
 
         Of a unit that does not exist nothing is put.
 
@@ -268,6 +302,7 @@ class Results:
         if cutlass.const_expr(self.transport.multicast):
             alias_fence()
         if cutlass.const_expr(not self.transport.words):
+            call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
             cute.arch.sync_warp()
             (peers, rank, world, *_), base = call.exchange, call.base
             unit_bytes = self.config.result_bytes // self.config.units

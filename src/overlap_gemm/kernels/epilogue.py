@@ -1,4 +1,4 @@
-"""The ring's stages, and what is done to complete sums before they are stored: the bias."""
+"""The ring's stages, and how the epilogue's visitors (`kernels.visitors`) are applied to sums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.visitors import Sum
 
 
 class RingStages(NamedTuple):
@@ -30,7 +31,7 @@ class RingStages(NamedTuple):
 
 def stage_layout(config: GemmConfig, dtype: str) -> Any:
     """Swizzled layout of one subtile in a stage, as a TMA descriptor is built with."""
-    make = utils.sm90.make_smem_layout_epi if config.arch == "sm_90a" else utils.sm100.make_smem_layout_epi
+    make = getattr(utils, config.on.ring_swizzle).make_smem_layout_epi
     return cute.select(make(DTYPES[dtype], LayoutEnum.ROW_MAJOR, config.epi_tile, 1), mode=[0, 1])
 
 
@@ -101,51 +102,93 @@ class StageChunks:
 
 
 @dataclass(frozen=True)
-class Bias:
-    """Adds the bias of its column to each complete sum: an epilogue in the two forms in which sums come.
+class Visits:
+    """Applies visitors to fp32 sums, in the two forms in which they come; loads what they read.
 
     Attributes:
         config: the kernel's configuration.
+        of: which sums these are: partial ones, complete ones, or both at once (no other rank adds to them).
     """
 
     config: GemmConfig
+    of: tuple[Sum, ...]
 
-    def on_chunk(self, values: Any, column: Any, bias: Any) -> None:
-        """Adds to fp32 ``values`` of neighbouring columns, the first of which is ``column``, in range."""
-        loaded = _load_run(bias, column, cute.size(values))
-        values.store(values.load() + loaded.load().to(cutlass.Float32).reshape(values.shape))
-
-    def on_fragment(self, fragment: Any, own: Any, column: Any, bias: Any) -> None:
-        """Adds to a thread's fp32 values of a subtile, loading once per run of neighbouring columns.
-
-        Runs past the end read the last columns: their values are clipped by the output's store.
+    def on_chunk(self, values: Any, row: Any, column: Any, extras: Any) -> None:
+        """Visits ``values`` of neighbouring columns of ``row``, the first of which is ``column``, in range.
 
         Args:
-            fragment: the values.
-            own: gives this thread's part of a tensor that is shaped like a subtile.
-            column: the subtile's first column in the output.
-            bias: 16-byte aligned; its size is a multiple of 8.
+            values: fp32, in registers.
+            row: their row, see `visitors.Operand`.
+            column: a multiple of their number.
+            extras: the tensors of `GemmConfig.epilogue_operands`.
         """
-        tile = self.config.epi_tile
-        first = column + own(cute.make_identity_tensor(tile))[0][1]
-        row = own(cute.make_tensor(bias.iterator, cute.make_layout(tile, stride=(0, 1))))
-        offsets = [row.layout(i) for i in range(cute.size(fragment))]
-        columns = sorted(set(offsets))
+        for visitor, tensors in self._visitors(extras):
+            read = []
+            for operand, tensor in zip(visitor.operands, tensors, strict=True):
+                if operand.along == "rows":
+                    read.append(tensor[row].to(cutlass.Float32))
+                else:
+                    loaded = _load_run(tensor, column, cute.size(values)).load()
+                    read.append(loaded.to(cutlass.Float32).reshape(values.shape))
+            values.store(visitor.apply(values.load(), *read))
+
+    def on_fragment(self, fragment: Any, own: Any, row: Any, column: Any, extras: Any) -> None:
+        """Visits a thread's values of a subtile, loading once per run of neighbouring columns.
+
+        Rows and columns past the end read the last ones: their values are clipped when they are stored.
+
+        Args:
+            fragment: the values, fp32.
+            own: gives this thread's part of a tensor that is shaped like a subtile.
+            row: the subtile's first row, see `visitors.Operand`.
+            column: its first column.
+            extras: the tensors of `GemmConfig.epilogue_operands`: 16-byte aligned; the size of one along
+                columns is a multiple of 8.
+        """
+        for visitor, tensors in self._visitors(extras):
+            read = [
+                self._elements(operand, tensor, own, row, column, cute.size(fragment))
+                for operand, tensor in zip(visitor.operands, tensors, strict=True)
+            ]
+            for i, values in enumerate(zip(*read, strict=True) if read else [()] * cute.size(fragment)):
+                fragment[i] = visitor.apply(fragment[i], *values)
+
+    def _visitors(self, extras: Any) -> list[tuple[Any, Any]]:
+        """The visitors of these sums, each with its tensors."""
+        found, first = [], 0
+        for visitor in self.config.epilogue:
+            end = first + len(visitor.operands)
+            if visitor.of in self.of:
+                found.append((visitor, extras[first:end] if extras is not None else ()))
+            first = end
+        return found
+
+    def _elements(self, operand: Any, tensor: Any, own: Any, row: Any, column: Any, size: int) -> list[Any]:
+        """An operand's value, fp32, for each element of a thread's fragment."""
+        along_rows, tile = operand.along == "rows", self.config.epi_tile
+        mode = 0 if along_rows else 1
+        first = (row if along_rows else column) + own(cute.make_identity_tensor(tile))[0][mode]
+        stride = (1, 0) if along_rows else (0, 1)
+        layout = own(cute.make_tensor(tensor.iterator, cute.make_layout(tile, stride=stride))).layout
+        offsets = [layout(i) for i in range(size)]
+        places = sorted(set(offsets))
+        # A size along rows need not be a multiple of anything, so one by one.
         run = next(
-            n for n in (8, 4, 2, 1) if all(c - columns[i - i % n] == i % n for i, c in enumerate(columns))
+            n
+            for n in ((1,) if along_rows else (8, 4, 2, 1))
+            if all(place - places[i - i % n] == i % n for i, place in enumerate(places))
         )
         values: dict[int, Any] = {}
-        for start in columns[::run]:
-            loaded = _load_run(bias, cutlass.min(first + start, cute.size(bias) - run), run)
+        for start in places[::run]:
+            loaded = _load_run(tensor, cutlass.min(first + start, cute.size(tensor) - run), run)
             wide = loaded.load().to(cutlass.Float32)
             values |= {start + i: wide[i] for i in range(run)}
-        for i, offset in enumerate(offsets):
-            fragment[i] = fragment[i] + values[offset]
+        return [values[offset] for offset in offsets]
 
 
-def _load_run(bias: Any, column: Any, run: int) -> Any:
-    """``run`` neighbouring elements of the bias; ``column`` is a multiple of ``run``."""
-    loaded = cute.make_rmem_tensor(run, bias.element_type)
-    source = bias.iterator + cute.assume(column, divby=run)
+def _load_run(vector: Any, first: Any, run: int) -> Any:
+    """``run`` neighbouring elements; ``first`` is a multiple of ``run``."""
+    loaded = cute.make_rmem_tensor(run, vector.element_type)
+    source = vector.iterator + cute.assume(first, divby=run)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(run)), loaded)
     return loaded

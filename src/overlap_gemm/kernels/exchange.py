@@ -13,7 +13,7 @@ class Exchange(NamedTuple):
     Attributes:
         peers: ``Int64[world]``: workspace base address of every rank, as this rank reaches it; own address at
             ``rank``. A peer that loads and stores do not reach has ``-1 - pe`` instead, from its NVSHMEM PE
-            number (transport ``nvshmem``). Behind them, ``peers[world]``, is the address that reaches all of
+            number (transport ``nvshmem``). After them, ``peers[world]``, is the address that reaches all of
             them at once, if the transport wants one (``nvls``).
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
@@ -25,6 +25,8 @@ class Exchange(NamedTuple):
         record: ``Int64``: address of the failure record.
         call_word: ``Int64``: address of this device's "in call" word, a ``uint32`` that is 0 between calls.
         call: ``Int32``: this launch's number, not 0; no two launches that could overlap have the same.
+        signature: ``Int32``: what the ranks' calls must have in common, all bits of it; compared by
+            `kernels.call.await_entry`.
     """
 
     peers: cute.Tensor
@@ -37,7 +39,8 @@ class Exchange(NamedTuple):
     record: Int64
     call_word: Int64
     call: Int32
+    signature: Int32
 
-    def numbered(self, call: int) -> Exchange:
-        """The same for the launch of this number; in half the host time of `_replace`."""
-        return Exchange(*self[:-1], call)
+    def of_call(self, call: int, signature: int) -> Exchange:
+        """The same for the launch of this number and signature; in half the host time of `_replace`."""
+        return Exchange(*self[:-2], call, signature)

@@ -10,6 +10,7 @@ from cutlass import cute
 
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.surface import Order, Output, Transport
@@ -60,9 +61,10 @@ class TileExchange(ABC):
         """See `surface.KernelOp`."""
 
     @final
-    def begin(self, exchange: Exchange) -> Call:
+    def begin(self, exchange: Exchange, smem: Any) -> Call:
         """Reads the epoch."""
-        return Call.begin(exchange)
+        # Where data is its own flag nobody acquires, and the table stays in the L1 cache.
+        return Call.begin(exchange, smem=None if self.transport.words else smem)
 
     @abstractmethod
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
@@ -78,7 +80,11 @@ class TileExchange(ABC):
 class PartialExchange(TileExchange):
     """An op whose tiles are partial sums, which the receive role adds up and stores."""
 
-    epilogue = ()  # an accumulator is no complete sum
+    @property
+    @final
+    def visits(self) -> Visits:
+        """An accumulator is no complete sum."""
+        return Visits(self.config, ("partial",))
 
     @final
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from overlap_gemm.kernels.call import Tally
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.config import CONTROL_WORDS, GemmConfig
 from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
@@ -41,13 +41,18 @@ class FusedGemm:
         """The kernel's configuration."""
         return self.mainloop.config
 
+    @property
+    def name(self) -> str:
+        """Of the entry: the op and the configuration."""
+        return f"overlap_gemm_{type(self.op).__name__}_{self.config.name}"
+
     @cute.jit
     def __call__(
         self,
         a: cute.Tensor,
         b: cute.Tensor,
         out: cute.Tensor,
-        bias: cute.Tensor | None,
+        extras: tuple[cute.Tensor, ...] | None,
         exchange: Any,
         num_clusters: Int32,
         stream: CUstream,
@@ -56,7 +61,7 @@ class FusedGemm:
         cfg = self.config
         ops = self.mainloop.operands(a, b)
         more = self.op.more_sources(self.mainloop, exchange)
-        self.kernel(ops, more, self.op.output(out, exchange), out, bias, exchange).launch(
+        self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
             block=(cfg.threads, 1, 1),
             cluster=(*cfg.cluster, cfg.k_split),
@@ -72,7 +77,7 @@ class FusedGemm:
         more: Any,
         output: Any,
         out: cute.Tensor,
-        bias: Any,
+        extras: Any,
         exchange: Any,
     ) -> None:
         """Sets up shared memory and pipelines, then gives each warp its role."""
@@ -83,10 +88,12 @@ class FusedGemm:
             cpasync.prefetch_descriptor(ops.tma_b)
         rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
         work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
-        call = op.begin(exchange)
-
         smem = memory.SmemAllocator()
-        barriers = smem.allocate_array(Int64, mainloop.num_barriers + 2 * cfg.ring_stages, byte_alignment=8)
+        call = op.begin(exchange, smem)
+        # All that is no stage, in the first `BARRIER_BYTES`: what came after the stages would find no room.
+        words = mainloop.num_barriers + 2 * cfg.ring_stages
+        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + CONTROL_WORDS
+        barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
         res = mainloop.setup(ops, barriers + 2 * cfg.ring_stages, smem)
         ring = EpilogueRing.create(
             num_stages=cfg.ring_stages,
@@ -99,7 +106,7 @@ class FusedGemm:
         receive: Any = op.receive
         tally, counted = None, receive is not None or op.gate is not None
         if cutlass.const_expr(counted):
-            tally = Tally.allocate(smem)
+            tally = Tally.at(barriers + words)
             if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
                 tally.clear()
         # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
@@ -129,14 +136,14 @@ class FusedGemm:
                     op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(receive is not None):  # noqa: SIM102
                 if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
-                    receive(call, work, tally, out, bias)
+                    receive(call, work, tally, out, extras)
                     op.end(call, tally, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, bias, group)
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group)
             if cutlass.const_expr(receive is not None and receive.with_epilogue):
-                receive(call, work, tally, out, bias)
+                receive(call, work, tally, out, extras)
                 op.end(call, tally, self._ending_warps)
         if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
             cute.arch.sync_warp()
@@ -145,7 +152,7 @@ class FusedGemm:
 
     @property
     def _ending_warps(self) -> int:
-        """Warps of a CTA that touch the workspace: comm, load behind a gate, receive and who joins it."""
+        """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
         receive = self.op.receive
         warps = 1 + (self.op.gate is not None)
         if receive is not None:

@@ -2,16 +2,18 @@
 
 A rank's shard comes by copy engines (:mod:`overlap_gemm.backends.copies`); the product of each shard is a
 kernel that knows nothing of it. So a launch of this one, a single warp, stands in front of each product, and
-one behind them all. The driver's own way, ``cuStreamWaitValue32``, has no bound, and its value is fixed when
+one after them all. The driver's own way, ``cuStreamWaitValue32``, has no bound, and its value is fixed when
 a graph is captured, while an epoch is not.
 
 Protocol, in the gather buffer of :mod:`overlap_gemm.kernels.all_gather`, among whose calls it may stand:
 
-    waits on    ``source >= 0``: the flag of that rank's shard (acquire, system scope, bounded)
-    produces    nothing; what is launched behind it on the stream may read the shard, by any proxy, since a
+    waits on    ``source >= 0``: that rank's entry into the call, and the flag of its shard (acquire, system
+                scope, bounded)
+    produces    nothing; what is launched after it on the stream may read the shard, by any proxy, since a
                 kernel's end comes before all that the next one does
-    signals     `geometry.END`, behind all reads of the call: tells every peer that this rank *has read*, and
-                waits until each of them has
+    signals     at the call's first launch, and at its last: tells every peer that this rank has entered it.
+                `geometry.END`, after all reads of the call: tells every peer that this rank *has read*, and
+                waits until each of them has entered and read
     freed by    that last launch, which ends the call: `kernels.call.finish`
 """
 
@@ -23,15 +25,23 @@ from typing import Any
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, cute
 
-from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.kernels.call import Call, announce, await_peers, enter, finish
+from overlap_gemm.device.failure import Op
+from overlap_gemm.kernels.call import (
+    Call,
+    announce_read,
+    await_entry,
+    await_peers,
+    await_readers,
+    begin_warp,
+    finish,
+)
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.gathering import await_piece
 
 
 @dataclass(frozen=True)
 class GateKernel:
-    """One warp, launched in front of each shard's product and behind the last.
+    """One warp, launched in front of each shard's product and after the last.
 
     Attributes:
         transport: raises flags at peers.
@@ -40,22 +50,25 @@ class GateKernel:
     transport: Any
 
     @cute.jit
-    def __call__(self, source: Int32, exchange: Exchange, stream: CUstream) -> None:
-        """Launches the kernel: waits for the shard of ``source``, or ends the call (`geometry.END`)."""
-        self.kernel(source, exchange).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+    def __call__(self, source: Int32, is_first: Int32, exchange: Exchange, stream: CUstream) -> None:
+        """Launches the kernel: waits for the shard of ``source``, or ends the call (`geometry.END`).
+
+        ``is_first``: whether nothing of the call has been launched before it.
+        """
+        self.kernel(source, is_first, exchange).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, source: Int32, exchange: Exchange) -> None:
+    def kernel(self, source: Int32, is_first: Int32, exchange: Exchange) -> None:
         """See the module."""
         call = Call.begin(exchange)
-        if cute.arch.lane_idx() == 0:
-            enter(call, Op.ALL_GATHER_GEMM)
-        cute.arch.sync_warp()
+        begin_warp(call, Op.ALL_GATHER_GEMM, self.transport, is_first != 0 or source < 0)
         if source >= 0:
             if cute.arch.lane_idx() == 0:
-                await_piece(call, source, 0, self.transport)
+                await_entry(call, Op.ALL_GATHER_GEMM, source)
+                await_piece(call, source, 0)
         else:
-            announce(call, self.transport)
-            await_peers(call, Op.ALL_GATHER_GEMM, Role.CALL_READ, self.transport.flag)
+            announce_read(call, self.transport)
+            await_peers(call, Op.ALL_GATHER_GEMM)
+            await_readers(call, Op.ALL_GATHER_GEMM)
             cute.arch.sync_warp()
             finish(call)

@@ -14,11 +14,12 @@ from cutlass import Int32, Int64, Uint32, cute
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
-from overlap_gemm.kernels.call import Call, announce, count_grid
+from overlap_gemm.kernels.call import Call, announce_read, await_entry, count_grid
 from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import (
     READERS_OFFSET,
+    SENDER_BYTES,
     SENDERS_OFFSET,
     shard_piece,
 )
@@ -69,7 +70,7 @@ class GatherCall(NamedTuple):
         return self.call.base + self.call.exchange.slots_offset
 
     def shard(self, source: Any) -> tuple[Any, Any]:
-        """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 behind the last owner."""
+        """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
         given, rows = self.given, self.call.exchange.shard_rows
         first = Int32(source) * rows
         held = cutlass.min(given.rows - first, rows)
@@ -83,22 +84,27 @@ class GatherCall(NamedTuple):
 
 @cute.jit
 def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -> None:
-    """All lanes: waits until the shard of ``source`` has arrived: its flag, or those of its pieces."""
+    """All lanes: waits until the shard of ``source`` has arrived: its flag, or those of its pieces.
+
+    And that it is of this call: copy engines send whatever this rank is in.
+    """
+    if cute.arch.lane_idx() == 0:
+        await_entry(call.call, Op.ALL_GATHER_GEMM, source)
     if cutlass.const_expr(transport.puts):
         full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
         pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
         for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
-            await_piece(call.call, source, piece, transport)
+            await_piece(call.call, source, piece)
     elif cute.arch.lane_idx() == 0:
-        await_piece(call.call, source, 0, transport)
+        await_piece(call.call, source, 0)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def await_piece(call: Call, source: Int32, piece: Any, transport: cutlass.Constexpr) -> None:
+def await_piece(call: Call, source: Int32, piece: Any) -> None:
     """One lane: waits for the flag of a piece of a shard of ``source``; of a whole one, 0."""
     site = call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
-    wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site, transport.flag)
+    wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
@@ -110,11 +116,11 @@ def readers(config: GemmConfig, keep: bool) -> int:
 def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
     """One warp's last word on the gather buffer; the grid's last of ``warps`` per CTA tells the peers.
 
-    All lanes. Every shard has a tile, whose CTA waited for it: so behind the last word nothing is under way
+    All lanes. Every shard has a tile, whose CTA waited for it: so after the last word nothing is under way
     to this rank any more.
     """
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
-        announce(call.call, transport)
+        announce_read(call.call, transport)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class ShardRole:
     with_epilogue = False
 
     @cute.jit
-    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, bias: Any) -> None:
+    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Any) -> None:
         """One warp's part."""
         warps = self.config.receive_warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
@@ -151,20 +157,24 @@ class ShardRole:
 
     @cute.jit
     def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
-        """Stores this warp's units of the own shard in every peer's buffer; the last sender raises flags."""
-        exchange = call.call.exchange
-        offset, nbytes = call.shard(exchange.rank)
-        for i in cutlass.range(1, exchange.world, unroll=1):
-            peer = (exchange.rank + exchange.world - i) % exchange.world
-            target = exchange.peers[peer] + exchange.slots_offset + offset
-            copy_units(target, call.given.own, nbytes, first, stride)
-        is_last = count_grid(call.call, SENDERS_OFFSET, self.config.receive_warps)
-        if is_last != 0:  # noqa: SIM102
-            if exchange.rank < call.owners:
-                flag = call.call.flag(Int64(0), 0, exchange.rank)
-                for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, LANES, unroll=1):
-                    if peer != exchange.rank:
-                        self.transport.signal(exchange.peers, exchange.rank, peer, flag, call.call.epoch)
+        """Stores this warp's units of the own shard in one peer's buffer after the other.
+
+        The last to have sent to a peer raises the flag there: the first peer has its shard when a part of the
+        sending is done that no other peer waits for.
+        """
+        exchange, epoch = call.call.exchange, call.call.epoch
+        (peers, rank, world, *_), warps = exchange, self.config.receive_warps
+        offset, nbytes = call.shard(rank)
+        if rank < call.owners:
+            flag = call.call.flag(Int64(0), 0, rank)
+            for i in cutlass.range(1, world, unroll=1):
+                peer = (rank + world - i) % world
+                copy_units(
+                    peers[peer] + exchange.slots_offset + offset, call.given.own, nbytes, first, stride
+                )
+                if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
+                    if cute.arch.lane_idx() == 0:
+                        self.transport.signal(peers, rank, peer, flag, epoch)
 
     @cute.jit
     def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
@@ -199,7 +209,7 @@ def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride
         start = Int64(unit) * UNIT_BYTES + cute.arch.lane_idx() * CHUNK_BYTES
         for c in cutlass.range_constexpr(chunks):
             at = start + c * LANES * CHUNK_BYTES
-            # Behind the end the first chunk is loaded again, and not stored.
+            # After the end the first chunk is loaded again, and not stored.
             safe = cutlass.select_(at < nbytes, at, Int64(0))
             cute.autovec_copy(_chunk(source + safe), loaded[(None, c)])
         for c in cutlass.range_constexpr(chunks):

@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Bias, stage_layout
+from overlap_gemm.kernels.epilogue import Visits, stage_layout
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
@@ -39,9 +39,9 @@ class PlainGemm:
         return LinearOrder(self.config.raster_group)
 
     @property
-    def epilogue(self) -> tuple[Bias, ...]:
+    def visits(self) -> Visits:
         """An accumulator is a complete sum."""
-        return (Bias(self.config),) if self.config.bias else ()
+        return Visits(self.config, ("partial", "complete"))
 
     def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
         """One rank computes everything."""
@@ -54,7 +54,7 @@ class PlainGemm:
         """By TMA, from the ring's stages."""
         return output_store(self.config, self.stage_dtype, out)
 
-    def begin(self, exchange: Any) -> None:
+    def begin(self, exchange: Any, smem: Any) -> None:
         """There is no call to share."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
@@ -93,7 +93,7 @@ class OutputSender:
         """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
         store_subtile(self.op.config, self.output.tma, self.output.tensor, self.stages, place, subtile, stage)
 
-    def publish(self, tile: Any) -> None:
+    def publish(self, tile: Any, place: CtaTile) -> None:
         """Nobody waits for the output but the kernel's end."""
 
 

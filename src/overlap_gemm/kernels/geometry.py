@@ -4,9 +4,9 @@ One statement of the layout for the kernel, the host and the tests. All offsets 
 base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
 
     0                 control words (local to the rank)
-    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and behind them as many again, of this rank's own
+    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and after them as many again, of this rank's own
                       staged tiles (transport ``staged``)
-    slots_offset      slot buffer of even epochs: ``[source][tile]``, with room for own ones, and behind them
+    slots_offset      slot buffer of even epochs: ``[source][tile]``, with room for own ones, and after them
                       (two-shot all-reduce) ``[owner][summed tile]``
     + buffer_bytes    slot buffer of odd epochs
     + 2, 3 x          staging buffers, even and odd, if some peer has no address: ``[owner][tile]``
@@ -21,65 +21,60 @@ rank's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from overlap_gemm.kernels.config import MAX_WORLD as MAX_WORLD
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
+from overlap_gemm.spec import PATTERNS, PatternSpec
 
-CONTROL_BYTES = 1024
-"""Control words and the ``entered`` words, rounded up; see the offsets below."""
+CONTROL_BYTES = 4096
+"""Control words and what peers tell a rank of whole calls, rounded up; see the offsets below."""
 
 EPOCH_OFFSET = 0
-"""``uint32``: the last finished call's epoch. Zero-initialised; every call adds one."""
+"""``uint64``: the last finished call's epoch. Zero-initialised; every call adds one."""
 
-TICKET_OFFSET = 4
+RELAY_EPOCH_OFFSET = 8
+"""``uint64``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
+
+COMING_OFFSET = 16
+"""``uint64``: the coming call's epoch, one above the last finished one's, so 1 at birth: what a copy engine
+copies as the flag after a shard, since it can add nothing itself."""
+
+TICKET_OFFSET = 24
 """``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
 
-CLAIM_OFFSET = 8
+CLAIM_OFFSET = 28
 """``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
 
-RELAY_EPOCH_OFFSET = 16
-"""``uint32``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
-
-COMING_OFFSET = 20
-"""``uint32``: the coming call's epoch, one above the last finished one's, so 1 at birth: what a copy engine
-copies as the flag behind a shard, since it can add nothing itself."""
-
-READERS_OFFSET = 24
+READERS_OFFSET = 32
 """``uint32``: the running call's warps that read the gather buffer no more; the last one resets it."""
 
-SENDERS_OFFSET = 28
-"""``uint32``: the running call's warps that have sent their part of the own shard; the last one resets it."""
-
-ENTERED_OFFSET = 128
-"""``uint64[MAX_WORLD]``: the epoch that each peer has entered."""
 
 FLAG_BYTES = 8
-"""A flag is an epoch in the low 32 bits of a 64-bit word, the only width of an NVSHMEM signal."""
+"""A flag is 64 bits, the only width of an NVSHMEM signal: an epoch, see :mod:`overlap_gemm.device.flags`."""
 
-MAX_WORLD = (CONTROL_BYTES - ENTERED_OFFSET) // FLAG_BYTES
-"""Ranks one workspace can serve."""
+ENTERED_OFFSET = 128
+"""``uint64[2][MAX_WORLD]``, by the epoch's parity: the call that each peer has entered: the low half of its
+epoch, and above it the call's signature (`kernels.call.Call.identity`)."""
+
+READ_OFFSET = ENTERED_OFFSET + 2 * MAX_WORLD * FLAG_BYTES
+"""``uint64[MAX_WORLD]``: flags: the call in which each peer has read all that it was sent to gather."""
+
+SENDERS_OFFSET = READ_OFFSET + MAX_WORLD * FLAG_BYTES
+"""``uint32[MAX_WORLD]``: the running call's warps that have sent their part of the own shard to each peer;
+the last one resets it."""
+
+SENDER_BYTES = 4
+"""Of a counter of senders."""
 
 FLAG_ALIGN = 1024
 """Slots begin at a multiple of this many bytes."""
 
 SLOT_BUFFERS = 2
 STAGING_BUFFERS = 2
-"""Equal buffers behind the flags: slots always, staging where some peer is beyond reach."""
+"""Equal buffers after the flags: slots always, staging where some peer is beyond reach."""
 
-
-Pattern = Literal["reduce_scatter", "one_shot", "two_shot", "output_gather"]
-"""Who sends what to whom:
-
-``"reduce_scatter"``
-    each partial tile to the owner of its rows, who sums (`reduce_scatter`).
-``"one_shot"``
-    each partial tile to every rank, all of whom sum (`all_reduce`).
-``"two_shot"``
-    each partial tile to the owner of its columns, who sums and sends the sum to every rank (`all_reduce`).
-``"output_gather"``
-    each finished tile to every rank (`output_gather`).
-"""
 
 OWNED = 64
 """Columns of a two-shot's shards come in multiples of this: the narrowest tile, which then has one owner."""
@@ -94,27 +89,31 @@ class ExchangeShape:
         cols: N of the product over all ranks.
         world: ranks.
         shard: rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
-        pattern: who sends what to whom.
+        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
     """
 
     rows: int
     cols: int
     world: int
     shard: int
-    pattern: Pattern = "reduce_scatter"
+    pattern: str = "reduce_scatter"
 
     @classmethod
-    def even(cls, rows: int, cols: int, world: int, pattern: Pattern = "reduce_scatter") -> ExchangeShape:
-        """Rows (or columns) cut as ``torch.chunk`` does; a two-shot's columns in multiples of `OWNED`."""
-        if pattern == "two_shot":
-            return cls(rows, cols, world, ceil_div(shard_rows(cols, world), OWNED) * OWNED, pattern)
-        cut = cols if pattern == "output_gather" else rows
-        return cls(rows, cols, world, shard_rows(cut, world), pattern)
+    def even(cls, rows: int, cols: int, world: int, pattern: str = "reduce_scatter") -> ExchangeShape:
+        """Rows (or columns) cut as ``torch.chunk`` does; where sums return in multiples of `OWNED`."""
+        spec = PATTERNS[pattern]
+        shard, unit = shard_rows(cols if spec.cut == "columns" else rows, world), OWNED if spec.returns else 1
+        return cls(rows, cols, world, ceil_div(shard, unit) * unit, pattern)
+
+    @property
+    def spec(self) -> PatternSpec:
+        """The pattern."""
+        return PATTERNS[self.pattern]
 
     @property
     def is_by_columns(self) -> bool:
         """Whether shards are cut along the columns."""
-        return self.pattern in ("two_shot", "output_gather")
+        return self.spec.cut == "columns"
 
     @property
     def owners(self) -> int:
@@ -126,7 +125,7 @@ class ExchangeShape:
         """(rows, columns) of what each source has slots for in a buffer."""
         if self.is_by_columns:
             return self.rows, self.shard
-        return (self.rows if self.pattern == "one_shot" else self.shard), self.cols
+        return (self.shard if self.spec.cut else self.rows), self.cols
 
     def grid(self, config: GemmConfig) -> TileGrid:
         """Cluster tiles of a block."""
@@ -140,21 +139,18 @@ class ExchangeShape:
 
     def num_flags(self, config: GemmConfig) -> int:
         """Arrival flags of a rank: one per (tile, source), and two-shot one per (unit of a sum, owner)."""
-        units = config.units if self.pattern == "two_shot" else 0
+        units = config.units if self.spec.returns else 0
         return self.cta_tiles(config) * (1 + units) * self.world
 
     def buffer_bytes(self, config: GemmConfig) -> int:
         """Bytes of one slot buffer: a slot per (source, tile), and two-shot one per (owner, summed tile)."""
-        result = config.result_bytes if self.pattern == "two_shot" else 0
+        result = config.result_bytes if self.spec.returns else 0
         return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
 
     def num_clusters(self, config: GemmConfig) -> int:
         """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
         grid = self.grid(config)
-        blocks = 1
-        if self.pattern != "one_shot":
-            blocks = self.owners
-        return blocks * grid.rows * grid.cols
+        return (self.owners if self.spec.cut else 1) * grid.rows * grid.cols
 
 
 def slots_offset(max_flags: int) -> int:
@@ -192,7 +188,7 @@ class Puts(NamedTuple):
         source_pitch: from there to that of rank 1, and so on; 0: all ranks get the same.
         target: where the first piece goes to.
         staged: from the workspace's base: the own flag that the first piece for rank 0 is complete, those of
-            the next pieces one per rank behind; 0: all are complete when the relay starts.
+            the next pieces one per rank after; 0: all are complete when the relay starts.
         staged_pitch: as ``source_pitch``.
         flag: number of the first piece's arrival flag, as `kernels.call.Call.flag` counts.
     """
@@ -220,15 +216,15 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
     """
     tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
     own = rank * tiles * tile
-    if shape.pattern in ("one_shot", "output_gather"):  # from the own slots
-        if shape.pattern == "output_gather":
+    if shape.spec.to_all:  # from the own slots
+        if shape.is_by_columns:
             columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
             tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
         return [Puts(tiles * tile, tile, world, own, 0, own, CONTROL_BYTES + FLAG_BYTES * rank)]
     owners, staging = shape.owners, SLOT_BUFFERS * buffer
     staged = staged_flags_offset(slots)
     partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, own, staged, FLAG_BYTES)
-    if shape.pattern != "two_shot":
+    if not shape.spec.returns:
         return [partials]
     result = config.result_bytes
     sums = (world * tile + rank * result) * tiles

@@ -7,11 +7,12 @@ happens to wait for both), some only in speed (spills, serialised wgmma). Both a
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,29 +34,43 @@ class PtxasReport:
     warnings: tuple[str, ...]
 
 
-def find_ptxas() -> str | None:
-    """Path of ``ptxas``, or None if it is not installed."""
-    return shutil.which("ptxas")
+@dataclass(frozen=True)
+class Inspected:
+    """A compiled kernel's text, and what its assembler said.
+
+    Attributes:
+        ptx: the module.
+        report: of the assembler in the installed DSL, which makes the code that runs: CUDA 12's in its
+            default flavour, CUDA 13's with its extra ``cu13``. No other ptxas is asked.
+    """
+
+    ptx: str
+    report: PtxasReport
 
 
-def run_ptxas(ptx: str, arch: str) -> PtxasReport:
-    """Assembles ``ptx`` for ``arch`` and reads the report.
+def inspect(build: Callable[[str], Any], options: str = "") -> Inspected:
+    """Compiles a kernel and keeps what is to be looked at.
+
+    Args:
+        build: compiles it, given options of ``cute.compile``.
+        options: further ones.
 
     Raises:
-        FileNotFoundError: if ptxas is not on PATH.
-        RuntimeError: if ptxas rejects the module; carries its message.
+        RuntimeError: the DSL gave no report of its assembler.
     """
-    ptxas = find_ptxas()
-    if ptxas is None:
-        raise FileNotFoundError("ptxas is not on PATH; it comes with the CUDA toolkit")
+    # The DSL names its files without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [ptxas, "-v", f"-arch={arch}", str(source), "-o", str(source.with_suffix(".cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    text = done.stdout + done.stderr
-    if done.returncode != 0:
-        raise RuntimeError(f"ptxas failed for {arch}: {text}")
+        remarks = Path(folder) / "remarks.yaml"
+        asked = f"--keep-ptx --dump-dir={folder} --remark-filter ptxas --remark-output {remarks}"
+        ptx = build(f"{asked} {options}".strip()).__ptx__
+        text = remarks.read_text() if remarks.exists() else ""
+    if "registers" not in text:
+        raise RuntimeError(f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} gave no report of its ptxas")
+    return Inspected(ptx, report_of(text))
+
+
+def report_of(text: str) -> PtxasReport:
+    """Reads what ``ptxas -v`` wrote; the largest of each figure."""
 
     def largest(pattern: str) -> int:
         return max((int(n) for n in re.findall(pattern, text)), default=0)
@@ -86,7 +101,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
     """
     findings: list[str] = []
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
-    unwaited = False  # a bulk group committed in the text and no full wait behind it
+    unwaited = False  # a bulk group committed in the text and no full wait after it
     for number, line in enumerate(lines, 1):
         release = re.search(r"\b(?:(?:st|red)\.release|fence\.acq_rel)\.(\w+)", line)
         if line.startswith("cp.async.bulk.commit_group"):
@@ -99,7 +114,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
             if release[1] != "sys":
                 findings.append(f"line {number}: released at .{release[1]} scope; a peer needs .sys")
             if unwaited:
-                findings.append(f"line {number}: released behind a bulk store without a full wait_group")
+                findings.append(f"line {number}: released after a bulk store without a full wait_group")
     comm = [i for i, line in enumerate(lines) if re.match(r"cp\.async\.bulk\.(commit|wait)_group", line)]
     if comm and any("elect.sync" in line for line in lines[comm[0] : comm[-1]]):
         findings.append("elect.sync inside the comm lane's branch: it would wait for lanes that never come")

@@ -8,7 +8,6 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from overlap_gemm.kernels.config import TILE_K
 from overlap_gemm.kernels.operands import Operands
 
 
@@ -45,12 +44,12 @@ class OperandLoads(NamedTuple):
         return OperandLoads(atom, source, stages, mask)
 
 
-def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int]) -> tuple[Any, Any]:
+def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int) -> tuple[Any, Any]:
     """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
     (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)
     return (
-        cute.local_tile(cute.domain_offset(a, ops.a), (tile_m, TILE_K), (0, None)),
-        cute.local_tile(cute.domain_offset(b, ops.b), (tile_n, TILE_K), (0, None)),
+        cute.local_tile(cute.domain_offset(a, ops.a), (tile_m, tile_k), (0, None)),
+        cute.local_tile(cute.domain_offset(b, ops.b), (tile_n, tile_k), (0, None)),
     )
 
 
@@ -63,10 +62,10 @@ def load_k_tiles(
     first: Int32,
     number: Int32,
 ) -> pipeline.PipelineState:
-    """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros behind K's end.
+    """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros after K's end.
 
     Returns:
-        The state behind the last.
+        The state after the last.
     """
     for k in cutlass.range(first, first + number, unroll=1):
         ab.producer_acquire(state)

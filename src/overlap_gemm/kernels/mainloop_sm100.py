@@ -30,7 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
@@ -68,7 +68,7 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class MainloopSm100:
-    """tcgen05 mainloop: the tiles of `config.TILES`.
+    """tcgen05 mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
         config: the kernel's configuration; ``config.mma`` is one of sm_100's.
@@ -118,7 +118,7 @@ class MainloopSm100:
             op(self.config.cluster, mma.thr_id),
             tensor,
             cute.slice_(self._smem_layouts(mma)[operand], (None, None, None, 0)),
-            (*self._mma_tile, TILE_K),
+            (*self._mma_tile, self.config.tile_k),
             mma,
             self._cluster_layout(mma).shape,
         )
@@ -188,7 +188,7 @@ class MainloopSm100:
         v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
         part = ops.mma.get_slice(v)
         mask_a, mask_b = self._multicast_masks(cluster)
-        gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile)
+        gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile, cfg.tile_k)
         columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
         roles, (of_a, of_b) = (part.partition_A, part.partition_B), cfg.mma_order
         a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, roles[of_a](gA), mask_a)
@@ -331,11 +331,11 @@ class MainloopSm100:
     @property
     def _accumulated_major(self) -> LayoutEnum:
         """How a subtile, row major, looks with the modes of the accumulator."""
-        return LayoutEnum.COL_MAJOR if self.config.is_swapped else LayoutEnum.ROW_MAJOR
+        return LayoutEnum.COL_MAJOR if self.config.is_swap_ab else LayoutEnum.ROW_MAJOR
 
     @property
     def _place_in_cluster(self) -> Any:
-        """This CTA's among those that have tiles of their own: the parts of K lie behind each other."""
+        """This CTA's among those that have tiles of their own: the parts of K lie one after the other."""
         place = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return place % self.config.cluster_size if self.config.k_split > 1 else place
 
@@ -346,7 +346,7 @@ class MainloopSm100:
 
     def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
         """Of A and of B."""
-        tiler, dtype = (*self._mma_tile, TILE_K), DTYPES[self.config.in_dtype]
+        tiler, dtype = (*self._mma_tile, self.config.tile_k), DTYPES[self.config.in_dtype]
         stages = self.config.ab_stages
         layouts = (
             utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
@@ -383,7 +383,7 @@ class MainloopSm100:
         epi_tile = cfg.epi_tile[first], cfg.epi_tile[second]
         subtiles = cute.flat_divide(acc, epi_tile)  # (epi_m, epi_n, rows, columns, stage)
         atom = utils.sm100.get_tmem_load_op(
-            self._mma_tile, self._accumulated_major, DTYPES[cfg.in_dtype], cutlass.Float32, epi_tile, False
+            self._mma_tile, self._accumulated_major, DTYPES[cfg.half_dtype], cutlass.Float32, epi_tile, False
         )
         copy = tcgen05.make_tmem_copy(atom, subtiles[(None, None, 0, 0, 0)])
         thread, _, _ = cute.arch.thread_idx()

@@ -12,6 +12,9 @@ are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be
 fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
 accumulator is the tile's transpose; that is undone on the way into the stage.
 
+8-bit operands: wgmma keeps 14 bits of what it adds, so by default the sum of each k tile (128 elements of K,
+4 instructions) is added to fp32 registers, while the tensor cores are at the next one: three sets of them.
+
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
 | pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
@@ -33,7 +36,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
@@ -45,6 +48,7 @@ FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
 PRODUCER_REGISTERS = 96  # what the receive role needs to keep its loads in flight without spilling
 CONSUMER_REGISTERS = 200
+PROMOTING_REGISTERS = (72, 216)  # where consumers hold three sums (two-shot: 136 bytes spill)
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
@@ -69,7 +73,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class MainloopSm90:
-    """wgmma mainloop: the tiles of `config.TILES`.
+    """wgmma mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
         config: the kernel's configuration; ``config.mma`` is one of sm_90's.
@@ -117,7 +121,11 @@ class MainloopSm90:
     def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp
         return cpasync.make_tiled_tma_atom(
-            op(), tensor, cute.slice_(layout, (None, None, 0)), (rows, TILE_K), num_multicast=multicast
+            op(),
+            tensor,
+            cute.slice_(layout, (None, None, 0)),
+            (rows, self.config.tile_k),
+            num_multicast=multicast,
         )
 
     # -- kernel prologue
@@ -167,12 +175,15 @@ class MainloopSm90:
 
         Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
         """
-        if self.config.is_swapped:
+        if self.config.is_swap_ab:
             return
+        producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
+        if self.config.promotes:
+            producer, consumer = PROMOTING_REGISTERS
         if is_epilogue:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(consumer)
         else:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(producer)
 
     # -- load role
 
@@ -191,7 +202,7 @@ class MainloopSm90:
         m, n, _ = coord
         mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
         mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
-        gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile)
+        gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile, cfg.tile_k)
         a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
         b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
         number = split.num_k_tiles(self.config, ops.a)
@@ -238,31 +249,54 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        ab.consumer_wait(read)
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for block in cutlass.range_constexpr(num_blocks):
-            at = (None, None, block, read.index)
-            cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        read.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
+        if cutlass.const_expr(cfg.promotes):
+            # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
+            # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
+            acc.fill(0.0)
+            even, odd = (cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(2))
+            for _ in cutlass.range(k_tiles // 2, unroll=1):
+                for under_way in (even, odd):
+                    ab.consumer_wait(read)
+                    warpgroup.fence()
+                    mma.set(warpgroup.Field.ACCUMULATE, False)
+                    for block in cutlass.range_constexpr(num_blocks):
+                        at = (None, None, block, read.index)
+                        cute.gemm(mma, under_way, tCrA[at], tCrB[at], under_way)
+                        mma.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    read.advance()
+                for left, done in ((1, even), (0, odd)):
+                    warpgroup.wait_group(left)
+                    ab.consumer_release(freed)
+                    freed.advance()
+                    acc.store(acc.load() + done.load())
+        else:
             ab.consumer_wait(read)
             warpgroup.fence()
+            mma.set(warpgroup.Field.ACCUMULATE, False)
             for block in cutlass.range_constexpr(num_blocks):
                 at = (None, None, block, read.index)
                 cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            ab.consumer_release(freed)
-            freed.advance()
             read.advance()
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                ab.consumer_wait(read)
+                warpgroup.fence()
+                for block in cutlass.range_constexpr(num_blocks):
+                    at = (None, None, block, read.index)
+                    cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                ab.consumer_release(freed)
+                freed.advance()
+                read.advance()
         next_turn = state.turn
         if cutlass.const_expr(pingpong):
             next_turn = self._arrive(turn, next_turn)
-        warpgroup.wait_group(0)
-        ab.consumer_release(freed)
+        if cutlass.const_expr(not cfg.promotes):
+            warpgroup.wait_group(0)
+            ab.consumer_release(freed)
         if cutlass.const_expr(pingpong):
             read.advance(k_tiles)
             turn.wait(next_turn)
@@ -316,7 +350,7 @@ class MainloopSm90:
     def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
-        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swapped, 4), DTYPES[cfg.in_dtype])
+        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swap_ab, 4), DTYPES[cfg.half_dtype])
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
         tiled = cute.make_tiled_copy_S(
             matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
@@ -344,7 +378,7 @@ class MainloopSm90:
 
     def _smem_layouts(self) -> tuple[Any, Any]:
         cfg = self.config
-        tiler, dtype = (*cfg.tile, TILE_K), DTYPES[cfg.in_dtype]
+        tiler, dtype = (*cfg.tile, cfg.tile_k), DTYPES[cfg.in_dtype]
         row, col = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         return (
             utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),

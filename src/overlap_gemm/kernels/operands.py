@@ -29,6 +29,6 @@ class Operands(NamedTuple):
 
 def as_accumulated(config: GemmConfig, subtile: Any) -> Any:
     """A tensor shaped as a subtile of the output, with the modes of the accumulator."""
-    if not config.is_swapped:
+    if not config.is_swap_ab:
         return subtile
     return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))

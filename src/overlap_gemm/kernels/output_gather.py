@@ -44,12 +44,12 @@ from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import TileCopies
-from overlap_gemm.kernels.epilogue import Bias
+from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import output_store, store_subtile
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import BroadcastSender, Parcel, send_role
+from overlap_gemm.kernels.send import BroadcastSender, Destination, send_role
 from overlap_gemm.kernels.surface import Output, Transport
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
@@ -78,9 +78,9 @@ class OutputGather(TileExchange):
         return LinearOrder(self.config.raster_group)
 
     @property
-    def epilogue(self) -> tuple[Bias, ...]:
+    def visits(self) -> Visits:
         """An accumulator is a complete sum."""
-        return (Bias(self.config),) if self.config.bias else ()
+        return Visits(self.config, ("partial", "complete"))
 
     @property
     def receive(self) -> Receiver:
@@ -122,7 +122,7 @@ class Placed(NamedTuple):
     """
 
     at: CtaTile
-    parcel: Parcel
+    parcel: Destination
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class GatherSender:
 
     @cute.jit
     def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile; where all lanes call this, none of it is under way behind it."""
+        """Starts moving one subtile; where all lanes call this, none of it is under way after it."""
         if cutlass.const_expr(self.transport.words):
             if cute.arch.lane_idx() == 0:
                 self._store(place.at, subtile, stage)
@@ -170,6 +170,6 @@ class GatherSender:
         tma, tensor = self.output
         store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
 
-    def publish(self, tile: Any) -> None:
+    def publish(self, tile: Any, place: Placed) -> None:
         """Tells the peers that the tile's slot is complete."""
-        self.peers.publish(tile)
+        self.peers.publish(tile, place.parcel)

@@ -1,6 +1,6 @@
 """The receive role: finishes what has arrived, beside the mainloop.
 
-What there is to finish is one *part* or several, one behind the other (:mod:`overlap_gemm.kernels.sums`,
+What there is to finish is one *part* or several, one after the other (:mod:`overlap_gemm.kernels.sums`,
 :mod:`overlap_gemm.kernels.copies`). A part is a list of CTA tiles, dealt to the CTAs in the order in which
 they come, whoever computes them, and cut into units of at most 4 KiB of a slot. The warps of a CTA take its
 units one by one: the receive warps from the start, and the epilogue warps once they have written their last
@@ -9,7 +9,7 @@ tile, since what is left then is the tail of the call.
 Protocol of a unit, by one warp:
 
     waits on    the flags of those who send what it needs (acquire, system scope, bounded), or, where data is
-                its own flag (:mod:`overlap_gemm.device.words`), for the data; each lane for what it takes
+                its own flag (:mod:`overlap_gemm.device.ll`), for the data; each lane for what it takes
     produces    complete values in the caller's output, clipped
     signals     nobody; but sums that go on to other ranks release a flag in each of them
     freed by    the call's end: `kernels.call`
@@ -31,41 +31,44 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.flags import WaitBound, wait_flag
+from overlap_gemm.device.ll import load_words, take_words
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer, store_run
-from overlap_gemm.device.words import load_words, take_words
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, has_empty_subtiles
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number, num_ctas
 
 
-class Given(NamedTuple):
+class ReceiveContext(NamedTuple):
     """What every unit of a call is finished with.
 
     Attributes:
         call: the call's run-time values.
         work: this cluster's work.
         out: the output.
-        bias: the bias, or None.
+        extras: what the epilogue's visitors read, or None.
     """
 
     call: Any
     work: Any
     out: Any
-    bias: Any
+    extras: Any
 
 
 class Part(Protocol):
     """One kind of units; each method is called by all lanes of a warp."""
 
-    def tiles(self, given: Given) -> Any:
+    def tiles(self, given: ReceiveContext) -> Any:
         """CTA tiles of the part, of all CTAs together."""
 
-    def await_tile(self, given: Given, index: Any) -> None:
+    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> Any:
+        """All that `finish` needs to know of a unit of the part's tile ``index`` before the tile is there."""
+
+    def await_tile(self, given: ReceiveContext, index: Any) -> None:
         """Waits for what all units of the part's tile ``index`` need."""
 
-    def finish(self, given: Given, index: Any, unit: Any) -> None:
-        """Finishes one unit of the tile."""
+    def finish(self, given: ReceiveContext, place: Any) -> None:
+        """Finishes the unit that was located, as soon after the wait as can be."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,12 @@ class Receiver:
     with_epilogue = True
 
     @cute.jit
-    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, bias: Any) -> None:
+    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Any) -> None:
         """One warp's loop over the units that it takes."""
-        given, unit, first = Given(call, work, out, bias), count(tally.taken), Int32(0)
+        if cutlass.const_expr(len(self.parts) > 1):
+            call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
+        given = ReceiveContext(call, work, out, extras)
+        unit, first = count(tally.taken), Int32(0)
         for part in self.parts:
             unit, first = self._finish(part, given, tally, unit, first)
 
@@ -93,7 +99,7 @@ class Receiver:
     def _finish(
         self,
         part: cutlass.Constexpr,
-        given: Given,
+        given: ReceiveContext,
         tally: Tally,
         unit: Int32,
         first: Int32,
@@ -105,10 +111,11 @@ class Receiver:
         arrived = Int32(-1)
         while unit < end:
             index = cta + (unit - first) // cfg.units * ctas
+            place = part.locate(given, index, (unit - first) % cfg.units)
             if index != arrived:
                 part.await_tile(given, index)
                 arrived = index
-            part.finish(given, index, (unit - first) % cfg.units)
+            part.finish(given, place)
             unit = count(tally.taken)
         return unit, end
 
@@ -121,6 +128,7 @@ class Window(NamedTuple):
         rows: its rows.
         columns: its columns, a multiple of a chunk's.
         pitch: elements from row to row.
+        row: which of the output's rows its first one is.
         column: which of the output's columns its first one is.
     """
 
@@ -128,13 +136,14 @@ class Window(NamedTuple):
     rows: Any
     columns: Any
     pitch: Any
+    row: Any
     column: Any
 
     @staticmethod
     def of(out: cute.Tensor, row: Any, column: Any, rows: Any, columns: Any) -> Window:
         """``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
         offset = (Int64(row) * out.stride[0] + column) * (out.element_type.width // 8)
-        return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], column)
+        return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
 
     @staticmethod
     def whole(out: cute.Tensor) -> Window:
@@ -156,7 +165,7 @@ class Window(NamedTuple):
 
 
 def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) -> Any:
-    """Whether the unit has a row, its subtile a column in the window: no other is sent (`send.Parcel`)."""
+    """Whether the unit has a row, its subtile a column in the window: no other is sent (`Destination`)."""
     chunks, first = StageChunks(config), unit * (config.lane_chunks * LANES)
     row, _ = chunks.locate(first)
     exists = tile.row + row < window.rows
@@ -180,17 +189,16 @@ def await_result(
     flag: Int32,
     tile: Int32,
     source: Int32,
-    word: cutlass.Constexpr,
     waits: cutlass.Constexpr = 1,
 ) -> None:
-    """All lanes: waits for flag number ``flag`` of ``source``, a ``word``; a failure record says ``tile``.
+    """All lanes: waits for flag number ``flag`` of ``source``; a failure record says ``tile``.
 
     ``waits``: see `result_bound`.
     """
     if cute.arch.lane_idx() == 0:
         bound = result_bound(call, waits)
         site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
-        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site, word)
+        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site)
     cute.arch.sync_warp()
 
 

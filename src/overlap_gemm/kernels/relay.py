@@ -5,10 +5,10 @@ local flag; one warp of this kernel waits for the flag and puts bytes and signal
 into the GEMM, which on sm_90 keeps ``setmaxnreg`` and its wgmma unserialised.
 
 What there is to put is told at the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay
-serves every op, shape and configuration. The flag by which the GEMM says that it has entered the call, or
-that it has read what it was sent, is passed on by a warp of its own.
+serves every op, shape and configuration. The words by which the GEMM says that it has entered the call, and
+that it has read what it was sent, are passed on by a warp of its own.
 
-Launch one per call on the workspace, on another stream than the GEMM, neither behind the other. Progress:
+Launch one per call on the workspace, on another stream than the GEMM, neither after the other. Progress:
 
 - Everything but sums and the word that a GEMM has read is staged without waiting for a peer, and put by a
   warp that waits for nothing else. So all of it arrives.
@@ -19,7 +19,7 @@ Launch one per call on the workspace, on another stream than the GEMM, neither b
   CTA, which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the
   GEMM takes all its registers.) If this kernel starts later, what is staged lies until then.
 
-The stream goes on behind both, so the next GEMM finds this kernel ended.
+The stream goes on after both, so the next GEMM finds this kernel ended.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any
 
 import cutlass
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint64, cute
 
-from overlap_gemm.device.failure import FailureSite, Role
-from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.flags import wait_flag, wait_identity
 from overlap_gemm.device.memory import global_pointer
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import ENTERED_OFFSET, FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
+from overlap_gemm.kernels.geometry import FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
 from overlap_gemm.schedules import ceil_div
 
 WARPS = 8
@@ -75,18 +75,35 @@ class Relay:
         cute.arch.sync_threads()  # all warps have read the epoch
         if warp == 0 and cute.arch.lane_idx() == 0:
             # Puts may still be under way: `transports.nvshmem` says when their source is used again.
-            cute.arch.store(global_pointer(Uint32, call.base + RELAY_EPOCH_OFFSET, 4), call.epoch)
+            cute.arch.store(global_pointer(Uint64, call.last, 8), call.epoch)
 
     @cute.jit
     def _pass_on(self, call: Call, op: Int32) -> None:
-        """Once the GEMM has said it, tells the ranks beyond reach."""
+        """Once the GEMM has said that it has entered, or read, tells the ranks beyond reach."""
+        rank = call.exchange.rank
+        site = FailureSite(rank, op, int(Role.RELAY_STAGED), 0, rank, rank)
+        if self._has_far_peers(call) != 0:
+            wait_identity(call.base + call.entered(rank), call.identity, call.bound, site)
+            self._tell(call, call.entered(rank), call.identity)
+            if op == int(Op.ALL_GATHER_GEMM):
+                wait_flag(call.base + call.has_read(rank), call.epoch, call.bound, site)
+                self._tell(call, call.has_read(rank), call.epoch)
+
+    @cute.jit
+    def _has_far_peers(self, call: Call) -> Int32:
+        found = Int32(0)
+        for peer in cutlass.range(call.exchange.world, unroll=1):
+            if call.exchange.peers[peer] < 0:
+                found = Int32(1)
+        return found
+
+    @cute.jit
+    def _tell(self, call: Call, offset: Int64, word: Uint64) -> None:
+        """Every rank beyond reach."""
         exchange = call.exchange
-        offset = ENTERED_OFFSET + FLAG_BYTES * Int64(exchange.rank)
         for peer in cutlass.range(exchange.world, unroll=1):
             if exchange.peers[peer] < 0:
-                site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), 0, exchange.rank, exchange.rank)
-                wait_flag(call.base + offset, call.epoch, call.bound, site, self.transport.flag)
-                self.transport.signal(exchange.peers, exchange.rank, peer, offset, call.epoch)
+                self.transport.signal(exchange.peers, exchange.rank, peer, offset, word)
 
     @cute.jit
     def _put_all(self, call: Call, op: Int32, puts: Puts, warp: Int32) -> None:
@@ -108,7 +125,7 @@ class Relay:
         if puts.staged != 0:
             if cute.arch.lane_idx() == 0:
                 site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), piece, to, flag)
-                wait_flag(staged, call.epoch, call.bound, site, self.transport.flag)
+                wait_flag(staged, call.epoch, call.bound, site)
             cute.arch.sync_warp()
             num_bytes = self.transport.staged_bytes(staged)
         route = Route(

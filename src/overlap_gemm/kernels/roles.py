@@ -44,7 +44,7 @@ def epilogue_role(
     ring: Any,
     stages: Any,
     work: Work,
-    bias: Any,
+    extras: Any,
     group: Int32,
 ) -> None:
     """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
@@ -62,7 +62,9 @@ def epilogue_role(
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
         tile = CtaTile.at(cfg, work.place(op.order, j))
         acc, state = mainloop.accumulate(res, ops, state)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, bias, thread, tile.column)
+        row = tile.owner * work.shards.row_step + tile.row
+        column = tile.owner * work.shards.col_step + tile.column
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, extras, thread, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
@@ -79,9 +81,10 @@ class SubtileWriter:
         ops: operands.
         ring: the ring.
         stages: the ring's stages.
-        bias: bias tensor or None.
+        extras: what the epilogue's visitors read, or None.
         thread: index in the epilogue group.
-        column: the CTA tile's first column.
+        row: the CTA tile's first row in the rank's product.
+        column: its first column there.
     """
 
     mainloop: Mainloop
@@ -90,19 +93,20 @@ class SubtileWriter:
     ops: Any
     ring: Any
     stages: Any
-    bias: Any
+    extras: Any
     thread: Any
+    row: Any
     column: Any
 
     @cute.jit
     def write(
         self, fragment: cute.Tensor, subtile: Any, state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
-        """Writes this thread's fp32 values of ``subtile``; returns the ring state behind it."""
+        """Writes this thread's fp32 values of ``subtile``; returns the ring state after it."""
         cfg = self.mainloop.config
-        for step in self.op.epilogue:
-            column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
-            step.on_fragment(fragment, self._own, column, self.bias)
+        row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
+        column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
+        self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
         self.ring.acquire(state)
         stage = self.stages.tiled[(None, None, state.index)]
         self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
-from overlap_gemm.kernels.call import Call, announce, await_peers, enter, order_async_writes
+from overlap_gemm.kernels.call import Call, await_peers, begin_warp, order_async_writes
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import has_empty_subtiles
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
@@ -35,24 +34,22 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
         op: the op, for failure records (`Op`).
     """
     is_first = cta_number() == 0
-    if is_first:
-        announce(call, sender.transport)
-    if cute.arch.lane_idx() == 0:
-        enter(call, op)
-        if cutlass.const_expr(not sender.transport.words):
+    begin_warp(call, op, sender.transport, is_first)
+    if cutlass.const_expr(not sender.transport.words):
+        if cute.arch.lane_idx() == 0:
             order_async_writes()
             ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
-    cute.arch.sync_warp()
+        cute.arch.sync_warp()
     if cutlass.const_expr(sender.transport.words):
         ring.drain_by_warp(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
     if is_first:
-        await_peers(call, op, Role.CALL_ENTERED, sender.transport.flag)
+        await_peers(call, op)
 
 
-class Parcel(NamedTuple):
+class Destination(NamedTuple):
     """A tile on its way: its route, and how much of it there is.
 
-    Rows that do not exist are not sent: rows of a subtile lie one behind the other on the wire
+    Rows that do not exist are not sent: rows of a subtile lie one after the other on the wire
     (`StageChunks`), so those that exist are its first bytes. They are sent by whole units. Columns that do
     not exist are not sent by whole subtiles. A receiver takes the units that have both
     (`receive.unit_exists`): it loads nothing that was not sent.
@@ -60,7 +57,7 @@ class Parcel(NamedTuple):
     Attributes:
         route: the way.
         rows: rows of the product from the tile's first one on, of its owner; not more than 0 where the tile
-            lies behind them all.
+            lies after them all.
         columns: its columns, likewise.
     """
 
@@ -109,27 +106,26 @@ class OwnerSender:
     call: Call
     stages: Any
 
-    def locate(self, tile: Any) -> Parcel:
+    def locate(self, tile: Any) -> Destination:
         """The tile's route to its owner."""
         work = self.work
         at = CtaTile.at(self.config, work.place(self.order, tile))
         route = route_of(self.config, self.call, work.slots, at.index, at.owner)
         if self.transport.multicast:
             route = route._replace(slot=place_of(self.config, self.call, work.slots, at.index, at.owner))
-        return Parcel(route, *work.left(at))
+        return Destination(route, *work.left(at))
 
     @cute.jit
-    def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
+    def send(self, place: Destination, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to the owner's slot."""
         num_bytes = place.num_bytes(self.config, subtile)
         if num_bytes > 0:
             offset = subtile * self.config.slot_subtile_bytes
             self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
 
-    def publish(self, tile: Any) -> None:
+    def publish(self, tile: Any, place: Destination) -> None:
         """Tells the owner that the tile's slot is complete, or completes it."""
-        parcel = self.locate(tile)
-        self.transport.publish(parcel.route, parcel.put_bytes(self.config), self.call.epoch)
+        self.transport.publish(place.route, place.put_bytes(self.config), self.call.epoch)
 
 
 @dataclass(frozen=True)
@@ -157,15 +153,15 @@ class BroadcastSender:
     stages: Any
     to_itself: bool = True
 
-    def locate(self, tile: Any) -> Parcel:
+    def locate(self, tile: Any) -> Destination:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
         route = route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
         own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
-        return Parcel(own, *self.work.left(at))
+        return Destination(own, *self.work.left(at))
 
     @cute.jit
-    def send(self, place: Parcel, subtile: Int32, stage: Int32) -> None:
+    def send(self, place: Destination, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to every rank, the next one first, this one last."""
         route, num_bytes = place.route, place.num_bytes(self.config, subtile)
         if num_bytes > 0:
@@ -180,10 +176,9 @@ class BroadcastSender:
                     self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
 
     @cute.jit
-    def publish(self, tile: Int32) -> None:
+    def publish(self, tile: Int32, place: Destination) -> None:
         """Tells every rank that the tile's slot is complete."""
-        parcel, epoch = self.locate(tile), self.call.epoch
-        route, nbytes = parcel.route, parcel.put_bytes(self.config)
+        route, nbytes, epoch = place.route, place.put_bytes(self.config), self.call.epoch
         rank = Int32(route.rank)
         release_fence()
         for _ in cutlass.range(self._ranks, unroll=1):

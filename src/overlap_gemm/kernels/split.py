@@ -10,8 +10,8 @@ The comm lanes of the other CTAs have nothing to send; their receive roles take 
 
 | barrier       | arrivals                                           | waited for by             |
 |---------------|----------------------------------------------------|---------------------------|
-| full, CTA 0   | each warp of each other part, behind its stores    | CTA 0's group             |
-| empty, others | each warp of CTA 0's group, behind its loads       | that part's next group    |
+| full, CTA 0   | each warp of each other part, after its stores    | CTA 0's group             |
+| empty, others | each warp of CTA 0's group, after its loads       | that part's next group    |
 
 Ping-pong: group ``g`` has every second tile, so its phases of both barriers always have the same parity. No
 CTA ends before the cluster's last word (`FusedGemm.kernel`), so barriers and buffer are there.
@@ -22,10 +22,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
-from cutlass._mlir.dialects._nvvm_enum_gen import MemScopeKind
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass._mlir.dialects import nvvm
+from cutlass._mlir.dialects._nvvm_enum_gen import MBarrierWaitKind, MemScopeKind
 
-from overlap_gemm.kernels.config import TILE_K, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 
 VALUES = 4
 """Of a run: 16 bytes."""
@@ -63,8 +64,9 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
 
 
 def num_k_tiles(config: GemmConfig, a: Any) -> Any:
-    """Of one part: as many as of every other, so that the last one may load zeros."""
-    return cute.ceil_div(cute.size(a, mode=[1]), TILE_K * config.k_split)
+    """Of one part: as many as of every other, whole steps, so that the last one may load zeros."""
+    number = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k * config.k_split * config.k_step)
+    return number * config.k_step if config.k_step > 1 else number
 
 
 def part_of_k() -> Any:
@@ -83,7 +85,7 @@ def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32
         group: of the two, the one that has the tile.
         thread: index in the group.
     """
-    cute.arch.mbarrier_wait(parts.empty, 1 - group)
+    _wait(parts.empty, 1 - group)
     for run in cutlass.range_constexpr(cute.size(acc) // VALUES):
         at = cute.arch.map_dsmem_ptr(_run(config, parts, part_of_k() - 1, run, thread), Int32(0))
         values = cute.make_tensor(acc.iterator + run * VALUES, cute.make_layout(VALUES))
@@ -96,7 +98,7 @@ def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32
 @cute.jit
 def add(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32, thread: Int32) -> None:
     """Every thread of a group of the first CTA: adds what the others sent; arguments as `send`'s."""
-    cute.arch.mbarrier_wait(parts.full, group)
+    _wait(parts.full, group)
     for part in cutlass.range_constexpr(config.k_split - 1):
         for run in cutlass.range_constexpr(cute.size(acc) // VALUES):
             at = _run(config, parts, part, run, thread)
@@ -108,6 +110,21 @@ def add(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32,
     if cute.arch.lane_idx() == 0:
         for part in cutlass.range_constexpr(1, config.k_split):
             cute.arch.mbarrier_arrive(parts.empty, part, scope=MemScopeKind.CLUSTER)
+
+
+@cute.jit
+def _wait(barrier: Any, phase: Int32) -> None:
+    """Acquires at cluster scope, as who arrives released; `cute.arch.mbarrier_wait` does for its CTA."""
+    is_open = Boolean(False)
+    while not is_open:
+        is_open = Boolean(
+            nvvm.mbarrier_wait_parity(
+                barrier.to_llvm_ptr(),
+                Int32(phase).ir_value(),
+                MBarrierWaitKind.TRY,
+                scope=MemScopeKind.CLUSTER,
+            )
+        )
 
 
 def _run(config: GemmConfig, parts: Parts, part: Any, run: int, thread: Any) -> Any:

@@ -20,8 +20,8 @@ from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer
 from overlap_gemm.device.multicast import alias_fence, load_sum
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Bias, StageChunks
-from overlap_gemm.kernels.receive import Awaited, Given, Window, unit_exists
+from overlap_gemm.kernels.epilogue import StageChunks, Visits
+from overlap_gemm.kernels.receive import Awaited, ReceiveContext, Window, unit_exists
 from overlap_gemm.kernels.send import place_of
 from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
@@ -35,7 +35,7 @@ class Lane(NamedTuple):
     """One lane's part of a unit.
 
     Attributes:
-        address: of its first chunk in the first source's slot; the next is 32 chunks behind.
+        address: of its first chunk in the first source's slot; the next is 32 chunks further on.
         source_bytes: bytes from one source's slots to the next one's.
         world: sources: the ranks, or one, the switch, for all of them.
         first: the first chunk's number in the tile.
@@ -55,6 +55,22 @@ class Lane(NamedTuple):
     window: Any
     awaited: Any
     result: Any
+
+
+class SummedUnit(NamedTuple):
+    """A unit to be summed.
+
+    Attributes:
+        index: of its tile.
+        unit: which of the tile's.
+        exists: whether it has partials.
+        lane: the calling lane's part.
+    """
+
+    index: Any
+    unit: Any
+    exists: Any
+    lane: Lane
 
 
 def _last_again(lane: Lane, source: Any) -> Any:
@@ -81,7 +97,7 @@ class Sums:
     results: Any = None
 
     @cute.jit
-    def tiles(self, given: Given) -> Int32:
+    def tiles(self, given: ReceiveContext) -> Int32:
         """The tiles that this rank owns."""
         work = given.work
         own = Int32(shard_tiles(self.config, work.whole))
@@ -90,7 +106,7 @@ class Sums:
         return own
 
     @cute.jit
-    def await_tile(self, given: Given, index: Int32) -> None:
+    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
         """Each lane waits for a source's flag; then the warp may read every slot of the tile.
 
         Also through the multicast address: what the ranks have stored, and read, through their own ones lies
@@ -102,57 +118,60 @@ class Sums:
                 flag = index * call.exchange.world + source
                 site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
                 address = call.flag(call.base, index, source)
-                wait_flag(address, call.epoch, call.bound, site, self.transport.flag)
+                wait_flag(address, call.epoch, call.bound, site)
             cute.arch.sync_warp()
         if cutlass.const_expr(self.transport.multicast):
             alias_fence()
 
-    @cute.jit
-    def finish(self, given: Given, index: Int32, unit: Int32) -> None:
-        """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
-        work, out = given.work, given.out
+    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> SummedUnit:
+        """Where its partials are, and where its sums go."""
+        call, work, out, _ = given
         tile = CtaTile.numbered(self.config, self.order, work.whole, index)
         window = Window.whole(out)
-        if cutlass.const_expr(self.results is not None):
-            window = Window.shard(out, work, given.call.exchange.rank)
+        if self.results is not None:
+            window = Window.shard(out, work, call.exchange.rank)
         exists = unit_exists(self.config, unit, tile, window)
-        if exists:
-            self._sum(given, index, unit, tile, window)
-        if cutlass.const_expr(self.results is not None and self.results.every_unit):  # noqa: SIM102
-            if not exists:
-                self.results.publish(given.call, work, index, unit, exists=False)
-
-    @cute.jit
-    def _sum(self, given: Given, index: Int32, unit: Int32, tile: CtaTile, window: Window) -> None:
-        call, work, _, bias = given
         (peers, rank, world, *_), base, place = call.exchange, call.base, 0
-        if cutlass.const_expr(self.transport.multicast):
+        if self.transport.multicast:
             base, place, world = peers[world], rank, Int32(1)
         source_bytes = Int64(work.slots) * self.config.tile_bytes
         first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
         address = base + place_of(self.config, call, work.slots, index, place) + first * CHUNK_BYTES
-        result = None
-        if cutlass.const_expr(self.results is not None):
-            result = self.results.lane(call, work, index, first)
+        result = None if self.results is None else self.results.lane(call, work, index, first)
         awaited = None
-        if cutlass.const_expr(self.transport.words):
+        if self.transport.words:
             awaited = Awaited.of(call, self.op, Role.RECEIVE_PARTIAL, index, call.bound)
         lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, awaited, result)
-        if cutlass.const_expr(self.transport.multicast):
-            self._sum_few(lane, bias, 1)
-        elif world <= 2:
-            self._sum_few(lane, bias, 2)
-        elif world <= 4:
-            self._sum_few(lane, bias, 4)
-        elif world <= LOADS_IN_FLIGHT:
-            self._sum_few(lane, bias, LOADS_IN_FLIGHT)
-        else:
-            self._sum_many(lane, bias)
-        if cutlass.const_expr(self.results is not None):
-            self.results.publish(call, work, index, unit)
+        return SummedUnit(index, unit, exists, lane)
 
     @cute.jit
-    def _sum_few(self, lane: Lane, bias: Any, sources: cutlass.Constexpr) -> None:
+    def finish(self, given: ReceiveContext, place: SummedUnit) -> None:
+        """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
+        call, work, _, extras = given
+        if place.exists:
+            self._sum(place.lane, extras)
+            if cutlass.const_expr(self.results is not None):
+                self.results.publish(call, work, place.index, place.unit)
+        if cutlass.const_expr(self.results is not None and self.results.every_unit):  # noqa: SIM102
+            if not place.exists:
+                self.results.publish(call, work, place.index, place.unit, exists=False)
+
+    @cute.jit
+    def _sum(self, lane: Lane, extras: Any) -> None:
+        world = lane.world
+        if cutlass.const_expr(self.transport.multicast):
+            self._sum_few(lane, extras, 1)
+        elif world <= 2:
+            self._sum_few(lane, extras, 2)
+        elif world <= 4:
+            self._sum_few(lane, extras, 4)
+        elif world <= LOADS_IN_FLIGHT:
+            self._sum_few(lane, extras, LOADS_IN_FLIGHT)
+        else:
+            self._sum_many(lane, extras)
+
+    @cute.jit
+    def _sum_few(self, lane: Lane, extras: Any, sources: cutlass.Constexpr) -> None:
         """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
         chunks = self.config.lane_chunks
         window = min(LOADS_IN_FLIGHT // sources, chunks)
@@ -166,10 +185,10 @@ class Sums:
                 self._add(total, lane, i + c, 0, loaded[(None, None, c)])
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
-                self._store(lane, i + c, total, bias)
+                self._store(lane, i + c, total, extras)
 
     @cute.jit
-    def _sum_many(self, lane: Lane, bias: Any) -> None:
+    def _sum_many(self, lane: Lane, extras: Any) -> None:
         """Any number of ranks, `LOADS_IN_FLIGHT` of them at a time."""
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
@@ -178,13 +197,13 @@ class Sums:
                 loaded = self._registers(LOADS_IN_FLIGHT, 1)[(None, None, 0)]
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
-            self._store(lane, i, total, bias)
+            self._store(lane, i, total, extras)
 
     def _registers(self, sources: int, window: int) -> Any:
         return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
 
     def _load(self, lane: Lane, chunk: Any, first: Any, loaded: Any) -> None:
-        """Starts the loads of a chunk from as many sources behind ``first`` as ``loaded`` has room for."""
+        """Starts the loads of a chunk from as many sources after ``first`` as ``loaded`` has room for."""
         dtype, values = DTYPES[self.config.slot_dtype], self.chunks.elements
         for s in range(cute.size(loaded, mode=[1])):
             at = self._at(lane, chunk, _last_again(lane, first + s))
@@ -210,15 +229,15 @@ class Sums:
                 total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
 
     @cute.jit
-    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, bias: Any) -> None:
+    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Any) -> None:
         """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
         row, column = self.chunks.locate(lane.first + chunk * LANES)
         row, column = lane.row + row, lane.column + column
         dtype = DTYPES[self.config.out_dtype]
         rounded = cute.make_rmem_tensor(values.shape, dtype)
         if row < lane.window.rows and column < lane.window.columns:
-            if cutlass.const_expr(self.config.bias):
-                Bias(self.config).on_chunk(values, lane.window.column + column, bias)
+            visits = Visits(self.config, ("complete",))
+            visits.on_chunk(values, lane.window.row + row, lane.window.column + column, extras)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):

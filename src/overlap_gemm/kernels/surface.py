@@ -16,6 +16,7 @@ from cutlass import Int32, cute, pipeline
 
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.pipelines.ring import TileSender
@@ -39,17 +40,12 @@ class Transport(Protocol):
     """How a tile reaches a peer; each method is called by one thread. See :mod:`overlap_gemm.transports`.
 
     Attributes:
-        flag: the type of the flags it raises, ``Uint32`` or ``Uint64``; they are waited for as such.
         puts: whether some peer may be beyond the reach of stores: it is put to, from this rank's workspace.
-        words: whether data is its own flag (:mod:`overlap_gemm.device.words`). Then all lanes of a warp call
+        words: whether data is its own flag (:mod:`overlap_gemm.device.ll`). Then all lanes of a warp call
             `put`, nobody `publish`, and receivers wait for the data.
         multicast: whether the switch sums and copies (:mod:`overlap_gemm.transports.nvls`). Then a tile that
             is put stays at home, and `store` is for all ranks at once, whose ``peer`` is ``world``.
     """
-
-    @property
-    def flag(self) -> Any:
-        """See the attributes."""
 
     @property
     def puts(self) -> bool:
@@ -67,14 +63,14 @@ class Transport(Protocol):
         """Starts one bulk store of a contiguous stage's first bytes; the caller commits and waits."""
 
     def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
-        """Makes the tile's arrival known to its owner, behind a full wait for its stores.
+        """Makes the tile's arrival known to its owner, after a full wait for its stores.
 
         ``num_bytes``: of its slot, what there is to put to an owner beyond reach; 0 or less: nothing.
-        ``fenced``: behind a `device.flags.release_fence`, too, which may serve several flags.
+        ``fenced``: after a `device.flags.release_fence`, too, which may serve several flags.
         """
 
-    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
-        """Raises the flag at ``offset`` in the workspace of ``peer``."""
+    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
+        """Raises the flag at ``offset`` in the workspace of ``peer`` to ``value``."""
 
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
         """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``, if in reach."""
@@ -96,25 +92,15 @@ class ReceiveRole(Protocol):
     """Finishes what peers have sent; run by whole warps, beside the mainloop.
 
     Attributes:
-        with_epilogue: whether the epilogue warps run it, too, behind their last tile.
+        with_epilogue: whether the epilogue warps run it, too, after their last tile.
     """
 
     @property
     def with_epilogue(self) -> bool:
         """See the attributes."""
 
-    def __call__(self, call: Any, work: Work, tally: Any, out: Any, bias: Any) -> None:
+    def __call__(self, call: Any, work: Work, tally: Any, out: Any, extras: Any) -> None:
         """One warp's loop, until nothing is left to do for this CTA."""
-
-
-class Epilogue(Protocol):
-    """What complete sums get before they are rounded, in the two forms in which they come."""
-
-    def on_chunk(self, values: Any, column: Any, bias: Any) -> None:
-        """Neighbouring fp32 values of one row, in range."""
-
-    def on_fragment(self, fragment: Any, own: Any, column: Any, bias: Any) -> None:
-        """A thread's fp32 values of a subtile."""
 
 
 class Gate(Protocol):
@@ -134,11 +120,11 @@ class Gate(Protocol):
         """Waits and loads, from A or from ``more`` sources; ``opened`` is what it returned before, first -1.
 
         Returns:
-            The load pipeline's state behind the tile, and the next ``opened``.
+            The load pipeline's state after the tile, and the next ``opened``.
         """
 
     def end(self, call: Any) -> None:
-        """All lanes of the load warp, behind the last load."""
+        """All lanes of the load warp, after the last load."""
 
 
 class KernelOp(Protocol):
@@ -148,7 +134,7 @@ class KernelOp(Protocol):
         config: the kernel's configuration.
         stage_dtype: element type of a subtile in the ring.
         order: which tile when.
-        epilogue: applied to accumulators before they enter the ring: those that are complete sums.
+        visits: what accumulators are visited as before they enter the ring: partial sums, complete, or both.
         gate: what the load role waits for, or None if A is there.
         receive: the receive role, or None if nothing arrives.
     """
@@ -166,7 +152,7 @@ class KernelOp(Protocol):
         """See the attributes."""
 
     @property
-    def epilogue(self) -> tuple[Epilogue, ...]:
+    def visits(self) -> Visits:
         """See the attributes."""
 
     @property
@@ -186,14 +172,14 @@ class KernelOp(Protocol):
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Host side: how the result will be stored."""
 
-    def begin(self, exchange: Any) -> Any:
-        """The call's run-time values; every thread, before the CTA's first barrier."""
+    def begin(self, exchange: Any, smem: Any) -> Any:
+        """The call's run-time values; every thread, before the CTA's first barrier. ``smem`` allocates."""
 
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Any) -> None:
         """All lanes of the comm warp: empties the ring."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
-        """All lanes of each of a CTA's ``warps`` warps that touch the workspace, behind its last role."""
+        """All lanes of each of a CTA's ``warps`` warps that touch the workspace, after its last role."""
 
 
 class Mainloop(Protocol):
@@ -246,7 +232,7 @@ class Mainloop(Protocol):
         """State of the load warp at the start."""
 
     def load_tile(self, res: Any, ops: Operands, state: Any, row: Int32, col: Int32) -> Any:
-        """Loads all k tiles of a cluster tile; returns the state behind them."""
+        """Loads all k tiles of a cluster tile; returns the state after them."""
 
     def load_tail(self, res: Any, state: Any) -> None:
         """Waits until every stage was consumed."""
@@ -258,10 +244,10 @@ class Mainloop(Protocol):
         """State of an epilogue thread at the start."""
 
     def accumulate(self, res: Any, ops: Operands, state: Any) -> tuple[Any, Any]:
-        """The next accumulator of this epilogue group, and the state behind it."""
+        """The next accumulator of this epilogue group, and the state after it."""
 
     def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
-        """Hands an accumulator to ``writer`` by subtiles; returns both states behind it."""
+        """Hands an accumulator to ``writer`` by subtiles; returns both states after it."""
 
     def store_to_stage(self, res: Any, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
         """Writes a fragment, converted to the stage's type, into the swizzled stage."""
@@ -271,7 +257,6 @@ class Mainloop(Protocol):
 
 
 __all__ = [
-    "Epilogue",
     "Gate",
     "KernelOp",
     "Mainloop",

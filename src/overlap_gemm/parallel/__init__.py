@@ -8,7 +8,9 @@ unchanged.
 """
 
 from .export import exportable
+from .loading import from_pretrained, materialize
 from .model import full_state_dict, parallelize
+from .places import sees_shards
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "OverlapRowwiseParallel",
     "OverlapSharedGather",
     "exportable",
+    "from_pretrained",
     "full_state_dict",
+    "materialize",
     "parallelize",
+    "sees_shards",
 ]

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .model import Model
-from .parts import FORWARDS
+from .model import FORWARDS, Model
 from .styles import ColwiseForward, RowwiseForward
 
 

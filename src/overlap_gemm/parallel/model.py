@@ -1,6 +1,6 @@
 """`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -13,22 +13,39 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..backends.base import BackendName
 from ..backends.select import check_name, preferring
-from ..runtime.group import group_name
+from .adapters import bases, forbid_sums, is_lora
+from .experts import PLACEMENTS, ExpertsForward, GatherTokens, KeepTokens
+from .generation import generate, stopping_criteria
+from .heads import SharedHeadForward, SpreadNormForward
+from .inputs import Labels, SameInputs
 from .parts import (
-    FORWARDS,
     SEQUENCE_DIM,
     EmbeddingForward,
     EnterLayers,
     GatherOutput,
     GradientAsContiguous,
     HeadsOfRank,
-    NormForward,
     PackedLinear,
     RefuseRecords,
+    ReplicatedForward,
     SequenceLength,
 )
-from .plan import Role, head_dim, plan
-from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather, Rows
+from .places import Sharding, Watch, give_places
+from .plan import Role, head_dim, kv_heads, plan
+from .stacks import describe
+from .styles import (
+    ColwiseForward,
+    OverlapColwiseParallel,
+    OverlapRowwiseParallel,
+    OverlapSharedGather,
+    Rows,
+    RowwiseForward,
+)
+
+FORWARDS = (
+    ColwiseForward, EmbeddingForward, ExpertsForward, ReplicatedForward, RowwiseForward, SpreadNormForward,
+)  # fmt: skip
+"""Those of modules that hold parameters; they take local tensors for DTensors."""
 
 Logits: TypeAlias = Literal["replicated", "sharded"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,14 +61,15 @@ def parallelize(
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
-    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text) and Phi3, `...ForCausalLM` or the decoder
-    alone, and refuses whatever module it has no rule for. Every rank calls it with the same model; rank 0's
-    weights are taken. Afterwards every parameter is a DTensor, and every rank gives the model the same inputs
-    and gets the same outputs, those of the unsharded model.
+    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text), Phi3, OLMo2, Granite, Mixtral and Qwen3-MoE,
+    `...ForCausalLM` or the decoder alone, and refuses whatever module it has no rule for. Every rank calls it
+    with the same model; rank 0's weights are taken. Afterwards every parameter is a DTensor, and every rank
+    gives the model the same inputs and gets the same outputs, those of the unsharded model.
 
     Attention and MLP are sharded by heads and features, embedding and head by vocabulary (tied, if they
-    were). P must divide the numbers of query and key/value heads, and nothing else: sequences, batches,
-    features and vocabulary may have any size.
+    were). P must divide the number of query heads; of key/value heads it must divide the number, or be a
+    multiple of it, in which case ranks share heads. It must divide the features of an expert, and nothing
+    else: sequences, batches, features and vocabulary may have any size.
 
     Args:
         model: The model, on its device, before compiling, FSDP or an optimizer has seen it.
@@ -76,23 +94,39 @@ def parallelize(
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
     check_name(backend)
+    adapted = model
+    if hasattr(model, "get_base_model"):  # peft's
+        forbid_sums(model.base_model)
+        model = model.get_base_model()
     roles = plan(model, mesh.size())
     names = {role: name for name, role in roles.items()}
-    embedding: Any = model.get_submodule(names["embedding"])
-    head: Any = model.get_submodule(names["head"]) if "head" in names else None
+    embedding: Any = bases(model.get_submodule(names["embedding"]))[0]
+    head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
-    builder = _Builder(model.config, mesh, sequence_parallel, logits, preferring(backend))
+    sharding, labels = Sharding(mesh, sequence_parallel), Labels()
+    builder = _Builder(model.config, sharding, labels, logits, preferring(backend))
     for name, role in roles.items():
-        builder.apply(model.get_submodule(name), role)
+        for base in bases(model.get_submodule(name)):
+            builder.apply(base, role)
+    give_places(model, roles, sharding)
+    for layer in [module for module in model.modules() if is_lora(module)]:
+        from .lora import take_over
+
+        take_over(layer, layer.base_layer)
     if head is not None and tied:
         head.weight = embedding.weight
         head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
+    describe(model, mesh)
     model.register_load_state_dict_pre_hook(_shard_incoming)
+    model.register_forward_pre_hook(labels, with_kwargs=True, prepend=True)
     # These can be pickled, unlike methods of no class.
+    if hasattr(model, "generate"):
+        model.generate = partial(generate, model, sharding.group)
+        model._get_stopping_criteria = partial(stopping_criteria, model, sharding.group)
     model.save_pretrained = partial(_save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
-    return model
+    return adapted
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -121,7 +155,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()
     }
-    for name, packed in _packed(model):
+    for name, packed in packed_linears(model):
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
     return state
 
@@ -129,9 +163,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 class _Builder:
     """Gives each module the parameters and the forward of its role."""
 
-    def __init__(self, config: Any, mesh: DeviceMesh, sequence_parallel: bool, logits: Logits, backend: Any):
-        self.config, self.mesh, self.group = config, mesh, group_name(mesh)
-        self.sequence_parallel, self.backend = sequence_parallel, backend
+    def __init__(self, config: Any, sharding: Sharding, labels: Labels, logits: Logits, backend: Any):
+        self.config, self.sharding, self.labels, self.backend = config, sharding, labels, backend
+        self.mesh, self.group = sharding.mesh, sharding.group
+        self.sequence_parallel = sequence_parallel = sharding.sequence_parallel
         self.length = SequenceLength()
         self.column = OverlapColwiseParallel(backend=backend)
         between = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
@@ -146,12 +181,14 @@ class _Builder:
         """Makes `module` what `role` says; modules come in the model's order, parents first."""
         match role:
             case "decoder":
+                module.register_forward_pre_hook(Watch(self.sharding))
+                module.register_forward_pre_hook(SameInputs(self.sharding, self.labels), with_kwargs=True)
                 records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
                 if self.sequence_parallel:
                     module.register_forward_pre_hook(self.length.for_norm.begin)
             case "embedding":
-                self._distribute(module, Shard(0))
+                self._distribute(module, {"weight": Shard(0)})
                 module.forward = EmbeddingForward(module, self.group)
             case "layer":
                 if self.sequence_parallel:
@@ -164,11 +201,27 @@ class _Builder:
             case "mlp":
                 self._mlp(module)
             case "norm" | "head norm" | "final norm":
-                self._distribute(module, Replicate())
+                self._distribute(module)
                 is_partial = self.sequence_parallel or role == "head norm"
-                module.forward = NormForward(module, self.group if is_partial else None)
+                module.forward = ReplicatedForward(module, self.group if is_partial else None)
                 if role == "final norm" and self.sequence_parallel:
                     module.register_forward_hook(GatherOutput(self.group, self.length.for_norm))
+            case "spread norm":
+                self._distribute(module, {"weight": Shard(0)})
+                width = module.weight.numel()
+                module.forward = SpreadNormForward(module, self.group, width)
+            case "mixture" if self.sequence_parallel:
+                module.register_forward_pre_hook(GatherTokens(self.group, self.length.for_mlp))
+                module.register_forward_hook(KeepTokens(self.group))
+            case "router":  # it sees all tokens
+                self._distribute(module)
+                module.forward = ReplicatedForward(module, None)
+            case "experts":
+                self._distribute(module, PLACEMENTS)
+                module.forward = ExpertsForward(module, self.group)
+            case "shared head":
+                self._distribute(module)
+                module.forward = SharedHeadForward(module, self.mesh, self.column, kv_heads(self.config))
             case "column":
                 parallelize_module(module, self.mesh, self.column)
             case "packed":  # a PackedLinear, by now
@@ -182,7 +235,9 @@ class _Builder:
     def _attention(self, module: Any) -> None:
         if self.sequence_parallel:
             module.register_forward_pre_hook(self.length.note, with_kwargs=True)
-            module.o_proj.register_forward_pre_hook(GradientAsContiguous())
+            bases(module.o_proj)[0].register_forward_pre_hook(GradientAsContiguous())
+        if kv_heads(self.config) < self.mesh.size():
+            module.num_key_value_groups = self.config.num_attention_heads // self.mesh.size()
         if not hasattr(module, "qkv_proj"):
             self._share_gather(module, ["q_proj", "k_proj", "v_proj"], "hidden_states", self.length)
             return
@@ -206,16 +261,22 @@ class _Builder:
 
     def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows) -> None:
         if self.sequence_parallel:
+            adapted = [is_lora(module.get_submodule(name)) for name in linears]
+            linears = [
+                f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)
+            ]
             style = OverlapSharedGather(*linears, argument=argument, rows=rows, backend=self.backend)
             parallelize_module(module, self.mesh, style)
 
-    def _distribute(self, module: nn.Module, layout: Placement) -> None:
+    def _distribute(self, module: nn.Module, layouts: Mapping[str, Placement] | None = None) -> None:
+        """Makes DTensors of a module's own parameters: replicated, where nothing else is said."""
         for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = distribute_tensor(parameter, self.mesh, [layout])
+            shard = distribute_tensor(parameter, self.mesh, [(layouts or {}).get(name, Replicate())])
             module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
-def _packed(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """The packed linears of a parallelized model, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
 
 
@@ -237,7 +298,7 @@ def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *arg
 
 def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: cuts the tensors of an unsharded model; leaves shards as they are."""
-    for name, packed in _packed(model):
+    for name, packed in packed_linears(model):
         whole = state.pop(f"{prefix}{name}.weight", None)
         if whole is not None:
             for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):

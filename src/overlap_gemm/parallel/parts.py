@@ -11,7 +11,8 @@ from ..lowering import total_extent
 from ..moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
 from ..sharding import Shards
-from .styles import ColwiseForward, RowwiseForward, local
+from .inputs import same_inputs
+from .styles import local
 
 SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""
@@ -47,7 +48,7 @@ class SequenceLength:
     """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
 
     A module between sharded rows cannot see it. Every attention can, and says it: for itself, for the MLP of
-    its layer, and for the norm behind all layers.
+    its layer, and for the norm after all layers.
     """
 
     def __init__(self) -> None:
@@ -60,8 +61,9 @@ class SequenceLength:
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pre-forward hook of every attention."""
-        cosines, _ = kwargs["position_embeddings"]  # [b or 1, s, head_dim]
-        self.total = cosines.shape[1]
+        embeddings = kwargs["position_embeddings"]  # cosines and sines, or both as complex numbers
+        angles = embeddings[0] if isinstance(embeddings, tuple) else embeddings  # [b or 1, s, ...]
+        self.total = angles.shape[1]
         self.for_mlp.note(self.total)
         self.for_norm.note(self.total)
 
@@ -79,7 +81,7 @@ class EnterLayers:
 
 
 class GradientAsContiguous:
-    """Pre-forward hook of the projection behind an attention: its input's gradient comes back contiguous.
+    """Pre-forward hook of the projection after an attention: its input's gradient comes back contiguous.
 
     Where it is gathered along the sequence it would be a transposed view. torch (2.11, CUDA) keeps a graph of
     cuDNN's attention for the backward of all calls alike, and does not ask whether this gradient's strides
@@ -126,6 +128,7 @@ class EmbeddingForward:
     def __call__(self, input: Tensor) -> Tensor:
         """Looks up `[...]` indices; `[..., h]`, the same on every rank."""
         module, rows = self.module, self.module.num_embeddings
+        same_inputs(self.group, "embedding", {"input": input})
         start, stop = Shards.even(rows, group_size(self.group)).range(group_rank(self.group))
         # An index that no rank has stays out of range, and is refused as nn.Embedding refuses it.
         elsewhere = ((input >= 0) & (input < start)) | ((input >= stop) & (input < rows))
@@ -140,11 +143,11 @@ class EmbeddingForward:
         return out if scale is None else out * scale.to(out.dtype)
 
 
-class NormForward:
-    """A norm's own forward on local tensors.
+class ReplicatedForward:
+    """The own forward of a module whose parameters all ranks have, a norm for example, on local tensors.
 
     Args:
-        module: The norm, its parameters replicated DTensors.
+        module: The module, its parameters replicated DTensors.
         group: Of the ranks each of which sees its own rows or heads only, so that gradients of the parameters
             are summed; None: all see the same.
     """
@@ -152,13 +155,18 @@ class NormForward:
     def __init__(self, module: nn.Module, group: str | None):
         self.module, self.group = module, group
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Normalises this rank's rows or heads."""
-        return type(self.module).forward(_Localized(self.module, self.group), hidden_states)
+    def __call__(self, x: Tensor) -> Any:
+        """Runs on this rank's rows or heads."""
+        return type(self.module).forward(Localized(self.module, self.group), x)
 
 
-class _Localized:
-    """A module with local tensors in place of its (replicated) DTensor parameters: `self` for its forward."""
+class Localized:
+    """A module with local tensors in place of its DTensor parameters: `self` for its forward.
+
+    Args:
+        module: The module.
+        group: Of the ranks over which gradients of the parameters, which are replicated, are summed.
+    """
 
     def __init__(self, module: nn.Module, group: str | None):
         self._module, self._group = module, group
@@ -172,10 +180,6 @@ class _Localized:
         return value.to_local() if self._group is None else for_each_rank(value.to_local(), self._group)
 
 
-FORWARDS = (ColwiseForward, EmbeddingForward, NormForward, RowwiseForward)
-"""Those of modules that hold parameters; they take local tensors for DTensors."""
-
-
 class GatherOutput:
     """Forward hook of the last norm: its output, sharded by rows, becomes whole on every rank."""
 
@@ -183,9 +187,10 @@ class GatherOutput:
         self.group, self.length = group, length
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Called by torch behind the norm."""
+        """Called by torch after the norm."""
         own = out.shape[SEQUENCE_DIM]
-        total = total_extent("the last norm", "rows", self.length(), own, out, self.group, ())
+        facts = (("op", "the last norm"),)
+        total = total_extent("the last norm", "rows", self.length(), own, out, self.group, facts)
         return join_shards(out, SEQUENCE_DIM, total, self.group)
 
 

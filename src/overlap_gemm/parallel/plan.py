@@ -12,12 +12,17 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora
+
 Role: TypeAlias = Literal[
     "decoder", "embedding", "layer", "attention", "mlp", "norm", "head norm", "final norm", "column",
-    "packed", "row", "head",
+    "packed", "row", "head", "shared head", "spread norm", "mixture", "router", "experts",
 ]  # fmt: skip
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral",
+    "qwen3_moe",
+)  # fmt: skip
 """The `config.model_type` of what is tested, in tests/multi/test_parallelize.py."""
 
 ROLES: dict[str, Role] = {
@@ -40,13 +45,19 @@ ROLES: dict[str, Role] = {
     "layers.*.mlp.up_proj": "column",
     "layers.*.mlp.gate_up_proj": "packed",
     "layers.*.mlp.down_proj": "row",
+    "layers.*.mlp.gate": "router",
+    "layers.*.mlp.experts": "experts",
     "norm": "final norm",
 }
 """By a module's path below the decoder, layer numbers as `*`. `lm_head` lies beside the decoder."""
 
+GROUPED_BYTES = 16
+"""Rows of torch's grouped products are multiples of it."""
+
 PROJECTIONS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "attention": (("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")),
     "mlp": (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
+    "mixture": (("gate", "experts"),),
 }
 """The linears that a module of a role must have: one of these sets."""
 
@@ -74,14 +85,22 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
         if isinstance(parameter, DTensor):
             _refuse(name, model, "it is a DTensor: this model has been parallelized already")
     roles: dict[str, Role] = {}
+    within = None
     for name, module in model.named_modules():
+        if within is not None and name.startswith(within):  # of an adapter
+            continue
         role: Role | None = "decoder" if module is inner else "head" if name == "lm_head" else None
         if name.startswith(prefix):
             role = role or ROLES.get(re.sub(r"\blayers\.\d+", "layers.*", name.removeprefix(prefix)))
+        role = _told_by_module(role, name, module, model.config, ranks)
         if role is not None:
-            _CHECKS[role](name, module, model.config, ranks)
-            if "forward" in vars(module):
-                _refuse(name, module, "its forward has been replaced already")
+            if is_adapter(module):
+                _check_adapter(name, module, role)
+                within = f"{name}."
+            for base in bases(module):
+                _CHECKS[role](name, base, model.config, ranks)
+                if "forward" in vars(base):
+                    _refuse(name, base, "its forward has been replaced already")
             roles[name] = role
         elif list(module.parameters(recurse=False)):
             _refuse(name, module, "it holds parameters and has no known place in a decoder")
@@ -97,6 +116,17 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
     return roles
 
 
+def _told_by_module(role: Role | None, name: str, module: Any, config: Any, ranks: int) -> Role | None:
+    """The role, where its path alone does not tell it."""
+    if role == "mlp" and hasattr(module, "experts"):
+        return "mixture"
+    if role == "head norm" and getattr(module, "weight", None) is not None:
+        return role if module.weight.numel() == head_dim(config) else "spread norm"
+    if role == "column" and name.endswith((".k_proj", ".v_proj")) and kv_heads(config) < ranks:
+        return "shared head"
+    return role
+
+
 def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
     what = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
     raise UnknownModuleError(f"parallelize has no rule for {what}: {why}")
@@ -106,10 +136,21 @@ def _check_ties(model: nn.Module, prefix: str) -> None:
     """Of weights that are one, only embedding and head stay one: both are sharded by vocabulary."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+        owners.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
     for names in owners.values():
         if len(names) > 1 and set(names) != {f"{prefix}embed_tokens.weight", "lm_head.weight"}:
             _refuse(names[1], model, f"it is tied to {names[0]!r}, and only embedding and lm_head stay tied")
+
+
+def _check_adapter(name: str, module: Any, role: Role) -> None:
+    if role not in (ADAPTED if is_lora(module) else COPIED):
+        _refuse(name, module, f"no adapter of its kind is carried for a module that is {role!r}")
+    if is_lora(module):
+        from .lora import why_not
+
+        why = why_not(module)
+        if why is not None:
+            _refuse(name, module, why)
 
 
 def _check_linear(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -139,7 +180,18 @@ def _check_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
 
 
 def _check_head_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
-    _check_norm_of(name, module, head_dim(config), "head_dim; over all heads it would need all ranks")
+    _check_norm_of(name, module, head_dim(config), "head_dim")
+
+
+def _check_spread_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    heads = config.num_attention_heads if name.endswith("q_norm") else kv_heads(config)
+    _check_norm_of(name, module, heads * head_dim(config), "head_dim, or that of all heads")
+    if heads % ranks:
+        _refuse(
+            name, module, f"a norm over all heads needs P={ranks} to divide them, of which there are {heads}"
+        )
+    if not hasattr(module, "variance_epsilon"):
+        _refuse(name, module, "a norm over all heads must be an RMSNorm with variance_epsilon, as OLMo2's")
 
 
 def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
@@ -150,10 +202,13 @@ def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
 
 def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     _check_projections(name, module, "attention")
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, what, None) or config.num_attention_heads
-        if heads % ranks:
-            _refuse(name, module, f"{what}={heads} is not divisible by P={ranks}")
+    if config.num_attention_heads % ranks:
+        _refuse(
+            name, module, f"num_attention_heads={config.num_attention_heads} is not divisible by P={ranks}"
+        )
+    heads = kv_heads(config)
+    if heads % ranks and (ranks % heads or hasattr(module, "qkv_proj")):
+        _refuse(name, module, f"num_key_value_heads={heads} is not divisible by P={ranks}, nor divides it")
     if dropout := getattr(module, "attention_dropout", 0):
         _refuse(name, module, f"attention_dropout={dropout} would need its own random numbers on each rank")
 
@@ -162,7 +217,44 @@ def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     _check_projections(name, module, "mlp")
 
 
+def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mixture")
+    if noise := getattr(module, "jitter_noise", 0):
+        _refuse(name, module, f"jitter_noise={noise} would need the same random numbers on each rank")
+
+
+def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    if parameters != {"weight": [module.num_experts, config.hidden_size]}:
+        _refuse(name, module, f"a router must have a weight [experts, hidden_size], got {parameters}")
+
+
+def _check_experts(name: str, module: Any, config: Any, ranks: int) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    experts, inner, hidden = (
+        getattr(module, key, None) for key in ("num_experts", "intermediate_dim", "hidden_dim")
+    )
+    wanted = {"gate_up_proj": [experts, 2 * (inner or 0), hidden], "down_proj": [experts, hidden, inner]}
+    if parameters != wanted:
+        _refuse(
+            name,
+            module,
+            f"experts must have gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {parameters}",
+        )
+    own, rest = divmod(module.intermediate_dim, ranks)
+    if rest:
+        _refuse(name, module, f"the {inner} features of an expert are not divisible by P={ranks}")
+    size = own * module.down_proj.element_size()
+    if size % GROUPED_BYTES and getattr(config, "_experts_implementation", None) == "grouped_mm":
+        why = f"a rank's {own} features of an expert are {size} bytes, no multiple of {GROUPED_BYTES}, "
+        _refuse(
+            name, module, why + "as torch's grouped product wants: experts_implementation='eager' does not"
+        )
+
+
 def _check_projections(name: str, module: nn.Module, role: Role) -> None:
+    if own := [key for key, _ in module.named_parameters(recurse=False)]:
+        _refuse(name, module, f"it holds parameters of its own, {', '.join(own)}")
     present = {key for key, child in module.named_children() if list(child.parameters())}
     present -= {"q_norm", "k_norm"}
     if present not in map(set, PROJECTIONS[role]):
@@ -174,6 +266,11 @@ def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     for part in ("self_attn", "mlp"):
         if not isinstance(getattr(module, part, None), nn.Module):
             _refuse(name, module, f"a decoder layer must have {part}")
+
+
+def kv_heads(config: Any) -> int:
+    """Key/value heads."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_dim(config: Any) -> int:
@@ -194,4 +291,9 @@ _CHECKS: dict[Role, Callable[[str, Any, Any, int], None]] = {
     "packed": _check_packed,
     "row": _check_linear,
     "head": _check_linear,
+    "shared head": _check_linear,
+    "spread norm": _check_spread_norm,
+    "mixture": _check_mixture,
+    "router": _check_router,
+    "experts": _check_experts,
 }

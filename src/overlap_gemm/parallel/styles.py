@@ -5,7 +5,7 @@ checkpoints work on them unchanged.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class OverlapColwiseParallel(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
+        distribute(module, device_mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
         module.forward = ColwiseForward(module, device_mesh, self)
         return module
 
@@ -102,7 +102,7 @@ class OverlapRowwiseParallel(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
+        distribute(module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank)
         module.forward = RowwiseForward(module, device_mesh, self)
         return module
 
@@ -172,7 +172,7 @@ class _SharedGatherForward:
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
             for linear in self.linears:
-                linear.forward.product = None
+                linear.forward.gathered = None
 
     def _multiply(self, x: Tensor) -> Tensor:
         style, linears = self.style, self.linears
@@ -180,21 +180,37 @@ class _SharedGatherForward:
             if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = _local(x, self.mesh, style.layout, style.rows)
-        biases = [local(linear.bias, Shard(0)) for linear in linears if linear.bias is not None]
+        weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
         outs = all_gather_gemm(
             x,
-            [local(linear.weight, Shard(0)) for linear in linears],
-            bias=biases or None,
+            weights,
+            bias=[bias for bias in biases if bias is not None] or None,
             group=self.mesh,
             dim=style.layout.dim,
             rows=rows,
-            columns=sum(_extent(linear, 0) for linear in linears),
+            columns=sum(columns),
             backend=style.backend,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
         for linear, out in zip(linears, outs, strict=True):
-            linear.forward.product = (stand_in, out)
+            linear.forward.gathered = Gathered(stand_in, x, out, out.shape[style.layout.dim])
         return stand_in
+
+
+class Gathered(NamedTuple):
+    """What a linear has of the gather that it shares, while the module around it runs.
+
+    Attributes:
+        stand_in: What that module's forward has for the gathered input.
+        rows: The module's input, this rank's rows.
+        product: Of the gathered input and the linear's weight; None once it has been fetched.
+        total: Rows over all ranks.
+    """
+
+    stand_in: Tensor
+    rows: Tensor
+    product: Tensor | None
+    total: int
 
 
 class ColwiseForward:
@@ -204,15 +220,15 @@ class ColwiseForward:
         self.module, self.mesh, self.style = module, mesh, style
         self.source = module
         """Which module has the weight: another one where weights are tied."""
-        self.product: tuple[Tensor, Tensor | None] | None = None
-        """(stand-in, result or None once it has been fetched) while an `OverlapSharedGather` runs."""
+        self.gathered: Gathered | None = None
+        """While an `OverlapSharedGather` around it runs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
-        if self.product is not None:
-            stand_in, out = self.product
-            if x is not stand_in or out is None:
+        if self.gathered is not None:
+            out = self.gathered.product
+            if (x is not self.gathered.stand_in and x is not self.gathered.rows) or out is None:
                 raise RuntimeError(
                     f"{module} shares the gather of its input with others, so it is called once, with the "
                     f"input of the module around it as it is: a hook that changes it belongs on that module"
@@ -222,11 +238,10 @@ class ColwiseForward:
                     f"{module} is called without gradients by itself (recomputed reentrantly?), but the "
                     f"gather it shares with others has them: recompute or freeze the module around it"
                 )
-            self.product = (stand_in, None)
+            self.gathered = self.gathered._replace(product=None)
             return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
-        weight, columns = local(self.source.weight, Shard(0)), _extent(module, 0)
-        bias = None if module.bias is None else local(module.bias, Shard(0))
+        weight, bias, columns = self.operands()
         if isinstance(style.input_layout, Shard):
             out = all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
@@ -239,6 +254,20 @@ class ColwiseForward:
         else:
             out = column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
         return self._output(out)
+
+    def operands(self) -> tuple[Tensor, Tensor | None, int]:
+        """This rank's weight and bias, and the columns of all ranks' together."""
+        module = self.module
+        bias = None if module.bias is None else local(module.bias, Shard(0))
+        return local(self.source.weight, Shard(0)), bias, _extent(module, 0)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's rows of the input for which x stands in; x itself where nothing is gathered."""
+        return self.gathered.rows if self.gathered is not None and x is self.gathered.stand_in else x
+
+    def total_rows(self) -> Length:
+        """Rows of the input over all ranks, while they are gathered."""
+        return None if self.gathered is None else self.gathered.total
 
     def _output(self, out: Tensor) -> Tensor:
         whole = torch.Size((*out.shape[:-1], _extent(self.module, 0)))
@@ -267,15 +296,24 @@ class RowwiseForward:
         return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
 
-def _distribute(
-    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None
+def distribute(
+    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None = 0
 ) -> None:
+    """Makes DTensors of a linear's parameters.
+
+    Args:
+        module: An `nn.Linear`.
+        mesh: The ranks, of one dimension.
+        layouts: How each parameter shall lie, by its name.
+        src_data_rank: Whose values are taken; None: each rank's own, without communication.
+    """
     if not isinstance(module, nn.Linear):
         raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
     for name, parameter in list(module.named_parameters(recurse=False)):
-        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=src_data_rank)
+        source = None if parameter.is_meta else src_data_rank
+        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 

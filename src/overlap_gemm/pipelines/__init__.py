@@ -4,7 +4,7 @@
   :class:`TileSender` says; :class:`LaggedPublication`: when a tile whose stores still drain may be announced.
 - :class:`PipelineTmaStoreAsync`: the TMA store stays in the epilogue warp; a comm warp gets what is written.
 - For the comm warp: :func:`bulk_store` and :func:`global_pointer` reach any rank's memory by its address,
-  :func:`release_flag` announces (to several peers: :func:`raise_flag` behind one :func:`release_fence`),
+  :func:`release_flag` announces (to several peers: :func:`raise_flag` after one :func:`release_fence`),
   :func:`wait_flag` waits within a :class:`WaitBound`. A wait that expires leaves ``RECORD_WORDS`` words,
   which :func:`read_record` reads as a :class:`Failure`.
 """

@@ -39,14 +39,17 @@ class TileSender(Protocol):
         """Everything about ``tile`` that its subtiles share: a run-time value, or a tuple of them.
 
         It may wait for a peer, but not for its answer to one of the last `LaggedPublication.lag` tiles: they
-        are not published yet.
+        are not published yet. Of tile 0 it is asked twice.
         """
 
     def send(self, place: Any, subtile: Any, stage: Any) -> None:
         """Starts the bulk stores of one subtile, found in ring stage ``stage``; neither commits nor waits."""
 
-    def publish(self, tile: Any) -> None:
-        """Called once all stores of ``tile`` are written and visible to the calling thread."""
+    def publish(self, tile: Any, place: Any) -> None:
+        """Called once all stores of ``tile`` are written and visible to the calling thread.
+
+        ``place`` is what `locate` returned for it: nothing has to be computed between the wait and the flag.
+        """
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,24 @@ class EpilogueRing:
             sender: a :class:`TileSender`.
 
         Returns:
-            The consumer state behind the last subtile. The caller must rebind it.
+            The consumer state after the last subtile. The caller must rebind it.
         """
+        if num_tiles > 0:
+            state = self._drain(state, num_tiles, subtiles, sender)
+        return state
+
+    @cute.jit
+    def _drain(
+        self,
+        state: pipeline.PipelineState,
+        num_tiles: Int32,
+        subtiles: cutlass.Constexpr[int],
+        sender: Any,
+    ) -> pipeline.PipelineState:
+        """`drain` of one tile at least."""
         due = LaggedPublication(subtiles, self.inflight)
+        # Places of the tiles before, that of the last one last; what is there at first is never published.
+        sent = (sender.locate(Int32(0)),) * due.lag
         for tile in cutlass.range(num_tiles, unroll=1):
             place = sender.locate(tile)
             for subtile in cutlass.range(subtiles, unroll=1):
@@ -152,16 +170,17 @@ class EpilogueRing:
                 state.advance()
                 cute.arch.cp_async_bulk_wait_group(self.inflight, read=False)
                 if tile * subtiles + subtile >= self.inflight:
-                    self._release_behind(state, self.inflight + 1)
+                    self._release_earlier(state, self.inflight + 1)
                 if subtile == due.subtile and tile >= due.lag:
-                    sender.publish(tile - due.lag)
+                    sender.publish(tile - due.lag, (*sent, place)[0])
+            sent = (*sent, place)[1:]
         cute.arch.cp_async_bulk_wait_group(0, read=False)
-        for behind in cutlass.range_constexpr(self.inflight, 0, -1):
-            if num_tiles * subtiles >= behind:
-                self._release_behind(state, behind)
-        for behind in cutlass.range_constexpr(due.lag, 0, -1):
-            if num_tiles >= behind:
-                sender.publish(num_tiles - behind)
+        for ago in cutlass.range_constexpr(due.lag, 0, -1):
+            if num_tiles >= ago:
+                sender.publish(num_tiles - ago, sent[due.lag - ago])
+        for ago in cutlass.range_constexpr(self.inflight, 0, -1):
+            if num_tiles * subtiles >= ago:
+                self._release_earlier(state, ago)
         return state
 
     @cute.jit
@@ -189,7 +208,7 @@ class EpilogueRing:
                 state.advance()
         return state
 
-    def _release_behind(self, state: pipeline.PipelineState, behind: int) -> None:
-        """Frees the stage used ``behind`` subtiles before ``state``'s; an arrival needs no phase."""
-        stage = (state.index + (self.num_stages - behind)) % self.num_stages
+    def _release_earlier(self, state: pipeline.PipelineState, ago: int) -> None:
+        """Frees the stage used ``ago`` subtiles before ``state``'s; an arrival needs no phase."""
+        stage = (state.index + (self.num_stages - ago)) % self.num_stages
         self.pipe.sync_object_empty.arrive(stage, None)

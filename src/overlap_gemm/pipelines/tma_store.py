@@ -2,7 +2,7 @@
 
 For kernels that store with TMA from an epilogue warp and want another warp to send on what was stored while
 the next tile is computed and stored (NVIDIA/cutlass issue #2900). A TMA store cannot complete on an mbarrier,
-only on the bulk groups of the thread that issued it; so that thread arrives on the mbarrier itself, behind a
+only on the bulk groups of the thread that issued it; so that thread arrives on the mbarrier itself, after a
 full wait.
 
     issuing lane of the epilogue                      comm warp
@@ -27,7 +27,7 @@ State of a stage (``num_stages`` of them, used in order; one TMA store each, how
 
 A stage stands for what the comm warp reads: a staging buffer per stage, or, where the epilogue stores to
 memory that nobody overwrites, merely how many stores it may be ahead. Shared memory needs ``Q + 1`` buffers:
-behind ``producer_commit`` of store ``g`` the buffer of store ``g - Q`` is free.
+after ``producer_commit`` of store ``g`` the buffer of store ``g - Q`` is free.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
     ``PipelineProducer``, counts the stores and is never reset. All else is inherited.
 
     Attributes:
-        inflight: bulk groups left pending behind a commit.
+        inflight: bulk groups left pending after a commit.
     """
 
     inflight: int
@@ -73,7 +73,7 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
             defer_sync: the caller fences the initialisation and synchronises the CTA.
 
         Raises:
-            ValueError: if a store would be handed over only behind one that waits for its stage.
+            ValueError: if a store would be handed over only after one that waits for its stage.
         """
         if not 0 <= inflight < num_stages:
             raise ValueError(f"inflight={inflight} must be in [0, num_stages={num_stages})")
@@ -89,9 +89,9 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
 
     @cute.jit
     def producer_commit(self, state: pipeline.PipelineState, *, loc: Any = None, ip: Any = None) -> None:
-        """Issuing lane, behind a stage's store: commits it, and hands over the store now known to be written.
+        """Issuing lane, after a stage's store: commits it, and hands over the store now known to be written.
 
-        Behind the call the shared-memory buffer of the store ``inflight`` ago may be overwritten.
+        After the call the shared-memory buffer of the store ``inflight`` ago may be overwritten.
         """
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(self.inflight, read=False)
@@ -102,14 +102,14 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
     def producer_tail(self, state: pipeline.PipelineState, *, loc: Any = None, ip: Any = None) -> None:
         """Issuing lane, at the end: waits for all stores and hands over those still kept back.
 
-        ``state`` is behind the last store. Without this call the consumer waits for ever.
+        ``state`` is after the last store. Without this call the consumer waits for ever.
         """
         cute.arch.cp_async_bulk_wait_group(0, read=False)
-        for behind in cutlass.range_constexpr(self.inflight, 0, -1):
-            if state.count >= behind:
-                self._hand_over(state, behind)
+        for ago in cutlass.range_constexpr(self.inflight, 0, -1):
+            if state.count >= ago:
+                self._hand_over(state, ago)
 
-    def _hand_over(self, state: pipeline.PipelineState, behind: int) -> None:
-        """The store ``behind`` before ``state``'s is written; an arrival needs no phase."""
-        stage = (state.index + (self.num_stages - behind)) % self.num_stages
+    def _hand_over(self, state: pipeline.PipelineState, ago: int) -> None:
+        """The store ``ago`` before ``state``'s is written; an arrival needs no phase."""
+        stage = (state.index + (self.num_stages - ago)) % self.num_stages
         self.sync_object_full.arrive(stage, self.producer_mask)

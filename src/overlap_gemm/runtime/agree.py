@@ -1,5 +1,9 @@
 """What the ranks of a group must know of each other before they communicate.
 
+The rule: between two collectives nothing may raise on one rank alone, since its peers would wait for it.
+Whatever one rank may fail at by itself (its environment, files, devices, memory, compiler) is an attempt of
+`together` or `gather`, at a call that all ranks make: each is told who failed, and why.
+
 `total_length` is part of an op; what the ranks call travels with the lengths. `same` compares what they call
 at the first call of each kind. With `OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all
 ranks compare the facts of every call before it, and raise together, each naming the rank that differs, where
@@ -9,16 +13,17 @@ whose arguments do not fit together.
 
 import hashlib
 import os
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..sharding import Shards
 from .group import Group
 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]
+T = TypeVar("T")
 
 TAG = (1 << 30) - 1
 """Of the messages in which ranks tell each other what they call: above users' tags, below `decomposed`'s."""
@@ -31,6 +36,50 @@ _checking: bool | None = None
 
 class DisagreementError(RuntimeError):
     """The ranks of a group differ where they must not, or one of them failed; raised on every rank."""
+
+
+def gather(
+    group: Group, what: str, attempt: Callable[[], T], error: type[DisagreementError] = DisagreementError
+) -> list[T]:
+    """Every rank's result of an attempt, if it worked on all of them.
+
+    Args:
+        group: Every rank of which must call.
+        what: Names the attempt in the error.
+        attempt: May raise. Its result travels. It must not communicate, unless what fails in it on one rank
+            fails on all.
+        error: Raised where it failed.
+
+    Raises:
+        DisagreementError: On every rank, with the ranks that failed and why. Where all failed for the same
+            reason, each raises what its attempt raised.
+    """
+    result: tuple[T, ...] = ()
+    failure: Exception | None = None
+    try:
+        result = (attempt(),)
+    except Exception as caught:  # any failure must reach the peers, who would otherwise wait for this rank
+        failure = caught
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = group.all_gather_object((mine, result))
+    reasons = [reason for reason, _ in everyone]
+    if failure is not None and all(reason == mine for reason in reasons):
+        raise failure
+    if any(reasons):
+        failed = [f"rank {group.global_rank(r)}: {reason}" for r, reason in enumerate(reasons) if reason]
+        raise error(
+            f"{what} failed on {len(failed)} of {group.size} ranks ({'; '.join(failed)})"
+        ) from failure
+    return [theirs for _, (theirs,) in everyone]
+
+
+def together(
+    group: Group, what: str, attempt: Callable[[], T], error: type[DisagreementError] = DisagreementError
+) -> T:
+    """This rank's result of an attempt, which stays here, if it worked on every rank; else as `gather`."""
+    results: list[T] = []
+    gather(group, what, lambda: results.append(attempt()), error)
+    return results[0]
 
 
 def checking() -> bool:
@@ -51,7 +100,7 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
     ]
     if failures:
         raise DisagreementError("; ".join(failures))
-    for fact in sorted({key for theirs in everyone for key in theirs}, key=lambda key: (key != "op", key)):
+    for fact in dict.fromkeys(key for theirs in everyone for key in theirs):
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             holders.setdefault(str(theirs.get(fact)), []).append(group.global_rank(rank))
@@ -63,7 +112,7 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
             raise DisagreementError(f"{facts['op']}: the ranks of the group disagree on {fact}: {views}")
 
 
-def same(group: Group, device: torch.device, facts: Facts) -> None:
+def same(group: Group, device: torch.device, facts: Facts, every_time: bool = False) -> None:
     """Raises on every rank unless all make a call of the same facts; in debug mode at every call.
 
     Otherwise at the first one of these facts, so that ranks which differ from the start learn it by name and
@@ -73,6 +122,7 @@ def same(group: Group, device: torch.device, facts: Facts) -> None:
         group: Every rank of which must call.
         device: Where the op's tensors live.
         facts: (name, value), of which the first is the op.
+        every_time: Ask at every call, debug mode or not.
 
     Raises:
         DisagreementError: The ranks disagree; the message names the fact, and which rank has what.
@@ -81,17 +131,50 @@ def same(group: Group, device: torch.device, facts: Facts) -> None:
         return
     if checking():
         _compare(group, dict(facts))
-    elif facts not in group.agreed:
+    elif every_time or facts not in group.agreed:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         _exchange(group, device, 0, facts)
-        group.agreed.add(facts)
+        if not every_time:
+            group.agreed.add(facts)
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """The fact that a rank fails; among those of `same` it is told to the others by name."""
+    return "error", f"{type(error).__name__}: {error}"
+
+
+def greeting(group: Group, device: torch.device, facts: Facts) -> Callable[[], None] | None:
+    """What `same` does once, for every further call of these facts; None where it would not be cheap.
+
+    It is on CPUs over gloo, a message of 16 bytes to each peer: without it, ranks that call different things
+    which each of them has called before would take each other's bytes for their own, or abort in gloo.
+
+    Args:
+        group: Every rank of which must call what is returned, once per call of the op.
+        device: Where the op's tensors live.
+        facts: As for `same`.
+    """
+    if group.process_group is None or group.size == 1 or device.type != "cpu" or not group.has_gloo:
+        return None
+    if checking():
+        return None
+    own = torch.tensor([0, _digest(facts)], dtype=torch.int64)
+    expected = own.repeat(group.size, 1)
+
+    def greet() -> None:
+        everyone = expected.clone()
+        _send_and_receive(group, own, everyone, facts[0][1])
+        if not torch.equal(everyone, expected):
+            _raise_difference(group, facts)
+
+    return greet
 
 
 def report(op: str, group: Group, error: Exception) -> None:
     """In debug mode, tells the other ranks, which are about to call `op`, that this one will not."""
     if checking() and group.process_group is not None:
-        group.all_gather_object({"op": op, "error": f"{type(error).__name__}: {error}"})
+        group.all_gather_object(dict([("op", op), failure(error)]))
 
 
 def total_length(op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts) -> int:
@@ -139,26 +222,35 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts) -> 
     own = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
     everyone = own.repeat(group.size, 1)
     if on_host and group.has_gloo:
-        peers = [peer for peer in range(group.size) if peer != group.rank]
-        ranks = {"group": group.process_group, "tag": TAG}
-        works = [(peer, dist.irecv(everyone[peer], group_src=peer, **ranks)) for peer in peers]
-        works += [(peer, dist.isend(own, group_dst=peer, **ranks)) for peer in peers]
-        for peer, work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                here, there = group.global_rank(group.rank), group.global_rank(peer)
-                raise RuntimeError(
-                    f"{facts[0][1]} on rank {here}: rank {there} is gone, or does something else: it did not "
-                    f"say what it calls ({error})"
-                ) from error
+        _send_and_receive(group, own, everyone, facts[0][1])
     else:
         group.all_gather(everyone, own)
     lengths, digests = everyone.t().tolist()
     if len(set(digests)) > 1:
-        _compare(group, dict(facts))
-        raise AssertionError("equal facts with different digests")
+        _raise_difference(group, facts)
     return list(lengths)
+
+
+def _raise_difference(group: Group, facts: Facts) -> None:
+    _compare(group, dict(facts))
+    raise AssertionError("equal facts with different digests")
+
+
+def _send_and_receive(group: Group, own: torch.Tensor, everyone: torch.Tensor, op: str) -> None:
+    """Fills `everyone` [P, n] with what each rank has as `own` [n], on CPUs over gloo."""
+    carrier, peers = group.process_group, [peer for peer in range(group.size) if peer != group.rank]
+    assert carrier is not None
+    works = [(peer, carrier.recv([everyone[peer]], peer, TAG)) for peer in peers]
+    works += [(peer, carrier.send([own], peer, TAG)) for peer in peers]
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            here, there = group.global_rank(group.rank), group.global_rank(peer)
+            raise RuntimeError(
+                f"{op} on rank {here}: rank {there} is gone, or does something else: it did not "
+                f"say what it calls ({error})"
+            ) from error
 
 
 @lru_cache(maxsize=1024)

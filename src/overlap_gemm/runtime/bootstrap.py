@@ -17,12 +17,16 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .group import forget_groups
+from .group import forbid_forked, forget_groups
 from .workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
 
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and whoever does as it does, says of a process and where it meets the others."""
 
 GLOO_LETS_GO = 0.05
 """Seconds that `finalize` leaves torch's communication threads to drop what they hold."""
@@ -46,6 +50,21 @@ class World:
     device: torch.device
     launcher: Launcher
 
+    def mesh(self, name: str = "tp") -> DeviceMesh:
+        """All ranks in a row, for `parallelize` and whatever else takes a DeviceMesh. Collective.
+
+        A mesh wants a process group. Alone, where `init` made none, this makes one of one process, which
+        `finalize` destroys.
+
+        Args:
+            name: Of the mesh's one dimension.
+        """
+        global _owns_process_group
+        if self.launcher == "none" and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            _owns_process_group = True
+        return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(name,))
+
 
 @dataclass(frozen=True)
 class _Placement:
@@ -60,7 +79,6 @@ class _Placement:
 
 _world: World | None = None
 _owns_process_group = False
-__per_process__ = {"_world": lambda: None, "_owns_process_group": bool}
 
 
 def init(*, device: str | None = None, timeout: float | None = None) -> World:
@@ -80,10 +98,11 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 
     Raises:
         ValueError: No such device, or already initialised on another kind of device.
-        RuntimeError: The launcher's environment is incomplete, or there are fewer GPUs than ranks on this
-            machine.
+        RuntimeError: The launcher's environment is incomplete, there are fewer GPUs than ranks on this
+            machine, or this process was forked from one that had joined its peers.
     """
     global _world, _owns_process_group
+    forbid_forked()
     if device not in (None, "cpu", "cuda"):
         raise ValueError(
             f"init(device={device!r}): give 'cpu' or 'cuda'; a GPU's number is its process's local rank"
@@ -96,7 +115,7 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
         raise ValueError("init(device='cuda'): this machine has no CUDA device, or torch has no CUDA")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        local_rank = _number(os.environ, "LOCAL_RANK", dist.get_rank())
         placement = _Placement("torch.distributed", dist.get_rank(), dist.get_world_size(), local_rank)
     else:
         placement = _find_placement(os.environ)
@@ -134,14 +153,32 @@ def finalize() -> None:
 
 
 def _find_placement(env: Mapping[str, str]) -> _Placement:
-    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        rank = int(env["RANK"])
-        return _Placement("torchrun", rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)))
+    if env.keys() >= set(TORCHRUN):
+        rank, size = (_number(env, name) for name in ("RANK", "WORLD_SIZE"))
+        if rank >= size:
+            raise RuntimeError(f"RANK={rank} must be less than WORLD_SIZE={size}")
+        return _Placement("torchrun", rank, size, _number(env, "LOCAL_RANK", rank))
     if "OMPI_COMM_WORLD_SIZE" in env or "PMI_SIZE" in env:
         return _placement_from_mpi()
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
         return _placement_from_slurm(env)
+    stray = [name for name in ("TORCHELASTIC_RUN_ID", *TORCHRUN[:2]) if name in env]
+    if stray and env.get("WORLD_SIZE") != "1":
+        said = ", ".join(f"{name}={env[name]}" for name in stray)
+        missing = ", ".join(name for name in TORCHRUN if name not in env)
+        raise RuntimeError(
+            f"the environment has {said}, but not {missing}: torchrun sets all of {', '.join(TORCHRUN)}. "
+            f"Start this process by a launcher, or, if it is to be alone, without {' '.join(stray)}"
+        )
     return _Placement("none", 0, 1, 0)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A rank or a number of processes that a launcher says."""
+    text = env.get(name, str(default))
+    if not text.isdecimal():
+        raise RuntimeError(f"{name} must be a whole number, 0 or more, as launchers set it; got {text!r}")
+    return int(text)
 
 
 def _placement_from_mpi() -> _Placement:
@@ -149,7 +186,7 @@ def _placement_from_mpi() -> _Placement:
         from mpi4py import MPI
     except ImportError as error:
         raise RuntimeError(
-            "started by mpirun, but mpi4py cannot be imported: install overlap-gemm[mpi]"
+            "started by mpirun, but mpi4py cannot be imported: pip install mpi4py (the extra 'mpi')"
         ) from error
     world = MPI.COMM_WORLD
     local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).rank
@@ -169,7 +206,7 @@ def _placement_from_mpi() -> _Placement:
 
 
 def _placement_from_slurm(env: Mapping[str, str]) -> _Placement:
-    rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
     # Two steps of one job, or two jobs on one machine, must not meet: the port follows from both ids.
     ids = int(env["SLURM_JOB_ID"]) * 64 + int(env.get("SLURM_STEP_ID", 0))

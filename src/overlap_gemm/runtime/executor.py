@@ -1,31 +1,21 @@
-"""Where a rank's kernels run: a CUDA device, or the emulator.
+"""Where a rank's kernels run: a CUDA device, or whatever else registers itself, as the emulator does.
 
 The fused backend and the virtual ranks know a device only through this surface.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..device.failure import RECORD_WORDS
-from .order import CudaStreams, EmulatedStreams, LaunchOrder
-
-if TYPE_CHECKING:
-    from ..emulator import Emulator
-
-ARCH_OF_CAPABILITY = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
-"""Compute capability -> architecture our kernels are compiled for."""
-
-SECOND_STREAM = 1 << 16
-"""Number of an emulated rank's second stream beside its stream 0."""
+from ..kernels.arch import ARCHS, arch_of_capability
+from .order import CudaStreams, LaunchOrder
 
 
 class Executor(Protocol):
@@ -73,17 +63,17 @@ class Executor(Protocol):
         """A second stream for kernels that run beside those launched in the block, inside `active`.
 
         Gives its handle. It begins where the current stream is when the block is entered, and the current
-        stream goes on behind both when the block is left.
+        stream goes on after both when the block is left.
         """
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Queues a copy by a copy engine, which takes no SM; copies of a stream run one behind the other.
+        """Queues a copy by a copy engine, which takes no SM; copies of a stream run one after the other.
 
         Args:
             stream: its handle; of `active` or `fork`.
             target: address, of this rank's or a peer's memory.
             source: address.
-            nbytes: a multiple of 16, or 4.
+            nbytes: a multiple of 16, or 8: a flag.
         """
 
     @property
@@ -92,6 +82,27 @@ class Executor(Protocol):
 
         One for all kernels, so that whichever fused call comes next says what happened.
         """
+
+
+class Emulation(Protocol):
+    """Where kernels of CPU tensors run, as long as it is open."""
+
+    @property
+    def emulator(self) -> Any:
+        """What was opened."""
+
+    def executor(self, rank: int | None = None) -> Executor:
+        """A new one for a rank; None: for the one that calls."""
+
+
+emulation: Emulation | None = None
+"""The open one, as it registered itself (`overlap_gemm.emulated`). Calls read it, so it is no function."""
+
+
+def register(opened: Emulation | None) -> None:
+    """Makes `opened` the place where kernels of CPU tensors run; None: there is none any more."""
+    global emulation
+    emulation = opened
 
 
 @dataclass(frozen=True)
@@ -156,78 +167,10 @@ class CudaExecutor:
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes: {error!r}")
 
 
-@dataclass(frozen=True)
-class EmulatorExecutor:
-    """One rank of an open emulator; with several ranks its launches wait for `Emulator.run`."""
-
-    emulator: Emulator
-    rank: int
-    streams: EmulatedStreams
-    order: LaunchOrder
-    record: torch.Tensor
-    device: torch.device = torch.device("cpu")
-
-    @property
-    def arch(self) -> str:
-        """The emulated architecture."""
-        return self.emulator.device.arch
-
-    @property
-    def flavour(self) -> str:
-        """Its kernels carry their PTX, which names Python lines where the DSL was told to keep them."""
-        return "emulated" + " with lines" * (os.environ.get("CUTE_DSL_LINEINFO") == "1")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the emulator is."""
-        return self.emulator is open_emulator()
-
-    @property
-    def num_sms(self) -> int:
-        """SMs the emulated device claims."""
-        return self.emulator.devices[self.rank].num_sms
-
-    @property
-    def is_whole_device(self) -> bool:
-        """See `Executor.is_whole_device`."""
-        return True
-
-    def max_clusters(self, size: int) -> int:
-        """See `Executor.max_clusters`."""
-        return self.num_sms // size
-
-    @contextmanager
-    def active(self, *used: torch.Tensor | None) -> Iterator[int]:
-        """See `Executor.active`; the emulator itself keeps what a launch was given."""
-        with self.emulator.rank(self.rank):
-            yield self.streams.current().cuda_stream
-
-    @contextmanager
-    def fork(self) -> Iterator[int]:
-        """See `Executor.fork`."""
-        current = self.streams.current()
-        second = replace(current, cuda_stream=SECOND_STREAM + current.cuda_stream)
-        second.wait_stream(current)
-        yield second.cuda_stream
-        current.wait_stream(second)
-
-    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """See `Executor.copy`."""
-        self.emulator.copy(self.rank, stream, target, source, nbytes)
-
-
 @cache
 def _second_stream(device: torch.device, beside: torch.cuda.Stream | None) -> torch.cuda.Stream:
     """That of a device, or of a virtual rank's stream."""
     return torch.cuda.Stream(device)
-
-
-def emulator_executor(emulator: Emulator, rank: int = 0) -> EmulatorExecutor:
-    """The executor of one rank of an open emulator."""
-    streams = EmulatedStreams(emulator, rank)
-    word = emulator.empty((1,), torch.int32, rank, "in call").zero_()
-    record = emulator.empty((RECORD_WORDS,), torch.int32, name="failure record").zero_()
-    return EmulatorExecutor(emulator, rank, streams, LaunchOrder(streams, word), record)
 
 
 @cache
@@ -240,10 +183,11 @@ def cuda_executor(index: int) -> CudaExecutor:
     if reason := why_no_cuda(index):
         raise ValueError(reason)
     properties = torch.cuda.get_device_properties(index)
-    arch = ARCH_OF_CAPABILITY[properties.major, properties.minor]
+    arch = arch_of_capability((properties.major, properties.minor))
+    assert arch is not None, "why_no_cuda has looked"
     device = torch.device("cuda", index)
     order, record = cuda_order(device), cuda_record()
-    return CudaExecutor(arch, device, properties.multi_processor_count, order, record)
+    return CudaExecutor(arch.name, device, properties.multi_processor_count, order, record)
 
 
 def cuda_record() -> torch.Tensor:
@@ -277,16 +221,10 @@ def why_no_cuda(index: int) -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability(index)
-    if capability not in ARCH_OF_CAPABILITY:
-        known = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+    if arch_of_capability(capability) is None:
+        known = ", ".join("{}.{}".format(*arch.capability) for arch in ARCHS.values() if arch.capability)
         return (
             f"device {index} has compute capability {capability[0]}.{capability[1]}; "
             f"kernels exist for {known}"
         )
     return None
-
-
-def open_emulator() -> Emulator | None:
-    """The emulator this process has open, if any; without importing it, for it cannot be open then."""
-    module = sys.modules.get("overlap_gemm.emulator")
-    return None if module is None else module.Emulator.current()

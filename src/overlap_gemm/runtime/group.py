@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from .identity import Progress
+
 # The name since torch 2.13, where the older one warns.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -32,6 +34,7 @@ class Group:
         size: Ranks of the group, P.
         calls: What is kept for calls that are alike (`overlap_gemm.calls`).
         agreed: What the ranks found that they agree on (`runtime.agree`).
+        progress: What became of the calls (`runtime.identity`).
     """
 
     name: str
@@ -40,6 +43,7 @@ class Group:
     _process_group: "weakref.ref[dist.ProcessGroup] | None" = field(default=None, repr=False)
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     agreed: set[Hashable] = field(default_factory=set, repr=False, compare=False)
+    progress: Progress = field(default_factory=Progress, repr=False, compare=False)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -59,7 +63,7 @@ class Group:
         return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """Fills `out` with the ranks' equally sized `own`, one behind the other."""
+        """Fills `out` with the ranks' equally sized `own`, one after the other."""
         _all_gather_single(out, own, group=self.process_group)
 
     def all_gather_object(self, own: Any) -> list[Any]:
@@ -82,7 +86,8 @@ class Group:
             torch.device(device_type if device_type in known else known[0])
         )
         options = getattr(backend, "options", None)  # not every backend has some
-        return getattr(options, "_timeout", default_pg_timeout)
+        timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+        return timeout
 
     @property
     def has_gloo(self) -> bool:
@@ -108,7 +113,36 @@ _found: dict[int, Group] = {}
 
 _is_alone = False
 
-__per_process__ = {"_known": dict, "_found": dict, "_is_alone": bool}
+_inherited: list["weakref.ref[dist.ProcessGroup]"] = []
+"""Process groups that were the parent's when this process was forked: their threads stayed there."""
+
+
+def _after_fork() -> None:
+    """In the child: what is known of groups is the parent's."""
+    if dist.is_available() and dist.is_initialized():
+        _inherited[:] = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+        _known.clear()
+        _found.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def forbid_forked(group: dist.ProcessGroup | None = None) -> None:
+    """Raises where a group, by default the world, came by a fork; a collective on it would wait for ever.
+
+    Raises:
+        RuntimeError: It did.
+    """
+    if not _inherited:
+        return
+    group = dist.group.WORLD if group is None else group
+    if group is not None and any(inherited() is group for inherited in _inherited):
+        raise RuntimeError(
+            f"process {os.getpid()} was forked from one that had joined its peers: torch.distributed's "
+            f"threads and connections stayed there. Start processes with multiprocessing's 'spawn' or "
+            f"'forkserver', or fork before overlap_gemm.init() (init_process_group)"
+        )
 
 
 def add_virtual(group: Group) -> None:
@@ -133,7 +167,7 @@ def group_name(group: GroupLike) -> str:
         TypeError: `group` is something else.
     """
     if group is None:
-        return dist.distributed_c10d._get_default_group().group_name if dist.is_initialized() else LOCAL
+        return str(dist.distributed_c10d._get_default_group().group_name) if dist.is_initialized() else LOCAL
     if isinstance(group, str):
         return group
     if isinstance(group, DeviceMesh):
@@ -142,9 +176,9 @@ def group_name(group: GroupLike) -> str:
                 f"group must be a 1-D DeviceMesh, got {group.ndim} dimensions {group.mesh_dim_names}: "
                 f"pass one of them, as in mesh['tp']"
             )
-        return group.get_group().group_name
+        return str(group.get_group().group_name)
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name
+        return str(group.group_name)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of the group it was asked to communicate in")
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}")
@@ -195,6 +229,7 @@ def resolve(name: str) -> Group:
             f"destroyed (overlap_gemm.init() makes the world's)"
         ) from error
     if known is None or known.process_group is not process_group:
+        forbid_forked(process_group)
         known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
         _known[name] = known
     return known

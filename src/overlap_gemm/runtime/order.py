@@ -2,11 +2,12 @@
 
 Two kernels that wait for peers must not share a device: each could hold a part of the SMs that the other
 needs, here the one and on a peer the other, and they would wait for each other for ever. So every launch
-begins behind the one before it. (NCCL orders its communicators' kernels for the same reason.)
+begins after the one before it. (NCCL orders its communicators' kernels for the same reason.)
 
 What the host sees, it orders: calls on several streams, and branches of one capture. What it cannot see is a
-replay of a graph: that is ordered by the stream it is started on, and if another call runs beside it
-nevertheless, the word "in call" turns that into an `OverlappingCallsError`.
+replay of a graph: that is ordered by the stream it is started on. If another call is resident beside it
+nevertheless, the word "in call" turns that into an `OverlappingCallsError`; if the two run one after the
+other, in another order on a peer, their identities do (:mod:`overlap_gemm.runtime.identity`).
 
 The order must be the same on all ranks of a group, as with NCCL. Threads that call fused ops of one device at
 the same time have none; give them an order, or one of them all calls.
@@ -16,13 +17,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ..emulator import Emulator
 
 CALLS = 2**31 - 1
 """Calls are numbered 1 to this and from 1 again; the kernel takes the number as an int32."""
@@ -40,7 +38,7 @@ class Stream(Protocol):
         """Its handle."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is launched here from now on begins behind what was launched on the other one so far."""
+        """What is launched here from now on begins after what was launched on the other one so far."""
 
 
 class Streams(Protocol):
@@ -64,7 +62,7 @@ class LaunchOrder:
         streams: whose launches.
         word: "in call", int32 ``[1]`` in the device's memory: the number of the call that runs, 0 between
             calls. It belongs to no workspace, since calls on different ones must not overlap either.
-        lock: held from `follow` until the launch, so that another thread's launch is behind it.
+        lock: held from `follow` until the launch, so that another thread's launch is after it.
     """
 
     streams: Streams
@@ -83,7 +81,7 @@ class LaunchOrder:
     def follow(self, stream: int) -> bool:
         """Makes the current stream wait for the last launch, where that was on another stream.
 
-        The event is recorded here and not behind each launch, which would cost every call a microsecond: the
+        The event is recorded here and not after each launch, which would cost every call a microsecond: the
         last launch's stream has it among what was queued until now, and an event covers all of that. It also
         covers what the caller queued there afterwards; that was queued before this call, so it does not wait
         for it.
@@ -134,7 +132,7 @@ class CudaStreams:
 
     def is_capturing(self) -> bool:
         """See `Streams.is_capturing`."""
-        return torch.cuda.is_current_stream_capturing()
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def capture_of(self, stream: Stream) -> int:
         """See `Streams.capture_of`."""
@@ -147,49 +145,14 @@ class CudaStreams:
         return int(number) if status == active else 0
 
 
-@dataclass(frozen=True)
-class EmulatedStream:
-    """A stream of one rank of an emulator."""
-
-    emulator: Emulator
-    rank: int
-    cuda_stream: int
-
-    def wait_stream(self, stream: EmulatedStream) -> None:
-        """See `Stream.wait_stream`."""
-        self.emulator.wait_stream(self.rank, self.cuda_stream, stream.cuda_stream)
-
-
-@dataclass
-class EmulatedStreams:
-    """Of one rank of an emulator, which captures nothing.
-
-    Attributes:
-        emulator: it.
-        rank: whose.
-        handle: the stream that launches go to; a test sets it.
-    """
-
-    emulator: Emulator
-    rank: int
-    handle: int = 0
-
-    def current(self) -> EmulatedStream:
-        """See `Streams.current`."""
-        return EmulatedStream(self.emulator, self.rank, self.handle)
-
-    def is_capturing(self) -> bool:
-        """See `Streams.is_capturing`."""
-        return False
-
-    def capture_of(self, stream: Stream) -> int:
-        """See `Streams.capture_of`."""
-        return 0
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream is being captured in a CUDA graph."""
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def forbid_capture(device: torch.device, what: str) -> None:
     """Raises a CaptureError if torch's current stream is being captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise CaptureError(
             f"{what} while a CUDA graph is captured: call overlap_gemm.warmup(...) with this op and shape "
             f"before the capture, or make the call once without capturing"

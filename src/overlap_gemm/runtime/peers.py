@@ -8,30 +8,33 @@ other's tiles wrongly: a GPU cut by MIG or a green context has fewer SMs than it
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .agree import DisagreementError
-from .executor import Executor, cuda_executor, emulator_executor, open_emulator
+from . import environment
+from . import executor as executors
+from .agree import DisagreementError, gather, together
+from .executor import Executor, cuda_executor
 from .group import Group
-from .order import forbid_capture
+from .order import forbid_capture, is_capturing
 from .virtual import virtual_world
 
 if TYPE_CHECKING:
     from .workspace import SizeClass, Workspace
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 """How long virtual ranks wait for each other; a process group has a time-out of its own."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class Agreed:
     """What ranks must agree on.
 
     Attributes:
@@ -58,16 +61,39 @@ class Peers:
         reserve_sms: SMs of this rank that kernels leave to others, unless a call says otherwise.
         workspaces: the memory the ranks share, by the size class of the calls that use it.
         plans: what earlier calls prepared for those like them, by what tells calls apart.
+        prepared: what the ranks have prepared together (`prepare`).
         lock: held while something is made that calls share; ranks make it together, so each must once.
     """
 
     group: Group
     executor: Executor
-    agreed: Terms
+    agreed: Agreed
     reserve_sms: int
     workspaces: dict[SizeClass, Workspace] = field(default_factory=dict)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    prepared: set[Hashable] = field(default_factory=set, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def prepare(self, key: Hashable, what: str, attempt: Callable[[], T]) -> T:
+        """This rank's result of an attempt; where the ranks make the first one of its kind, of `together`.
+
+        Later ones are this rank's affair: its operands may lie otherwise than those of its peers, who do not
+        ask again. Nor do ranks ask while a CUDA graph is captured.
+
+        Args:
+            key: its kind, which follows from what all ranks know; so they all come to the first one at once.
+            what: names the attempt in the error.
+            attempt: may raise; must not communicate.
+
+        Raises:
+            DisagreementError: on every rank, with the ranks that failed and why.
+        """
+        if key in self.prepared:
+            return attempt()
+        capturing = is_capturing(self.executor.device)
+        result = attempt() if capturing else together(self.group, what, attempt)
+        self.prepared.add(key)
+        return result
 
     def holds(self, group: Group) -> bool:
         """Whether this is about ``group``: names come again after a process group's or emulator's end."""
@@ -80,8 +106,6 @@ left_behind: list[Workspace] = []
 """Of groups that ended without `close_workspaces`, or with captured calls. No call uses them, but their
 memory stays: a graph may still store into it."""
 
-__per_process__ = {"_lock": threading.Lock, "_peers": dict, "left_behind": list}
-
 
 def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
     """The rank's side of ``group`` on ``device``; at its first use the ranks agree, which is collective.
@@ -89,11 +113,10 @@ def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]
     Args:
         group: the ranks.
         device: where this one's tensors are.
-        constants: an architecture's `Terms.constants`.
+        constants: an architecture's `Agreed.constants`.
 
     Raises:
-        DisagreementError: on every rank, if they cannot.
-        ValueError: a variable of this rank's environment holds no number.
+        DisagreementError: on every rank, if they cannot; where all fail alike, what they failed with.
         CaptureError: it is the first use, during CUDA graph capture.
     """
     key = (group.name, device)
@@ -106,7 +129,7 @@ def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]
         if peers is None or not peers.holds(group):
             if peers is not None and peers.executor.is_open:
                 left_behind.extend(dict.fromkeys(peers.workspaces.values()))
-            peers = _peers[key] = _meet(group, executor_for(group, device), constants)
+            peers = _peers[key] = _meet(group, device, constants)
         return peers
 
 
@@ -127,50 +150,38 @@ def executor_for(group: Group, device: torch.device) -> Executor:
         return world.executor(group.rank)
     if device.type == "cuda":
         return cuda_executor(torch.cuda.current_device() if device.index is None else device.index)
-    emulator = open_emulator()
-    assert emulator is not None, "why_not excludes a CPU without an emulator"
-    return emulator_executor(emulator, emulator.calling_rank())
+    assert executors.emulation is not None, "why_not excludes a CPU without an emulator"
+    return executors.emulation.executor()
 
 
-def _meet(group: Group, executor: Executor, constants: Callable[[str], str]) -> Peers:
-    reserve = reserved_sms()
+def _meet(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
     if (world := virtual_world(group)) is not None:
+        reserve = reserved_sms()
         everyone = [_own_terms(group, world.executor(rank), reserve, constants) for rank in range(group.size)]
-        return Peers(group, executor, common(group, everyone), reserve)
-    # A rank that fails here tells the others, who would otherwise wait for it.
-    own: Terms | str
-    failure: Exception | None = None
-    try:
-        own = _own_terms(group, executor, reserve, constants)
-    except Exception as error:
-        own, failure = f"{type(error).__name__}: {error}", error
-    everyone = group.all_gather_object(own)
-    if failure is not None:
-        raise failure
+        return Peers(group, world.executor(group.rank), common(group, everyone), reserve)
+    found: list[tuple[Executor, int]] = []
+
+    def own_terms() -> Agreed:
+        executor, reserve = executor_for(group, device), reserved_sms()
+        found.append((executor, reserve))
+        return _own_terms(group, executor, reserve, constants)
+
+    everyone = gather(group, "preparing the first fused call", own_terms)
+    executor, reserve = found[0]
     return Peers(group, executor, common(group, everyone), reserve)
 
 
-def common(group: Group, everyone: Sequence[Terms | str]) -> Terms:
-    """What the ranks' own terms come to.
-
-    Args:
-        group: the ranks.
-        everyone: in rank order; of a rank that could not find out, why.
+def common(group: Group, everyone: Sequence[Agreed]) -> Agreed:
+    """What the ranks' own terms, in rank order, come to.
 
     Raises:
-        DisagreementError: there is such a rank, or they have different architectures.
+        DisagreementError: they have different architectures or constants.
     """
-    terms = [own for own in everyone if isinstance(own, Terms)]
-    if len(terms) < len(everyone):
-        failed = [
-            f"rank {group.global_rank(r)}: {why}" for r, why in enumerate(everyone) if isinstance(why, str)
-        ]
-        raise DisagreementError(f"fused calls failed before the first one began on {'; '.join(failed)}")
     for what, theirs in (
-        ("architectures", [own.arch for own in terms]),
+        ("architectures", [own.arch for own in everyone]),
         (
             "constants of the model (overlap-gemm tune, OVERLAP_GEMM_MACHINE)",
-            [own.constants for own in terms],
+            [own.constants for own in everyone],
         ),
     ):
         if len(set(theirs)) > 1:
@@ -178,19 +189,19 @@ def common(group: Group, everyone: Sequence[Terms | str]) -> Terms:
             raise DisagreementError(
                 f"the ranks of a fused call must run the same kernel, and have different {what}: {views}"
             )
-    bounds = [own.timeout_ns for own in terms]
+    bounds, first = [own.timeout_ns for own in everyone], everyone[0]
     timeout = 0 if 0 in bounds else max(bounds)
-    return Terms(terms[0].arch, terms[0].constants, min(own.num_sms for own in terms), timeout)
+    return Agreed(first.arch, first.constants, min(own.num_sms for own in everyone), timeout)
 
 
-def _own_terms(group: Group, executor: Executor, reserve: int, constants: Callable[[str], str]) -> Terms:
+def _own_terms(group: Group, executor: Executor, reserve: int, constants: Callable[[str], str]) -> Agreed:
     usable = executor.num_sms - reserve
     if usable < 1:
         raise ValueError(
             f"OVERLAP_GEMM_RESERVE_SMS={reserve} leaves no SM: a kernel on {executor.device} may fill "
             f"{executor.num_sms}"
         )
-    return Terms(executor.arch, constants(executor.arch), usable, timeout_ns(group, executor.device))
+    return Agreed(executor.arch, constants(executor.arch), usable, timeout_ns(group, executor.device))
 
 
 def timeout_ns(group: Group, device: torch.device) -> int:
@@ -201,17 +212,11 @@ def timeout_ns(group: Group, device: torch.device) -> int:
     Raises:
         ValueError: the variable is not a number of seconds.
     """
-    text = os.environ.get("OVERLAP_GEMM_TIMEOUT")
-    if text is None:
+    given = environment.seconds("OVERLAP_GEMM_TIMEOUT")
+    if given is None:
         own = group.timeout(device.type)
         return (DEFAULT_TIMEOUT if own is None else own) // timedelta(microseconds=1) * 1000
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 2**32:
-        raise ValueError(f"OVERLAP_GEMM_TIMEOUT must be a number of seconds, 0 for no limit; got {text!r}")
-    return int(seconds * 1e9)
+    return int(given * 1e9)
 
 
 def reserved_sms() -> int:
@@ -220,7 +225,4 @@ def reserved_sms() -> int:
     Raises:
         ValueError: the variable is not a number of SMs.
     """
-    text = os.environ.get("OVERLAP_GEMM_RESERVE_SMS", "0")
-    if not text.isdecimal():
-        raise ValueError(f"OVERLAP_GEMM_RESERVE_SMS must be a number of SMs, got {text!r}")
-    return int(text)
+    return environment.count("OVERLAP_GEMM_RESERVE_SMS", "SMs")

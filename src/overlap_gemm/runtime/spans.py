@@ -129,7 +129,7 @@ class _Recorder:
         return sorted(spans, key=lambda found: found.begin)
 
     def _seconds(self, mark: Any) -> float:
-        return self.origin.elapsed_time(mark) / 1e3 if self.on_cuda else mark - self.origin
+        return float(self.origin.elapsed_time(mark) / 1e3 if self.on_cuda else mark - self.origin)
 
 
 @dataclass(frozen=True)

@@ -10,31 +10,30 @@ Three providers behind one surface, `SymmetricMemory`:
 
 Allocation and `close` are collective and explicit; nothing is freed by the garbage collector, because a free
 that one rank's collector starts alone hangs the others. Before any rank goes on, all ranks have agreed that
-every allocation worked (`agree`), so one rank's failure is an error on every rank and not a hang.
+every allocation worked (`agree.together`), so one rank's failure is an error on every rank and not a hang.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agree import DisagreementError, together
 from .group import Group
-
-T = TypeVar("T")
 
 PUTS_SINCE = (3, 7, 2)
 """The oldest NVSHMEM whose puts CuTe DSL links. Its compiler refuses a section marker in those of 3.4.5,
 which torch 2.10 to 2.14 bring."""
 
 
-class SymmetricMemoryError(RuntimeError):
+class SymmetricMemoryError(DisagreementError):
     """A rank of the group could not allocate or map its block; raised on every rank, with who failed."""
 
 
@@ -56,34 +55,6 @@ class SymmetricMemory(Protocol):
 
     def close(self) -> None:
         """Frees the block. Collective; no rank's kernel may still use it."""
-
-
-def agree(group: Group, attempt: Callable[[], T], what: str) -> T:
-    """Runs ``attempt`` on every rank and returns its result only if it worked on all of them.
-
-    Args:
-        group: the ranks that attempt it together.
-        attempt: may raise; must not communicate.
-        what: names the attempt in the error.
-
-    Raises:
-        SymmetricMemoryError: on every rank, with the ranks that failed and why.
-    """
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = attempt()
-    except Exception as error:  # any failure must reach the peers, who would otherwise wait for this rank
-        failure = error
-    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failed = {rank: reason for rank, reason in enumerate(group.all_gather_object(mine)) if reason is not None}
-    if failed:
-        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
-        raise SymmetricMemoryError(
-            f"{what} failed on {len(failed)} of {group.size} ranks ({listed})"
-        ) from failure
-    assert result is not None
-    return result
 
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -118,6 +89,7 @@ class TorchSymmetric:
         SymmetricMemoryError: on every rank, if any of them could not allocate or map.
     """
 
+    name = "torch"
     by_put = None
 
     def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
@@ -125,26 +97,33 @@ class TorchSymmetric:
 
         assert group.process_group is not None, "a group of one needs no symmetric memory"
         self._group = group
-        self.local = agree(
-            group,
-            lambda: symm_mem.empty(nbytes, dtype=torch.uint8, device=device),
-            f"allocating {nbytes} bytes",
-        )
-        # The rendezvous communicates; it is entered only by ranks that all have their block.
-        with without_multicast():
-            handle = symm_mem.rendezvous(self.local, group.process_group)
-        self._handle = handle
-        offset = self.local.data_ptr() - int(handle.buffer_ptrs[group.rank])
-        self.bases = torch.tensor(
-            [int(base) + offset for base in handle.buffer_ptrs], dtype=torch.int64, device=device
-        )
-        self.multicast = int(handle.multicast_ptr) + offset if handle.multicast_ptr else 0
-        dist.barrier(group.process_group)  # a peer's mapping must exist before anybody stores through it
+
+        def allocate() -> Tensor:
+            return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+
+        def rendezvous() -> None:
+            with without_multicast():
+                handle = symm_mem.rendezvous(self.local, group.process_group)
+            self._handle = handle
+            offset = self.local.data_ptr() - int(handle.buffer_ptrs[group.rank])
+            bases = [int(base) + offset for base in handle.buffer_ptrs]
+            self.bases = torch.tensor(bases, dtype=torch.int64, device=device)
+            self.multicast = int(handle.multicast_ptr) + offset if handle.multicast_ptr else 0
+
+        self.local = together(group, f"allocating {nbytes} bytes", allocate, SymmetricMemoryError)
+        # It communicates, with a time-out of torch's own, so it is entered only by ranks that all have their
+        # block. Behind it every peer's mapping exists, and anybody may store through it.
+        together(group, f"mapping the peers' {nbytes} bytes", rendezvous, SymmetricMemoryError)
 
     @staticmethod
     def reaches_all(group: Group, device: torch.device) -> bool:
         """Always: where a peer cannot be mapped, the constructor raises."""
         return True
+
+    @staticmethod
+    def why_not(group: Group) -> str | None:
+        """Serves every group."""
+        return None
 
     def close(self) -> None:
         """Frees the block after all ranks' work on it has ended."""
@@ -157,7 +136,9 @@ class NvshmemSymmetric:
     """A block of NVSHMEM's symmetric heap.
 
     NVSHMEM is one world per process: allocation and `close` are collective over all ranks of the job, in the
-        same order. PEs are world ranks (`Group.global_rank`).
+    same order and of the same sizes. So it serves the group of all ranks (`why_not`): a part of them cannot
+    know when the others allocate, and stages of a pipeline need different sizes. PEs are world ranks
+    (`Group.global_rank`).
 
     Args:
         group: the ranks that will use the block.
@@ -165,14 +146,20 @@ class NvshmemSymmetric:
         device: this rank's CUDA device; NVSHMEM must be initialised on it (`init_nvshmem`).
     """
 
+    name = "nvshmem"
+
     def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
+        def install() -> None:
+            import nvshmem.bindings
+            import nvshmem.core  # noqa: F401
+
+        together(group, "loading NVSHMEM", install, SymmetricMemoryError)
         import nvshmem.core as nvshmem
         from nvshmem import bindings
 
         init_nvshmem(device)
         self._device = device
-        # Collective in NVSHMEM itself, which fails on all PEs together; so it cannot be an attempt of
-        # `agree`.
+        # Collective in NVSHMEM itself, which fails on all PEs together.
         self.local = nvshmem.tensor((nbytes,), dtype=torch.uint8)
         # bindings.ptr, not get_peer_tensor: the latter leaks for the own PE and cannot say "not reachable".
         address = self.local.data_ptr()
@@ -182,6 +169,19 @@ class NvshmemSymmetric:
         self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
         self.by_put = torch.tensor(put_to, dtype=torch.int64, device=device)
         self.multicast = 0
+
+    @staticmethod
+    def why_not(group: Group) -> str | None:
+        """Why it cannot serve a group, None if it can."""
+        ranks = dist.get_world_size() if dist.is_initialized() else group.size
+        if group.size == ranks:
+            return None
+        members = ", ".join(str(group.global_rank(rank)) for rank in range(group.size))
+        return (
+            f"NVSHMEM allocates on all {ranks} ranks of the job at once, and this group is ranks {members}: "
+            f"its neighbours need not call when it does, and would be waited for. For groups that are parts "
+            f"of the job (TP beside DP or PP) use OVERLAP_GEMM_SYMMETRIC=torch, inside one NVLink domain"
+        )
 
     @staticmethod
     def reaches_all(group: Group, device: torch.device) -> bool:
@@ -208,7 +208,7 @@ def why_no_puts() -> str | None:
     try:
         version = importlib.metadata.version("nvidia-nvshmem-cu13")
     except importlib.metadata.PackageNotFoundError:
-        return "NVSHMEM's device code is not installed: install overlap-gemm[nvshmem]"
+        return "NVSHMEM's device code is missing: pip install nvidia-nvshmem-cu13 (the extra 'nvshmem')"
     if numbers(version) < PUTS_SINCE:
         least = ".".join(map(str, PUTS_SINCE))
         return (
@@ -223,10 +223,10 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:3]))
 
 
-def check_network_writes(device: torch.device) -> bool:
+def check_network_writes(device: torch.device) -> None:
     """Refuses a GPU on which a signal that a network delivers does not vouch for the data before it.
 
-    What NVSHMEM's own waits do behind a signal from a network (its target-side consistency operation), our
+    What NVSHMEM's own waits do after a signal from a network (its target-side consistency operation), our
     kernels leave out: an sm_90 GEMM may hold no NVSHMEM call. It is needed where the writes of a NIC may
     become visible to the GPU out of order; CUDA says where they may not, from Hopper on.
 
@@ -239,7 +239,6 @@ def check_network_writes(device: torch.device) -> bool:
     owner = driver.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
     if _cuda(driver.cuDeviceGetAttribute(ordering, device.index)) < int(owner):
         raise RuntimeError(f"{device} does not order a NIC's writes for its own kernels, which tiles rely on")
-    return True
 
 
 def init_nvshmem(device: torch.device) -> None:

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .executor import Executor, cuda_executor, cuda_order, cuda_record, emulator_executor
+from . import executor as executors
+from .executor import Executor, cuda_executor, cuda_order, cuda_record
 from .group import Group, add_virtual, remove_virtual
 
 if TYPE_CHECKING:
-    from ..emulator import Emulator
+    from cute_emulator import Emulator
 
 _numbers = itertools.count()
 _worlds: dict[str, VirtualWorld] = {}
@@ -67,7 +68,8 @@ class VirtualWorld:
         names: their names, to be passed as ``group=`` of an op.
 
     Raises:
-        ValueError: neither or both of emulator and device, or a size that does not fit.
+        ValueError: neither or both of emulator and device, an emulator that is not open, or a size that does
+            not fit.
     """
 
     def __init__(
@@ -188,7 +190,10 @@ def virtual_world(group: Group) -> VirtualWorld | None:
 
 def _executors(size: int, emulator: Emulator | None, device: torch.device | None) -> tuple[Executor, ...]:
     if emulator is not None:
-        return tuple(emulator_executor(emulator, rank) for rank in range(size))
+        emulation = executors.emulation
+        if emulation is None or emulation.emulator is not emulator:
+            raise ValueError("a virtual world lives in an emulator that is open, within its `with` block")
+        return tuple(map(emulation.executor, range(size)))
     assert device is not None
     whole = cuda_executor(device.index or 0)
     if whole.num_sms < size:

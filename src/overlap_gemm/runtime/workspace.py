@@ -17,18 +17,25 @@ freed memory.
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..device.failure import NOTHING, RECORD_WORDS, Failure, Op, Role, read_record
+from . import environment
+from .agree import DisagreementError, gather, together
 from .group import Group, GroupLike, group_name
+from .identity import describe
 from .order import forbid_capture
 from .peers import Peers, forget, left_behind, sides
-from .symmetric import NvshmemSymmetric, SymmetricMemory, TorchSymmetric, agree, check_network_writes
+from .symmetric import (
+    NvshmemSymmetric,
+    SymmetricMemory,
+    SymmetricMemoryError,
+    TorchSymmetric,
+    check_network_writes,
+)
 from .virtual import virtual_world
 
 DEFAULT_LIMIT = 8 << 30
@@ -66,10 +73,38 @@ class OverlappingCallsError(RuntimeError):
         super().__init__(
             f"{Op(failure.op).name.lower()}: call {failure.expected} of rank {failure.rank} began while call "
             f"{failure.seen} ran on the same device, and the two could have waited for each other for ever. "
-            f"Calls are ordered behind each other, and so are those captured in one graph; a replay is "
+            f"Calls are ordered one after the other, and so are those captured in one graph; a replay is "
             f"ordered by its stream alone. Replay graphs of fused calls on the stream of the other fused "
             f"calls, or make one stream wait for the other (torch.cuda.Stream.wait_stream)."
         )
+
+
+class MismatchedCallsError(RuntimeError):
+    """A peer is in another call than this rank. The CUDA context of the process is unusable afterwards.
+
+    No rank gets a result of two different calls.
+
+    Attributes:
+        failure: the record; what was expected and seen are this rank's and the peer's identity of the call
+            (`kernels.call.Call.identity`).
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        here, there = describe(failure.expected >> 32), describe(failure.seen >> 32)
+        super().__init__(
+            f"{Op(failure.op).name.lower()}: rank {failure.rank} is in {here}, rank {failure.source} in "
+            f"{there}: call {failure.expected & 0xFFFFFFFF} of their workspace on both. All ranks of a group "
+            f"must make the same calls in the same order, also where graphs are replayed. A call that raised "
+            f"on one rank alone counts there: it cannot be made up for."
+        )
+
+
+FAILURES: dict[int, type[CommTimeoutError | OverlappingCallsError | MismatchedCallsError]] = {
+    Role.IN_CALL: OverlappingCallsError,
+    Role.CALL_IDENTITY: MismatchedCallsError,
+}
+"""What a record is raised as, by who left it; others as a CommTimeoutError."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +113,11 @@ class SizeClass:
 
     Attributes:
         zeroed: leading bytes that are zero at birth.
-        buffer: bytes of each buffer behind them.
+        buffer: bytes of each buffer after them.
         buffers: how many.
         staging_buffers: how many more, where some peer is beyond reach.
         kind: of ops that use it; others have workspaces of their own.
-        first_epoch: offset of a ``uint32`` that is 1 at birth.
+        first_epoch: offset of a ``uint64`` that is 1 at birth.
         filled: what every byte of the buffers is at birth; None: anything.
     """
 
@@ -104,7 +139,7 @@ class SizeClass:
         if self.filled is not None:
             block[self.zeroed :].fill_(self.filled)
         if self.first_epoch:
-            block[self.first_epoch : self.first_epoch + 4].view(torch.int32).fill_(1)
+            block[self.first_epoch : self.first_epoch + 8].view(torch.int64).fill_(1)
 
     def nbytes(self, reaches_all: bool) -> int:
         """Size of each rank's block."""
@@ -143,12 +178,13 @@ class Workspace:
         Raises:
             CommTimeoutError: it gave up waiting for a peer.
             OverlappingCallsError: it began while another one ran.
+            MismatchedCallsError: a peer was in another call.
         """
         assert self.is_open, "a call on a closed workspace"
         if self._words[0]:
             failure = read_record(list(self._words))
             assert failure is not None
-            raise (OverlappingCallsError if failure.role == Role.IN_CALL else CommTimeoutError)(failure)
+            raise FAILURES.get(failure.role, CommTimeoutError)(failure)
 
 
 def obtain(peers: Peers, size: SizeClass) -> Workspace:
@@ -181,10 +217,27 @@ def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
     Raises:
         ValueError: the variable names no provider.
     """
-    name = os.environ.get("OVERLAP_GEMM_SYMMETRIC", "torch")
-    if name not in ("torch", "nvshmem"):
-        raise ValueError(f"OVERLAP_GEMM_SYMMETRIC must be torch or nvshmem, got {name!r}")
+    name = environment.choice("OVERLAP_GEMM_SYMMETRIC", ("torch", "nvshmem"))
     return NvshmemSymmetric if name == "nvshmem" else TorchSymmetric
+
+
+def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetric]:
+    """That of all ranks.
+
+    Raises:
+        DisagreementError: on every rank, if they have different ones, or one of them none.
+        ValueError: NVSHMEM's cannot serve this group.
+    """
+    names = gather(group, "choosing the memory of workspaces", lambda: _provider().name)
+    if len(set(names)) > 1:
+        views = ", ".join(f"rank {group.global_rank(rank)} has {name}" for rank, name in enumerate(names))
+        raise DisagreementError(
+            f"the ranks of a group must share one kind of memory (OVERLAP_GEMM_SYMMETRIC): {views}"
+        )
+    provider = _provider()
+    if reason := provider.why_not(group):
+        raise ValueError(reason)
+    return provider
 
 
 def why_no_put_memory(group: Group) -> str | None:
@@ -194,7 +247,7 @@ def why_no_put_memory(group: Group) -> str | None:
         return None if world.has_nvshmem else "virtual ranks on a GPU are one process, and have no NVSHMEM"
     if _provider() is not NvshmemSymmetric:
         return "the workspaces must be NVSHMEM's memory: OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
-    return None
+    return NvshmemSymmetric.why_not(group)
 
 
 def why_no_multicast(group: Group) -> str | None:
@@ -208,33 +261,42 @@ def why_no_multicast(group: Group) -> str | None:
     )
 
 
-def _check_limit(nbytes: int) -> bool:
-    limit = int(os.environ.get("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT))
+def _check_limit(nbytes: int) -> None:
+    limit = environment.nbytes("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT)
     if workspace_bytes() + nbytes > limit:
         raise ValueError(
             f"workspaces hold {workspace_bytes()} bytes and {nbytes} more are needed; the limit is {limit} "
             f"(OVERLAP_GEMM_WORKSPACE_LIMIT): close_workspaces() of groups no longer in use, or raise it"
         )
-    return True
 
 
 def _make(peers: Peers, size: SizeClass) -> Workspace:
     """Finds out who reaches whom, and allocates accordingly."""
     group, device = peers.group, peers.executor.device
     world = virtual_world(group)
-    reaches_all = _provider().reaches_all(group, device) if world is None else not world.beyond_reach
-    nbytes = size.nbytes(reaches_all)
-    agree(group, lambda: _check_limit(nbytes), "reserving a workspace")
-    if world is None and not reaches_all:
-        agree(group, lambda: check_network_writes(device), "receiving over a network")
-    memory: SymmetricMemory
     if world is not None:
-        memory = world.symmetric(size, group.rank, nbytes, size.prepare)
-    else:
-        memory = _provider()(group, nbytes, device)
+        nbytes = size.nbytes(not world.beyond_reach)
+        _check_limit(nbytes)
+        view = world.symmetric(size, group.rank, nbytes, size.prepare)
+        return Workspace(group, size, view, not world.beyond_reach, peers.executor.record)
+    provider = _agreed_provider(group)
+    reaches_all = provider.reaches_all(group, device)
+    nbytes = size.nbytes(reaches_all)
+
+    def check() -> None:
+        _check_limit(nbytes)
+        if not reaches_all:
+            check_network_writes(device)
+
+    together(group, "reserving a workspace", check, SymmetricMemoryError)
+    memory: SymmetricMemory = provider(group, nbytes, device)
+
+    def prepare() -> None:
         size.prepare(memory.local)
         torch.cuda.synchronize(device)
-        dist.barrier(group.process_group)  # no peer's flag may arrive before the zeros
+
+    # Behind it no peer's flag can arrive before the zeros.
+    together(group, "clearing a workspace", prepare, SymmetricMemoryError)
     return Workspace(group, size, memory, reaches_all, peers.executor.record)
 
 

@@ -95,7 +95,7 @@ class OwnShardFirst:
     """All-gather GEMM: whole shards one after the other, the own one first, then ``rank + 1, rank + 2, ...``.
 
     That is the order in which shards arrive where every rank sends to ``rank - 1, rank - 2, ...``, so that
-    all ranks receive from different ones. Ranks behind the last owner own nothing to begin with.
+    all ranks receive from different ones. Ranks after the last owner own nothing to begin with.
 
     Attributes:
         group: tile rows per band of the raster.
@@ -127,7 +127,7 @@ class DealtShards:
     same from the first wave to the last, and no two ranks send to one owner at the same time. (With whole
     shards one after the other the link idled during the own one, and limited the others. Turning the deal
     from turn to turn, and own tiles a wave late, were tried and are slower:
-    docs/notes/2026-11-21-receive-role.md.) Ranks behind the last owner (``rank >= owners``) own nothing and
+    docs/notes/2026-11-21-receive-role.md.) Ranks after the last owner (``rank >= owners``) own nothing and
     send all their tiles.
 
     Attributes:

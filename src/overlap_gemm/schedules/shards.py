@@ -2,7 +2,7 @@
 
 Rank ``r`` owns rows ``[r * shard, (r + 1) * shard)``, clipped to ``rows``, where ``shard * world >= rows``.
 By the rule of ``torch.chunk`` ``shard`` is ``shard_rows(rows, world)``; it is larger where rows belong
-together in groups that are not cut (batch dimensions behind the sharded one). The last shards may be shorter,
+together in groups that are not cut (batch dimensions after the sharded one). The last shards may be shorter,
 or empty when ``rows`` is small; so the owners of any row are ranks ``0 .. num_owners - 1``.
 """
 
@@ -29,5 +29,5 @@ def num_owners(rows: Int, shard: Int) -> Int:
 
 
 def owned_rows(rows: int, shard: int, rank: int) -> int:
-    """Rows of ``rank``'s shard (host only); 0 for a rank behind the last owner."""
+    """Rows of ``rank``'s shard (host only); 0 for a rank after the last owner."""
     return max(0, min(shard, rows - rank * shard))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Op
 from ..sharding import Shards
+from ..spec import OPS
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Case:
         seed: Of the operands.
     """
 
-    op: Op
+    op: str
     m: int
     n: int
     k: int
@@ -93,21 +93,16 @@ class Layout:
         return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-LAYOUTS: dict[Op, Layout] = {
-    "all_gather_gemm": Layout(x=0, weight=0, bias=0, out=1),
-    "gemm_reduce_scatter": Layout(x=1, weight=1, bias=None, out=0),
-    "gemm_all_reduce": Layout(x=1, weight=1, bias=None, out=None),
-    "gemm_all_gather": Layout(x=None, weight=0, bias=0, out=None),
-}
-"""The table of design: what is sharded along which dimension."""
+LAYOUTS: dict[str, Layout] = {name: Layout(*op.dims) for name, op in OPS.items()}
+"""What of an op is sharded along which dimension."""
 
 HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "default": {},
     "pingpong": {"mma": "pingpong", "tile": (64, 128)},
     "cooperative": {"mma": "cooperative", "tile": (128, 256)},
     "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
-    "swapped": {"mma": "swapped", "tile": (32, 64)},
-    "split": {"mma": "swapped", "tile": (16, 64), "k_split": 4},
+    "swap_ab": {"mma": "swap_ab", "tile": (32, 64)},
+    "split": {"mma": "swap_ab", "tile": (16, 64), "k_split": 4},
     "whole-partials": {"slot_dtype": "f32"},
 }
 """Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""

@@ -26,6 +26,7 @@ from torch import Tensor
 import overlap_gemm
 
 from ..runtime.virtual import VirtualWorld
+from ..spec import OPS
 from .cases import LAYOUTS, Case, Operands, operands
 
 BIT_EQUAL_SHARE = 0.99
@@ -164,7 +165,7 @@ def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor
     layout, size = LAYOUTS[case.op], len(world.ranks)
     given = operands(case).to(world.executor(0).device)
     # Virtual ranks cannot ask each other for lengths.
-    extents = {"gemm_all_gather": {"columns": case.n}, "all_gather_gemm": {"rows": case.m}}.get(case.op, {})
+    extents = OPS[case.op].arguments(case.m, case.n, case.k, least=True)
     outs = []
     with poisoned_allocations():
         for rank, name in enumerate(world.names):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.base import Op
+from ..spec import OPS
 from .cases import LAYOUTS, Operands
 
 
@@ -27,7 +27,7 @@ class Share(NamedTuple):
     roundings: int
 
 
-def forward_and_backward(op: Op, given: Operands, rank: int, size: int, backend: str) -> tuple[Share, ...]:
+def forward_and_backward(op: str, given: Operands, rank: int, size: int, backend: str) -> tuple[Share, ...]:
     """Calls an op on the rank's part of the operands, and backward with its part of the output's gradient."""
     layout = LAYOUTS[op]
     x, weight, bias = (
@@ -43,7 +43,7 @@ def forward_and_backward(op: Op, given: Operands, rank: int, size: int, backend:
     out.backward(layout.part(given.grad, layout.out, rank, size))
     # In forward the summands of an output, in backward those of the input gradient, are rounded on each rank.
     roundings = 2 * size if backend == "torch" else size
-    reduces_out = op in ("gemm_reduce_scatter", "gemm_all_reduce")
+    reduces_out = OPS[op].sums
     return (
         Share("out", out.detach(), layout.out, roundings if reduces_out else 0),
         Share("x", x.grad, layout.x, 0 if reduces_out else roundings),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import overlap_gemm
+from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.shares import assert_right, parts
@@ -23,7 +24,7 @@ SLEEP_CYCLES = 10_000_000
 
 def call(case: Case, operands: Sequence[Tensor | None], backend: str = "fused") -> Tensor:
     """One call of this rank, told those lengths of the whole that its operands do not tell."""
-    lengths = {"all_gather_gemm": {"rows": case.m}, "gemm_all_gather": {"columns": case.n}}.get(case.op, {})
+    lengths = OPS[case.op].arguments(case.m, case.n, case.k, least=True)
     x, weight, bias = operands
     out: Tensor = getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **lengths)
     return out
@@ -37,7 +38,7 @@ def sequence(
     late: int | None = None,
     backend: str = "fused",
 ) -> None:
-    """Queues the calls, with rank `late` behind the others now and then, and judges them all.
+    """Queues the calls, with rank `late` after the others now and then, and judges them all.
 
     Args:
         rank: This one.

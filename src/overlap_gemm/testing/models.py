@@ -7,6 +7,9 @@ from torch import nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 
+MORE_FAMILIES = ("olmo2", "granite", "mixtral", "qwen3_moe")
+"""Further ones, for the tests of what every family does."""
+
 VOCABULARY = 97
 """Divisible by no number of ranks."""
 
@@ -18,6 +21,23 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 4, "tie_word_embeddings": True},
     "gemma3": {"sliding_window": 5, "query_pre_attn_scalar": 4, "tie_word_embeddings": True},
     "phi3": {"pad_token_id": 0},
+    "olmo2": {"attention_bias": False},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"sliding_window": 5, "intermediate_size": 12, "num_local_experts": 5},
+    "qwen3_moe": {
+        "moe_intermediate_size": 12,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -25,7 +45,7 @@ def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **optio
     """A causal language model of two layers with random weights, biases and norms.
 
     Args:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES` or `MORE_FAMILIES`.
         ranks: The numbers of query and key/value heads become multiples of it.
         dtype: Of the parameters.
         **options: Of the configuration, instead of those chosen here.
@@ -33,7 +53,7 @@ def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **optio
     import transformers
 
     kv_heads = ranks if ranks > 1 else 2
-    name = {"gemma3": "Gemma3Text"}.get(family, family.capitalize())
+    name = {"gemma3": "Gemma3Text", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
     config = getattr(transformers, f"{name}Config")(
         **{
             "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2,
@@ -42,8 +62,10 @@ def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **optio
             **_OPTIONS[family], **options,
         }
     )  # fmt: skip
+    if dtype == torch.float64:  # grouped products have no float64
+        config._experts_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype)
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, mean=1.0, std=0.3)

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,24 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
-"""Exit codes of processes that native code ended."""
-
 
 class RankError(AssertionError):
-    """A function failed on some rank; the message holds each failing rank's traceback.
-
-    Attributes:
-        is_crash: Whether native code ended some process.
-    """
-
-    def __init__(self, message: str, is_crash: bool = False) -> None:
-        super().__init__(message)
-        self.is_crash = is_crash
-
-
-class RankCrashWarning(UserWarning):
-    """A process crashed, and the function was run again on new ones."""
+    """A function failed on some rank; the message holds each failing rank's traceback."""
 
 
 class Ranks:
@@ -63,9 +47,6 @@ class Ranks:
         threads: Intra-op threads of torch in each process.
         preload: Modules that the functions import, to be imported once for all processes. The first set of a
             process decides.
-        again: Whether a function in which a process crashes is run once more, on new processes, with a
-            `RankCrashWarning` that holds the stacks. Right where nothing but torch has native code to crash
-            in, as on CPUs, and wrong where the functions build on what earlier ones left.
     """
 
     def __init__(
@@ -77,7 +58,6 @@ class Ranks:
         limit: float = 240,
         threads: int = 1,
         preload: Sequence[str] = (),
-        again: bool = False,
     ):
         # A function takes seconds on a machine of its own. On two cores that others use as well, 15 processes
         # that wanted to run at once made it ten times that; these bounds are a few times more.
@@ -87,10 +67,6 @@ class Ranks:
         self._limit = limit
         self._grace = 10.0
         self._preload = preload
-        self._again = again
-        self._start()
-
-    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="overlap-gemm-ranks-")
         # A server process imports torch once, then forks a clean process for every rank.
         context = multiprocessing.get_context("forkserver")
@@ -125,18 +101,6 @@ class Ranks:
                 then: their peers may be stuck in the middle of anything.
             RuntimeError: The processes are ended.
         """
-        try:
-            return self._run(function, *args)
-        except RankError as error:
-            if not (self._again and error.is_crash):
-                raise
-            warnings.warn(
-                f"{function.__qualname__} runs again, since {error}", RankCrashWarning, stacklevel=2
-            )
-            self._start()
-            return self._run(function, *args)
-
-    def _run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._pipes:
             raise RuntimeError("these ranks have been closed, or ended by a failure")
         message = (inspect.getfile(function), function.__qualname__, args)
@@ -149,9 +113,8 @@ class Ranks:
             if not good
         ]
         if failures:
-            is_crash = any(process.exitcode in CRASHES for process in self._processes)
             self.close()
-            raise RankError("\n".join(failures), is_crash)
+            raise RankError("\n".join(failures))
         return [answers[rank][1] for rank in range(self.size)]
 
     @property

@@ -1,8 +1,8 @@
 """Ways for a tile to reach a peer. One file each: the device half, called by the comm role."""
 
+from overlap_gemm.transports.ll import LL
 from overlap_gemm.transports.nvls import Nvls
 from overlap_gemm.transports.nvshmem import Nvshmem, Staged
 from overlap_gemm.transports.peer_bulk import PeerBulk
-from overlap_gemm.transports.peer_words import PeerWords
 
-__all__ = ["Nvls", "Nvshmem", "PeerBulk", "PeerWords", "Staged"]
+__all__ = ["Nvls", "Nvshmem", "PeerBulk", "LL", "Staged"]

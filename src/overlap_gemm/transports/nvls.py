@@ -3,7 +3,7 @@
 For a two-shot all-reduce alone. A partial stays in its rank's own memory, in the place of its tile, which is
 the same on every rank; its owner is told by a flag there, as ever. The owner loads the sum of all partials
 through the workspaces' multicast address (:mod:`overlap_gemm.device.multicast`), and stores the finished sum
-through it, once for all ranks. The multicast address is behind the ranks' own in the table of addresses.
+through it, once for all ranks. The multicast address is after the ranks' own in the table of addresses.
 """
 
 from __future__ import annotations

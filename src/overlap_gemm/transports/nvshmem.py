@@ -4,8 +4,8 @@ A tile for a peer beyond reach is collected in this rank's own workspace (stores
 there, together with its signal. A tile for one owner has a place in the staging buffer. What goes to
 everybody is put from this rank's own slot, where it is anyway, as it is at every other rank.
 
-Both are doubled by the epoch's parity, and need no quiet: this rank writes call ``e + 2``'s tile only behind
-its call ``e + 1``, which waited until every peer had entered that, so behind the arrival of all that was put
+Both are doubled by the epoch's parity, and need no quiet: this rank writes call ``e + 2``'s tile only after
+its call ``e + 1``, which waited until every peer had entered that, so after the arrival of all that was put
 in call ``e``: nobody ends a call before everything that is put to it in it has come.
 
 Who puts: `Nvshmem`, whoever publishes; `Staged`, a relay kernel. The first is for sm_100 only: out-of-line
@@ -21,7 +21,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
-from overlap_gemm.device.flags import raise_flag, release_flag
+from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, release_flag
 from overlap_gemm.device.memory import bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
 
@@ -29,8 +29,8 @@ SIGNAL_SET = 9
 """``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""
 
 
-STAGED_SHIFT = 32
-"""A staged tile's own flag is its epoch and, so many bits higher, the bytes of it that are to be put."""
+STAGED_UNIT = 16
+"""A staged tile's own flag says above its epoch how much of it is to be put: so many of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Staged:
     and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
     """
 
-    flag = Uint64
     puts = True
     words = False
     multicast = False
@@ -53,25 +52,26 @@ class Staged:
 
     @cute.jit
     def publish(
-        self, route: Route, num_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+        self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
         """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for.
 
-        Which says in its high half how much there is to put: who waits for a flag looks at the low one.
+        Which says above the epoch how much there is to put (`STAGED_UNIT`).
         """
         peer = route.peers[route.owner]
         address = peer + route.flag
         if peer < 0:
             address = route.staged
-        _tell(address, Uint64(epoch) | (Uint64(cutlass.max(num_bytes, 0)) << STAGED_SHIFT), fenced)
+        units = Uint64(cutlass.max(num_bytes, 0) // STAGED_UNIT)
+        _tell(address, (epoch & EPOCH_MASK) | (units << EPOCH_BITS), fenced)
 
     @cute.jit
-    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
-        """Releases the flag at ``offset`` in the workspace of ``peer``, or where the relay waits for it."""
+    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
+        """Releases ``value`` in the flag at ``offset`` of ``peer``'s workspace, or where the relay waits."""
         base = peers[peer]
         if base < 0:
             base = peers[rank]
-        release_flag(base + offset, epoch, self.flag)
+        release_flag(base + offset, value)
 
     @cute.jit
     def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
@@ -87,7 +87,6 @@ class Nvshmem:
     Also the put of the relay kernel, there by a whole warp.
     """
 
-    flag = Uint64
     puts = True
     words = False
     multicast = False
@@ -103,7 +102,7 @@ class Nvshmem:
 
     @cute.jit
     def publish(
-        self, route: Route, num_bytes: Int32, epoch: Uint32, fenced: cutlass.Constexpr = False
+        self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
         """Releases the tile's flag; beyond reach, puts what is staged of it, and its flag."""
         import nvshmem.core.device.cute as nv
@@ -125,7 +124,7 @@ class Nvshmem:
             )
 
     @cute.jit
-    def relay(self, route: Route, num_bytes: Int64, epoch: Uint32) -> None:
+    def relay(self, route: Route, num_bytes: Int64, epoch: Uint64) -> None:
         """All threads of a warp: puts what is staged, and its flag; that alone where nothing is."""
         import nvshmem.core.device.cute as nv
 
@@ -144,24 +143,24 @@ class Nvshmem:
 
     @cute.jit
     def staged_bytes(self, staged: Int64) -> Int64:
-        """How much there is to put of what the flag at ``staged`` tells of; behind the wait for it."""
+        """How much there is to put of what the flag at ``staged`` tells of; after the wait for it."""
         flag = cute.arch.load(
             global_pointer(Uint64, staged, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
         )
-        return Int64(Uint64(flag) >> STAGED_SHIFT)
+        return Int64(Uint64(flag) >> EPOCH_BITS) * STAGED_UNIT
 
     @cute.jit
-    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, epoch: Uint32) -> None:
-        """Releases the flag at ``offset`` in the workspace of ``peer``, or signals it."""
+    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
+        """Releases ``value`` in the flag at ``offset`` in the workspace of ``peer``, or signals it."""
         import nvshmem.core.device.cute as nv
 
         base = peers[peer]
         if base >= 0:
-            release_flag(base + offset, epoch, self.flag)
+            release_flag(base + offset, value)
         else:
-            # A signal alone orders nothing; behind this fence it releases what this thread has observed.
+            # A signal alone orders nothing; after this fence it releases what this thread has observed.
             cute.arch.fence_acq_rel_sys()
-            nv.signal_op(_word(peers[rank] + offset), Uint64(epoch), SIGNAL_SET, Int32(-1 - base))
+            nv.signal_op(_word(peers[rank] + offset), Uint64(value), SIGNAL_SET, Int32(-1 - base))
 
     @cute.jit
     def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
@@ -182,9 +181,9 @@ def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) ->
 def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
     """Raises a flag for what this thread has seen, unless a fence in front of it already releases that."""
     if cutlass.const_expr(fenced):
-        raise_flag(address, word, Uint64)
+        raise_flag(address, word)
     else:
-        release_flag(address, word, Uint64)
+        release_flag(address, word)
 
 
 @cute.jit

@@ -24,6 +24,6 @@ class PeerBulk(WithinReach):
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
         """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``.
 
-        Whoever releases a flag for them has observed the store: it is the same thread, or a barrier behind.
+        Whoever releases a flag for them has observed the store: it is the same thread, or a barrier after.
         """
         store_run(peers[peer] + offset, values)

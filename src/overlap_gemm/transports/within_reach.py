@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, final
 
-from cutlass import Uint32
-
 from overlap_gemm.device.flags import raise_flag, release_flag
 from overlap_gemm.device.route import Route
 
@@ -16,7 +14,6 @@ from overlap_gemm.device.route import Route
 class WithinReach(ABC):
     """A transport (`kernels.surface.Transport`) whose flags are stores to their owner."""
 
-    flag = Uint32
     puts = False
 
     @abstractmethod
@@ -39,7 +36,7 @@ class WithinReach(ABC):
         """Releases the tile's flag at system scope.
 
         The calling thread has executed a full ``wait_group`` over the tile's stores and, if ``fenced``, a
-        `release_fence` behind it.
+        `release_fence` after it.
         """
         if fenced:
             raise_flag(route.peers[route.owner] + route.flag, epoch)
@@ -47,6 +44,6 @@ class WithinReach(ABC):
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
 
     @final
-    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, epoch: Any) -> None:
-        """Releases the flag at ``offset`` in the workspace of ``peer``."""
-        release_flag(peers[peer] + offset, epoch)
+    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
+        """Releases ``value`` in the flag at ``offset`` in the workspace of ``peer``."""
+        release_flag(peers[peer] + offset, value)

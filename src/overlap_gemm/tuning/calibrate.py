@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from ..kernels.config import GemmConfig
 from ..schedules import ceil_div
+from ..spec import GEMM_REDUCE_SCATTER
 from .machine import Curve, Machine
 from .model import Facts, efficiency_key, fused_time
 from .space import candidates
@@ -159,7 +160,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
 def _one_wave(probe: Probe, machine: Machine, arch: str) -> Machine:
     """Rates of kernels whose tiles all run at once, as shares of the best one's in whole waves."""
     # A swapped one is bound by the memory there, which the model counts by itself.
-    kernels = [config for config in _whole(machine, arch) if not config.is_swapped]
+    kernels = [config for config in _whole(machine, arch) if not config.is_swap_ab]
     shares = {efficiency_key(c): round(_one_wave_rate(c, probe) / machine.mma_rate, 3) for c in kernels}
     return replace(machine, one_wave=shares)
 
@@ -224,13 +225,15 @@ def _bulk(probe: Probe, machine: Machine, arch: str) -> Machine:
     config = _best_kernel(arch, machine)
     k = THIN_DEPTH_PER_RANK * probe.world
     less, more = (probe.fused(config, rows, THIN_COLS, k) for rows in THIN)
-    sent = [Facts("gemm_reduce_scatter", rows, THIN_COLS, k, "bf16", probe.world).bytes_out for rows in THIN]
+    sent = [
+        Facts(GEMM_REDUCE_SCATTER.name, rows, THIN_COLS, k, "bf16", probe.world).bytes_out for rows in THIN
+    ]
     return replace(machine, bulk_rate=(sent[1] - sent[0]) / _positive(more - less))
 
 
 def _arrival(probe: Probe, machine: Machine, arch: str) -> Machine:
     """What a call takes beyond all that the model knows without it."""
     config = _best_kernel(arch, machine)
-    facts = Facts("gemm_reduce_scatter", *TAILED, "bf16", probe.world)
+    facts = Facts(GEMM_REDUCE_SCATTER.name, *TAILED, "bf16", probe.world)
     known = fused_time(config, facts, replace(machine, arrival=0.0), probe.sms).total
     return replace(machine, arrival=max(0.0, probe.fused(config, *TAILED) - known))

@@ -1,8 +1,11 @@
 """The constants of a machine that the model computes with: measured once (`overlap-gemm tune`) or expected.
 
-A machine's file is JSON with the fields of `Machine`. The package ships one for Hopper and one for Blackwell
-(`machines/`); `tune` writes one into the user's configuration folder, which goes before the shipped one of
-its architecture; `OVERLAP_GEMM_MACHINE`, a path or the name of a shipped file, goes before both.
+A machine's file is JSON with the fields of `Machine`. The package ships one for H200 and one for B200
+(`machines/`); `tune` writes one into the user's configuration folder, named by its device, which goes before
+the shipped ones; `OVERLAP_GEMM_MACHINE`, a path or the name of a shipped file, goes before both.
+
+Constants belong to a device's name. A kernel's tile may be chosen by those of another device of the same
+architecture; that a kernel of ours is faster than torch's way may not be said by them (`why_untimed`).
 
 All ranks of a group must choose with the same constants: compare `Machine.digest`.
 """
@@ -20,6 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import platformdirs
+import torch
+
+from ..kernels.arch import arch_of_capability
 
 MACHINE_VARIABLE = "OVERLAP_GEMM_MACHINE"
 SHIPPED = Path(__file__).with_name("machines")
@@ -48,11 +54,24 @@ class Machine:
         epilogue: Seconds per element of a CTA tile between accumulator and ring.
         arrival: Seconds between a peer's last store and the first load of what it stored.
         step: Seconds that a point-to-point transfer of `decomposed` costs beside its bytes.
-        efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swapped"`` kernel's follows from
+        efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swap_ab"`` kernel's follows from
             what one SM loads, for which it waits (on H200 59 GB/s of A and B together; of B200 the same is
             expected).
-        collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum behind it.
+        collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum after it.
         host: Backend or ``"product"`` -> seconds of host time of an eager call.
+        stream: Share of `memory_rate` at which a kernel reads its operands, where nothing else is slower.
+        swap_ab_stream: The same of a ``"swap_ab"`` kernel.
+        ll_arrival: `arrival` where data is its own flag.
+        flag_step: Seconds between two tiles of a CTA that tells a peer of each by a flag: stores, their
+            completion, the flag's release.
+        small_tile_rate: Share of `bulk_rate` that kernels of small tiles reach (`model.SMALL_TILE`).
+        handover: Seconds in which each part but the first of a tile whose K is cut hands its sums over: in
+            each wave, and once more after the last.
+        copy_host: Seconds of the host to queue a shard and its flag for one peer's copy engine.
+        copy_start: Seconds before a copy engine's shard and its flag come, beside its bytes.
+        gate: Seconds of a gate kernel between the products of two shards, and after the last.
+        shard_host: Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product.
+        provenance: Field -> where its number is from, of those that `tune` does not measure.
         one_wave: The same as `efficiency` where a call's tiles all run at once, of kernels of which that was
             measured: then they share what they load in the L2 without being told to, and draw no more power.
     """
@@ -75,7 +94,25 @@ class Machine:
     efficiency: Mapping[str, float]
     collectives: Mapping[str, Mapping[int, Curve]]
     host: Mapping[str, float]
+    stream: float
+    swap_ab_stream: float
+    ll_arrival: float
+    flag_step: float
+    small_tile_rate: float
+    handover: float
+    copy_host: float
+    copy_start: float
+    gate: float
+    shard_host: float
+    provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
+
+    def is_of(self, device: str) -> bool:
+        """Whether these are the measured constants of devices of that name.
+
+        H100, H20 and GH200 have H200's architecture, and other clocks, memory and links.
+        """
+        return self.source == "measured" and self.name == device
 
     @cached_property
     def digest(self) -> str:
@@ -127,10 +164,16 @@ def load(name_or_path: str) -> Machine:
     shipped = SHIPPED / f"{name_or_path}.json"
     file = shipped if shipped.exists() else Path(name_or_path)
     try:
-        return Machine.from_json(file.read_text())
-    except (OSError, ValueError) as error:
+        text = file.read_text()
+    except OSError as error:
         names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ValueError(f"no machine {name_or_path!r} (shipped: {names}): {error}") from error
+    try:
+        return Machine.from_json(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is damaged: {error}. Write it again with `overlap-gemm tune`, or remove it"
+        ) from error
 
 
 def save(machine: Machine, file: Path) -> None:
@@ -141,22 +184,61 @@ def save(machine: Machine, file: Path) -> None:
     part.replace(file)
 
 
-def user_file(arch: str) -> Path:
-    """Where `tune` keeps the constants of this user's machine of an architecture."""
-    return Path(platformdirs.user_config_dir("overlap-gemm")) / "machines" / f"{arch}.json"
+def device_name(arch: str) -> str:
+    """The name of this process's CUDA device; empty if there is none, or it is not of that architecture."""
+    if not torch.cuda.is_available():
+        return ""
+    own = arch_of_capability(torch.cuda.get_device_capability())
+    return torch.cuda.get_device_name() if own is not None and own.name == arch else ""
+
+
+def user_file(device: str) -> Path:
+    """Where `tune` keeps the constants that this user has measured on devices of a name."""
+    stem = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path(platformdirs.user_config_dir("overlap-gemm")) / "machines" / f"{stem}.json"
 
 
 @lru_cache(maxsize=16)
-def machine_for(arch: str) -> Machine | None:
-    """The constants for a target, None where there are none. Read once per process.
+def machine_for(arch: str, device: str | None = None) -> Machine | None:
+    """The constants that kernels for a target are chosen with, None where there are none. Read once.
+
+    Those of the device's own name, measured by this user or shipped; where there are none, those of another
+    device of its architecture: good enough to choose a tile by, not to say which way is faster
+    (`Machine.is_of`).
+
+    Args:
+        arch: the target.
+        device: the device's name; default `device_name`.
 
     Raises:
         ValueError: A file that should hold them does not.
     """
+    device = device_name(arch) if device is None else device
     named = os.environ.get(MACHINE_VARIABLE)
     if named and arch in (machine := load(named)).archs:
         return machine
-    if user_file(arch).exists():
-        return load(str(user_file(arch)))
+    if device and user_file(device).exists():
+        return load(str(user_file(device)))
     every = [load(file.stem) for file in sorted(SHIPPED.glob("*.json"))]
-    return next((machine for machine in every if arch in machine.archs), None)
+    fitting = [machine for machine in every if arch in machine.archs]
+    return next((machine for machine in fitting if machine.name == device), next(iter(fitting), None))
+
+
+def why_untimed(arch: str, device: str) -> str | None:
+    """Why times on devices of a name cannot be predicted, None if they can: their constants are measured.
+
+    Args:
+        arch: their architecture.
+        device: their name.
+
+    Raises:
+        ValueError: As `machine_for`.
+    """
+    machine = machine_for(arch, device)
+    if machine is not None and machine.is_of(device):
+        return None
+    nearest = "" if machine is None else f", and those of {machine.name} ({machine.source}) are not its"
+    return (
+        f"the model's constants have not been measured on {device}{nearest}: "
+        f"`overlap-gemm tune` measures them, then they decide"
+    )

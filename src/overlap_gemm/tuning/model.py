@@ -10,21 +10,21 @@ the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curv
   cooperative one does not: every epilogue, and what of its tile the ring does not hold, stops the tensor
   cores. Few rows are bound by memory: a tile takes as long as one SM loads it, so tiles, or parts of their K,
   must be many, and the last one leaves when all of the operands have been read; rows that do not exist are
-  not sent. Behind the last wave come its bytes on the link and the sum of its tiles over all sources.
+  not sent. After the last wave come its bytes on the link and the sum of its tiles over all sources.
 - **Collectives** are interpolated between measured sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..kernels.config import DTYPE_BYTES, GemmConfig
-from ..kernels.geometry import FLAG_BYTES, ExchangeShape, Pattern
+from ..kernels.geometry import FLAG_BYTES, ExchangeShape
 from ..schedules import ceil_div, num_owners, shard_rows
+from ..spec import OPS, PATTERNS, OpSpec, patterns_of
 from .machine import Curve, Machine
 
 UNKNOWN = 4
@@ -32,44 +32,16 @@ UNKNOWN = 4
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
 
-STREAM = {False: 0.95, True: 0.97}
-"""Share of the memory's rate at which a kernel reads its operands, where nothing else is slower, and a
-`"swapped"` one: 30.7 us where cuBLAS takes 29.6 (16 x 8192 x 7168 on one H200; longer k tiles too)."""
-
-WORDS_ARRIVAL = 1.5e-6
-"""Seconds from a store to its first load where data is its own flag, instead of `Machine.arrival`."""
-
-TOLD = 5.5e-6
-"""Seconds between two tiles of a CTA that tells a peer of each by a flag: stores, their completion, the
-flag's release. (On two H200 64x128 tiles take that with 1024 elements of K and with fewer, 4.2 us alone.)"""
-
-SMALL_TILE, SMALL_TILE_RATE = 64 * 128, 0.87
-"""Kernels of tiles of at most so many elements reach so much of `Machine.bulk_rate`: an all-reduce of 2048 x
-4096 x 2048, bound by the link, took two H200 72.3 us with tiles of 64x128, and 65.5 of 128x128."""
+SMALL_TILE = 64 * 128
+"""Elements of the largest tile that `Machine.small_tile_rate` is for."""
 
 COPY_ENGINE_BYTES = 4 << 20
 """Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
 engine's copy takes some microseconds of the host and to begin. On four H200 the warps were faster with 2 MiB
 (73 to 87 us for 512 x 10240 x 8192), engines with 8 MiB (379 to 423 us for 2048 x 28672 x 8192)."""
 
-COPY_HOST = 35e-6
-"""Seconds of the host to queue a shard and its flag for one peer's copy engine: eager calls on four H200."""
-
-GATE = 4e-6
-"""Seconds of a gate kernel between the products of two shards, and behind the last (two H200)."""
-
 BY_SHARDS_MEASURED = 2
 """Ranks up to which `by_shards_seconds` has been compared with measurements, and so is believed."""
-
-COPY_START = 8e-6
-"""Seconds before a copy engine's shard and its flag come, beside its bytes."""
-
-SHARD_HOST = 60e-6
-"""Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product (two H200)."""
-
-HANDOVER = 2.5e-6
-"""Seconds in which each part but the first of a tile whose K is cut hands its sums over: in each wave, and
-once more behind the last. 16 x 8192 x 7168 takes 30.7, 31.4 and 40.3 us in one, two and four parts."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +67,11 @@ class Facts:
     shard: int = 0
 
     @property
+    def spec(self) -> OpSpec:
+        """The op."""
+        return OPS[self.op]
+
+    @property
     def extents(self) -> tuple[int, int, int]:
         """(M, N, K), an unknown N or K taken as `UNKNOWN` times the other: so no choice depends on it."""
         n = UNKNOWN * self.k if self.n is None and self.k is not None else self.n
@@ -105,22 +82,12 @@ class Facts:
     @property
     def local(self) -> tuple[int, int, int]:
         """(M, N, K) of the product that a rank multiplies."""
-        m, n, k = self.extents
-        if self.op in ("gemm_reduce_scatter", "gemm_all_reduce"):
-            return m, n, ceil_div(k, self.world)
-        return m, ceil_div(n, self.world), k
+        return self.spec.product(*self.extents, self.world)
 
     @property
     def bytes_out(self) -> float:
         """Bytes that each rank sends at least (all-reduce: in two shots)."""
-        m, n, k = self.extents
-        width, passes = {
-            "all_gather_gemm": (k, 1),
-            "gemm_reduce_scatter": (n, 1),
-            "gemm_all_reduce": (n, 2),
-            "gemm_all_gather": (n, 1),
-        }[self.op]
-        return passes * m * width * DTYPE_BYTES[self.dtype] * (self.world - 1) / self.world
+        return self.spec.elements_out(*self.extents, self.world) * DTYPE_BYTES[self.dtype]
 
 
 def efficiency_key(config: GemmConfig) -> str:
@@ -174,7 +141,7 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
     """A CTA tile on its SM's tensor cores, one of so many waves."""
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
-    return 2 * rows * columns * ceil_div(k, config.k_split) / rate + HANDOVER * (config.k_split - 1)
+    return 2 * rows * columns * ceil_div(k, config.k_split) / rate + machine.handover * (config.k_split - 1)
 
 
 def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: float = 0.0) -> float:
@@ -191,17 +158,17 @@ def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
     product = product_seconds(replace(facts, m=shard), machine, sms)
     copy, done = shard * k * DTYPE_BYTES[facts.dtype] / machine.copy_rate, product
     for number in range(1, facts.world):
-        done = max(done, number * copy + COPY_START) + GATE + product
-    return done + GATE
+        done = max(done, number * copy + machine.copy_start) + machine.gate + product
+    return done + machine.gate
 
 
-def copies_seconds(facts: Facts) -> float:
+def copies_seconds(facts: Facts, machine: Machine) -> float:
     """Host time of an eager all-gather GEMM's copies: none where the kernel's warps send."""
-    if facts.op != "all_gather_gemm":
+    if not facts.spec.gathers_operand:
         return 0.0
     _, _, k = facts.extents
     nbytes = (facts.shard or shard_rows(facts.m, facts.world)) * k * DTYPE_BYTES[facts.dtype]
-    return (facts.world - 1) * COPY_HOST if nbytes >= COPY_ENGINE_BYTES else 0.0
+    return (facts.world - 1) * machine.copy_host if nbytes >= COPY_ENGINE_BYTES else 0.0
 
 
 def link_seconds(facts: Facts, machine: Machine) -> float:
@@ -219,7 +186,7 @@ def collective_seconds(name: str, bytes_out: float, world: int, machine: Machine
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Seconds of `size` bytes: linear between points and behind the last two, constant before the first."""
+    """Seconds of `size` bytes: linear between points and after the last two, constant before the first."""
     if size <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
     right = next((i for i, (b, _) in enumerate(curve) if b >= size), len(curve) - 1)
@@ -227,19 +194,14 @@ def interpolate(curve: Curve, size: float) -> float:
     return s0 + (s1 - s0) * (size - b0) / (b1 - b0)
 
 
-def transfer_seconds(facts: Facts, machine: Machine, sums: Sequence[str]) -> float:
-    """The collectives of an op, the summing one (or two, for an all-reduce) by those named in `sums`."""
-    names = {
-        "all_gather_gemm": ("all_gather",),
-        "gemm_all_gather": ("all_gather",),
-        "gemm_reduce_scatter": sums[:1],
-        "gemm_all_reduce": sums[1:],
-    }[facts.op]
+def transfer_seconds(facts: Facts, machine: Machine, in_rank_order: bool = False) -> float:
+    """The collectives of an op; `in_rank_order`: partial sums are added so, as `sequential` does."""
+    names = facts.spec.collectives(in_rank_order)
     each = facts.bytes_out / len(names)
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
-    if facts.op == "gemm_all_gather":  # by blocks of columns, which are laid beside each other behind
+    if facts.spec.gathers_output:  # by blocks of columns, which are laid beside each other after
         m, n, _ = facts.extents
-        # Measured: such a copy reaches a third of the memory's rate, behind launches of its own.
+        # Measured: such a copy reaches a third of the memory's rate, after launches of its own.
         seconds += 2 * machine.launch + 3 * 2 * m * n * DTYPE_BYTES[facts.dtype] / machine.memory_rate
     return seconds
 
@@ -253,7 +215,7 @@ class FusedTime:
         link: Packed tiles and flags at the kernel's own link rate.
         memory: Operands and result.
         fill: Before the link can begin: the first tile.
-        tail: Behind the last wave: its bytes on the link, and its sums' where they go on.
+        tail: After the last wave: its bytes on the link, and its sums' where they go on.
         receive: The sum of the last tiles.
         launch: Beside all tiles.
     """
@@ -286,41 +248,42 @@ class _Dealt(NamedTuple):
     exists: float
 
 
-def _dealt(config: GemmConfig, facts: Facts, pattern: Pattern) -> _Dealt:
-    m, n, _ = facts.local
+def _dealt(config: GemmConfig, facts: Facts, pattern: str) -> _Dealt:
+    (m, n, _), spec = facts.local, PATTERNS[pattern]
     world, (tile_m, tile_n) = facts.world, config.cluster_tile
     shard, block, owners = m, n, 0
     clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
-    if pattern == "reduce_scatter":
+    if spec.cut == "rows":
         shard = facts.shard or shard_rows(m, world)
         owners = num_owners(m, shard)
         clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
-    elif pattern == "two_shot":
+    elif spec.cut == "columns" and not spec.to_all:
         block = ExchangeShape.even(m, n, world, pattern).shard
         owners = num_owners(n, block)
         clusters = owners * ceil_div(m, tile_m) * ceil_div(block, tile_n)
     if owners:  # a rank that owns nothing sends everything
         copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
     # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
-    exists = 1.0 if pattern == "reduce_scatter" else shard / (ceil_div(shard, tile_m) * tile_m)
+    exists = 1.0 if spec.cut == "rows" else shard / (ceil_div(shard, tile_m) * tile_m)
     return _Dealt(clusters, copies, exists * _sent_columns(config, block))
 
 
 def fused_time(
-    config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: Pattern = "reduce_scatter"
+    config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: str | None = None
 ) -> FusedTime:
     """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
 
     What the other patterns have beside a reduce-scatter is counted in bytes and arrivals, at the same rates.
     """
     m, n, k = facts.local
-    world, size = facts.world, DTYPE_BYTES[facts.dtype]
+    pattern = pattern or patterns_of(facts.op)[0]
+    world, size, spec = facts.world, DTYPE_BYTES[facts.dtype], PATTERNS[pattern]
     clusters, copies, exists = _dealt(config, facts, pattern)
     resident = max(1, sms // config.cluster_ctas)
     num_waves = ceil_div(clusters, resident)
-    told = world > 1 and num_waves > 1 and not config.sends_words
+    told = world > 1 and num_waves > 1 and not config.sends_ll
     small = told and math.prod(config.cta_tile) <= SMALL_TILE
-    bulk_rate = machine.bulk_rate * (SMALL_TILE_RATE if small else 1)
+    bulk_rate = machine.bulk_rate * (machine.small_tile_rate if small else 1)
     tile_bytes = config.tile_bytes * exists + FLAG_BYTES
 
     mainloop = _mainloop_seconds(config, k, machine, num_waves)
@@ -328,32 +291,33 @@ def fused_time(
     drain = copies * max(0, tile_bytes - ring) / (bulk_rate / sms)
     wave = _wave_seconds(config, mainloop, machine, drain)
     if told:
-        wave = max(wave, TOLD)
+        wave = max(wave, machine.flag_step)
     sent = copies * tile_bytes * config.cluster_size / bulk_rate
     last = min(clusters, resident)
     link, tail, memory = clusters * sent, last * sent, _memory_seconds(m, n, k, facts.dtype, machine)
-    read = memory / STREAM[config.is_swapped]
-    # Behind the last wave: the slots of its tiles are read, and what they make is written.
+    read = memory / (machine.swap_ab_stream if config.is_swap_ab else machine.stream)
+    # After the last wave: the slots of its tiles are read, and what they make is written.
     arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
-    if pattern == "two_shot":  # the sums go out as the partials did, and are copied
+    if spec.returns:  # the sums go out as the partials did, and are copied
         arrivals, received = 2, 2 * received
         link, tail = 2 * link, 2 * tail
         memory += 2 * m * n * size / machine.memory_rate
-    elif pattern != "reduce_scatter":  # every rank reads and writes what all send
-        copies_of = world - 1 if pattern == "output_gather" else world  # own tiles go straight to the output
+    elif spec.to_all:  # every rank reads and writes what all send
+        copies_of = world if facts.spec.sums else world - 1  # own results go straight to the output
         copied = 2 * copies_of * m * n * size / machine.memory_rate
         received *= 2
         memory += copied
-        if pattern == "output_gather":  # measured: beside the tensor cores they take what they take alone
+        if not facts.spec.sums:  # measured: beside the tensor cores they take what they take alone
             received += copied
-    arrival = WORDS_ARRIVAL if config.sends_words else machine.arrival
+    arrival = machine.ll_arrival if config.sends_ll else machine.arrival
     return FusedTime(
         waves=max(num_waves * wave, read),
         link=link,
         memory=memory,
         fill=mainloop,
         tail=tail,
-        receive=(0.0 if world == 1 else arrivals * arrival + received) + HANDOVER * (config.k_split - 1),
+        receive=(0.0 if world == 1 else arrivals * arrival + received)
+        + machine.handover * (config.k_split - 1),
         launch=machine.launch,
     )
 
@@ -367,8 +331,8 @@ def _sent_columns(config: GemmConfig, columns: int) -> float:
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
     """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
 
-    The own shard is there; the others arrive one behind the other at the link's full rate. What waits for a
-    shard begins when it arrives, so the waves of its tiles and of those behind them follow. What of the
+    The own shard is there; the others arrive one after the other at the link's full rate. What waits for a
+    shard begins when it arrives, so the waves of its tiles and of those after them follow. What of the
     arrivals the product does not hide is `tail`.
     """
     m, n, k = facts.local

@@ -10,7 +10,6 @@ from ..kernels.config import GemmConfig
 from .machine import Machine, machine_for
 from .model import (
     BY_SHARDS_MEASURED,
-    SHARD_HOST,
     Facts,
     FusedTime,
     by_shards_seconds,
@@ -76,8 +75,7 @@ def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bo
 @lru_cache(maxsize=4096)
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
-    torch = transfer_seconds(facts, machine, ("reduce_scatter", "all_reduce"))
-    ordered = transfer_seconds(facts, machine, ("sum", "sum", "all_gather"))
+    torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
     kernel = carried_out(facts, machine, arch, sms)
     config, fused = expected(kernel, machine, arch, sms)
     ways = {
@@ -85,12 +83,12 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         "torch": product + torch,
         "sequential": product + ordered,
     }
-    host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts)}
-    if facts.op != "all_gather_gemm":
+    host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts, machine)}
+    if not facts.spec.gathers_operand:
         ways["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
     elif facts.world <= BY_SHARDS_MEASURED:
         ways["decomposed"] = by_shards_seconds(facts, machine, sms)
-        host["decomposed"] = facts.world * SHARD_HOST
+        host["decomposed"] = facts.world * machine.shard_host
     if not captured:
         ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
     return Prediction(ways, product, link, max(product, link), kernel.op, config, fused, machine)

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from ..spec import OPS, TRANSPORTS, OpSpec, patterns_of, transports_of
+
 _KEY = "overlap_gemm.settings"
 
 
 Algorithm = Literal["one_shot", "two_shot"]
 """How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
-
-Transport = Literal["copy_engine", "peer_bulk", "peer_words", "nvshmem", "nvls"]
-"""How tiles or shards travel; see `configured`."""
 
 
 class Settings(NamedTuple):
@@ -36,18 +36,50 @@ class Settings(NamedTuple):
         reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
             differ between ranks.
         algorithm: which all-reduce; None: the model's choice. The same on all ranks.
-        transport: how tiles or shards travel; None: by stores to whom they reach, few rows as words that are
-            their own flag, and the shards of an all-gather GEMM as their size says. The same on all ranks,
-            but for an all-gather GEMM's ``"copy_engine"`` and ``"peer_bulk"``.
+        shard_transport: how the shards of an operand travel; None: to whom stores reach, as their size says.
+            The same on all ranks.
+        tile_transport: how tiles travel; None: by stores to whom they reach, few rows as words that are their
+            own flag. The same on all ranks.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
     reserve_sms: int | None = None
     algorithm: Algorithm | None = None
-    transport: Transport | None = None
+    shard_transport: str | None = None
+    tile_transport: str | None = None
+
+    def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
+        """What ranks must have the same of, in a call of an op: all that it looks at but the SMs."""
+        chooses = op.whole is not None or len(patterns_of(op.name)) > 1
+        return (
+            ("configured fields", self.fields),
+            ("configured algorithm", self.algorithm if chooses else None),
+            ("configured transport", self._asked(op)),
+        )
+
+    def transport_of(self, op: OpSpec) -> str | None:
+        """How what an op sends shall travel.
+
+        Raises:
+            ValueError: It has no such transport.
+        """
+        asked = self._asked(op)
+        if asked is not None and not TRANSPORTS[asked].carries(op):
+            those = ", ".join(name for name, other in OPS.items() if TRANSPORTS[asked].carries(other))
+            raise ValueError(
+                f"transport={asked!r} is for {those}, not for {op.name}, which has "
+                f"{', '.join(transports_of(op))}"
+            )
+        return asked
+
+    def _asked(self, op: OpSpec) -> str | None:
+        return self.shard_transport if op.gathers_operand else self.tile_transport
 
 
 _DEFAULT = Settings()
+
+OLD_NAMES = {"peer_words": "ll", "swapped": "swap_ab"}
+"""What values of `configured` were called; taken with a warning, for one version."""
 
 
 def settings() -> Settings:
@@ -75,7 +107,9 @@ def configured(
     *,
     reserve_sms: int | None = None,
     algorithm: Algorithm | None = None,
-    transport: Transport | None = None,
+    transport: str | None = None,
+    shard_transport: str | None = None,
+    tile_transport: str | None = None,
     **fields: Any,
 ) -> Iterator[None]:
     """Within the block, the fused backend's kernels are as asked. Blocks may be nested.
@@ -85,16 +119,18 @@ def configured(
             stage's kernels. The choice of configuration does not look at it, so ranks may differ.
         algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
             ``"two_shot"``, the sums of the owners of columns go on to all. The same on every rank.
-        transport: how `all_gather_gemm` sends shards: ``"copy_engine"``, or ``"peer_bulk"``, by warps of the
-            kernel; ranks may differ. How the other ops send tiles, the same on every rank: ``"peer_bulk"``,
-            with flags behind them, or ``"peer_words"``, as words that are their own flag, which kernels for
-            few rows do by themselves (and which 32-bit slots or outputs cannot: ValueError at the call). Or,
-            of every op and on every rank, ``"nvshmem"``: what goes to peers is put to them by NVSHMEM, also
-            to those within reach of stores, which is slower and there to be tested; the memory must be
-            NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError. Or, of
-            `gemm_all_reduce` alone (ValueError for others) and on every rank, ``"nvls"``: the NVLink switch
+        transport: `shard_transport` and `tile_transport` in one: for a block whose ops all have it. An op
+            that has it not raises ValueError at the call, and names those that it has.
+        shard_transport: how `all_gather_gemm` sends shards, the same on every rank: ``"copy_engine"``,
+            ``"peer_bulk"``, by warps of the kernel, or ``"nvshmem"``.
+        tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
+            after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
+            themselves (and which 32-bit slots or outputs cannot: ValueError at the call); ``"nvshmem"``;
+            or, of `gemm_all_reduce` alone (ValueError for others), ``"nvls"``: the NVLink switch
             sums partials, in its own order, and copies the sums; in the emulator alone (RuntimeError on
-            GPUs, where no multicast object is created).
+            GPUs, where no multicast object is created). By ``"nvshmem"`` what goes to peers is put to them
+            by NVSHMEM, also to those within reach of stores, which is slower and there to be tested; the
+            memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
         **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
             ValueError at the call.
 
@@ -102,17 +138,37 @@ def configured(
         ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm or transport.
     """
     check_reserve_sms(reserve_sms)
-    for name, given, known in (("algorithm", algorithm, Algorithm), ("transport", transport, Transport)):
-        if given not in (None, *get_args(known)):
-            raise ValueError(f"{name}={given!r} must be one of {', '.join(get_args(known))}")
+    transport, fields = _renamed(transport), {name: _renamed(value) for name, value in fields.items()}
+    shards = tuple(name for name, known in TRANSPORTS.items() if known.shards)
+    tiles = tuple(name for name, known in TRANSPORTS.items() if known.tiles)
+    for name, given, known in (
+        ("algorithm", algorithm, get_args(Algorithm)),
+        ("transport", transport, tuple(TRANSPORTS)),
+        ("shard_transport", shard_transport, shards),
+        ("tile_transport", tile_transport, tiles),
+    ):
+        if given not in (None, *known):
+            raise ValueError(f"{name}={given!r} must be one of {', '.join(known)}")
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
     asked = tuple({**dict(before.fields), **fields}.items())
-    _keep(Settings(asked, reserve, algorithm or before.algorithm, transport or before.transport))
+    by = (
+        shard_transport or transport or before.shard_transport,
+        tile_transport or transport or before.tile_transport,
+    )
+    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by))
     try:
         yield
     finally:
         _keep(before)
+
+
+def _renamed(value: Any) -> Any:
+    """The value by its present name."""
+    if not isinstance(value, str) or value not in OLD_NAMES:
+        return value
+    warnings.warn(f"{value!r} is {OLD_NAMES[value]!r} now", FutureWarning, stacklevel=4)
+    return OLD_NAMES[value]
 
 
 def check_reserve_sms(given: int | None) -> None:

@@ -10,22 +10,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ..kernels.config import CLUSTERS, K_SPLITS, MMA_KINDS, TILES, GemmConfig, MmaKind, may_split
-from ..kernels.geometry import ExchangeShape, Pattern
+from ..kernels.arch import MmaKind, arch_of
+from ..kernels.config import K_SPLITS, GemmConfig, may_split
+from ..kernels.geometry import ExchangeShape
+from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
 
-OPS: dict[Pattern, str] = {
-    "reduce_scatter": "gemm_reduce_scatter",
-    "one_shot": "gemm_all_reduce",
-    "two_shot": "gemm_all_reduce",
-    "output_gather": "gemm_all_gather",
-}
-"""Which op exchanges tiles so."""
-
 FEW_ROWS = 256
-"""Most rows for which a call gets a kernel for few rows (``mma="swapped"``) by itself. With 512 they were
+"""Most rows for which a call gets a kernel for few rows (``mma="swap_ab"``) by itself. With 512 they were
 15 % faster to 8 % slower than the others (reduce-scatter of 4096 and 8192 columns on four H200). And only ops
 that exchange tiles: for all-gather GEMM torch's calls were faster there than any of ours."""
 
@@ -36,9 +30,6 @@ are expected, and torch's two calls for the reduce-scatter 27.1."""
 
 WORTH_ALL_ROWS = 0.9
 """And it must be expected to take at most this part of the reduce-scatter's time."""
-
-ALGORITHMS: tuple[Pattern, ...] = ("one_shot", "two_shot")
-"""The patterns of an all-reduce."""
 
 
 def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[GemmConfig]:
@@ -57,9 +48,9 @@ def every_config(arch: str, dtype: str = "bf16") -> list[GemmConfig]:
     """Every combination of MMA kind, tile, cluster and cut of K of an architecture."""
     return [
         replace(_config(arch, mma, tile, cluster, dtype), k_split=split)
-        for mma in MMA_KINDS[arch]
-        for tile in TILES[mma]
-        for cluster in CLUSTERS[mma]
+        for mma, kind in arch_of(arch).mma.items()
+        for tile in kind.tiles
+        for cluster in kind.clusters
         for split in (K_SPLITS if may_split(mma, tile) else (1,))
     ]
 
@@ -114,16 +105,16 @@ def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     """
     asked = settings()
     # "copy_engine" is an all-gather GEMM's, and may be some ranks' alone.
-    named = asked.fields or asked.algorithm or asked.transport not in (None, "copy_engine")
-    if facts.op != "gemm_reduce_scatter" or facts.world == 1 or facts.m > ALL_ROWS or named:
+    named = asked.fields or asked.algorithm or asked.tile_transport
+    if facts.spec.whole is None or facts.world == 1 or facts.m > ALL_ROWS or named:
         return facts
-    whole = replace(facts, op="gemm_all_reduce", shard=0)
+    whole = replace(facts, op=facts.spec.whole, shard=0)
     by_all, by_owners = (expected(way, machine, arch, num_sms)[1].total for way in (whole, facts))
     return whole if by_all <= WORTH_ALL_ROWS * by_owners else facts
 
 
 def expected(
-    facts: Facts, machine: Machine, arch: str, num_sms: int, pattern: Pattern | None = None
+    facts: Facts, machine: Machine, arch: str, num_sms: int, pattern: str | None = None
 ) -> tuple[GemmConfig, FusedTime]:
     """The kernel that the op of `facts` gets, and where its time goes.
 
@@ -144,7 +135,7 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
 
     An all-reduce is one-shot or two-shot: as `configured` asks, else what the model expects to be faster: one
     trip with (P - 1) times the bytes, or two trips with 2 (P - 1) / P times. At H200's rates the turn is
-    behind 128 rows of 8192 columns on four ranks, before that on eight. (Measured on four with 256 rows and
+    after 128 rows of 8192 columns on four ranks, before that on eight. (Measured on four with 256 rows and
     K = 28672: 93 us in one shot, 93 to 98 in two.)
 
     Args:
@@ -156,28 +147,28 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
     """
     machine = constants(arch)
     facts = carried_out(facts_of(shape, dtype, depth), machine, arch, num_sms)
-    if facts.op != "gemm_all_reduce":
+    if len(patterns_of(facts.op)) == 1 and facts.op == shape.spec.op:
         return shape
     pattern = settled(facts, machine, arch, num_sms)
     return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern)
 
 
-def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Pattern:
-    """How the op of `facts` exchanges tiles; see `settle`. All-gather GEMM exchanges none."""
-    if facts.op not in OPS.values():
-        return "reduce_scatter"
+def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
+    """How the op of `facts` exchanges tiles, or its operand's shards; see `settle`."""
+    ways = patterns_of(facts.op)
     asked = settings().algorithm
-    if asked is not None and OPS[asked] == facts.op:
+    if asked in ways:
         return asked
-    if settings().transport == "nvls" and facts.op == "gemm_all_reduce":
-        return "two_shot"
-    ways = [pattern for pattern, op in OPS.items() if op == facts.op]
+    if (way := TRANSPORTS.get(settings().tile_transport or "")) and way.sums:  # and copies owners' sums
+        ways = tuple(pattern for pattern in ways if PATTERNS[pattern].returns) or ways
+    if len(ways) == 1:
+        return ways[0]
     return min(ways, key=lambda pattern: expected(facts, machine, arch, num_sms, pattern)[1].total)
 
 
 def facts_of(shape: ExchangeShape, dtype: str, depth: int | None) -> Facts:
     """What the model needs to know of a call."""
-    return Facts(OPS[shape.pattern], shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
+    return Facts(shape.spec.op, shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
 
 
 def choose_config(
@@ -185,10 +176,11 @@ def choose_config(
     machine: Machine,
     arch: str,
     num_sms: int,
-    pattern: Pattern = "reduce_scatter",
+    pattern: str | None = None,
     **operands: Any,
 ) -> GemmConfig:
     """`default_config` with the constants of `machine`."""
+    pattern = pattern or patterns_of(facts.op)[0]
     return _choose(facts, machine, arch, num_sms, pattern, (*operands.items(), *settings().fields))
 
 
@@ -198,23 +190,21 @@ def _choose(
     machine: Machine,
     arch: str,
     num_sms: int,
-    pattern: Pattern,
+    pattern: str,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields), num_sms)
-    if facts.m > FEW_ROWS or facts.op not in OPS.values():
-        fitting = [c for c in fitting if c.mma != "swapped"] or fitting
+    if facts.m > FEW_ROWS or facts.spec.gathers_operand:
+        fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
-    return replace(chosen, slot_dtype=chosen.out_dtype) if pattern == "output_gather" else chosen
+    return replace(chosen, slot_dtype=chosen.out_dtype) if facts.spec.gathers_output else chosen
 
 
-def seconds_of(
-    config: GemmConfig, facts: Facts, machine: Machine, num_sms: int, pattern: Pattern
-) -> FusedTime:
-    """Where the time of the op of `facts` goes by the kernel of `config`; ``pattern``, of tiles exchanged."""
-    if facts.op == "all_gather_gemm":
+def seconds_of(config: GemmConfig, facts: Facts, machine: Machine, num_sms: int, pattern: str) -> FusedTime:
+    """Where the time of the op of `facts` goes by the kernel of `config` and a pattern."""
+    if facts.spec.gathers_operand:
         return fused_all_gather(config, facts, machine, num_sms)
     return fused_time(config, facts, machine, num_sms, pattern)
 

@@ -1,7 +1,7 @@
 """The one timing protocol of the package: benchmarks, the demo and tuning measure with it and nothing else.
 
 - **Interleaved.** Each round times every variant once, so that a drift of clocks or load meets all of them;
-  the order rotates from round to round, so that none always runs behind the same neighbour.
+  the order rotates from round to round, so that none always runs after the same neighbour.
 - **Bursts.** A sample is the mean of back-to-back calls after one barrier, not a call between two barriers:
   that is how a model issues them, and launch overlap counts. All ranks use the same burst length.
 - **Slowest rank.** A round's sample is the maximum over the ranks: the op is done when its last rank is.

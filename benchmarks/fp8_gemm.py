@@ -1,0 +1,154 @@
+"""Plain products of e4m3 operands with scales of rows and columns, beside torch's, on one GPU.
+
+    python benchmarks/fp8_gemm.py OUT.json [SECONDS]
+
+Each of our kernels is compiled here, checked against float32, captured in a CUDA graph and timed in turn with
+`torch._scaled_mm` (row-wise scales, both settings of `use_fast_accum`); operands rotate between two copies.
+Figures are medians of a call in microseconds, and the median ratio to torch's row-wise fast product.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings.driver import CUstream
+from cutlass.cute.runtime import from_dlpack
+
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.kernels.visitors import RowColumnScale
+
+SHAPES = [
+    (8192, 8192, 8192),
+    (8192, 8192, 7168),
+    (4096, 7168, 16384),
+    (8192, 8192, 2048),
+    (2048, 8192, 7168),
+    (512, 8192, 7168),
+    (512, 8192, 2048),
+    (64, 8192, 7168),
+]
+KERNELS = [
+    ("cooperative", (128, 128), (2, 1), False),
+    ("cooperative", (128, 128), (1, 1), False),
+    ("pingpong", (64, 128), (2, 1), False),
+    ("cooperative", (128, 256), (2, 1), True),
+    ("pingpong", (128, 128), (2, 1), True),
+    ("pingpong", (64, 256), (2, 1), True),
+    ("swap_ab", (64, 64), (1, 1), False),
+]
+CALLS = 8
+ROUNDS = 9
+
+
+def config_of(mma: Any, tile: tuple[int, int], cluster: tuple[int, int], fast: bool) -> GemmConfig:
+    """The configuration of an e4m3 kernel with scales of rows and columns."""
+    scaled = (RowColumnScale(),)
+    return GemmConfig("sm_90a", tile, cluster, mma, in_dtype="e4m3", epilogue=scaled, fast_accum=fast)
+
+
+def tensor(x: torch.Tensor) -> Any:
+    """As the DSL's own calling path takes it."""
+    given = from_dlpack(x, assumed_align=16)
+    return given.mark_layout_dynamic() if x.ndim == 1 else given.mark_layout_dynamic(1)
+
+
+def burst(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Microseconds of a replay."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / replays
+
+
+def main() -> None:
+    """Times every shape until the seconds are over."""
+    began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    kernels = {}
+    for mma, tile, cluster, fast in KERNELS:
+        config = config_of(mma, tile, cluster, fast)
+        kernels[config.name] = (config, compile_kernel(make_kernel(config)))
+    print(f"{len(kernels)} kernels compiled in {time.time() - began:.0f} s", flush=True)
+    results = []
+    for m, n, k in SHAPES:
+        if time.time() - began > limit:
+            print("out of time before", (m, n, k))
+            break
+        torch.manual_seed(0)
+        pairs = []
+        for _ in range(2):
+            a, b = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+            pairs.append((a, b, torch.rand(m, 1, device="cuda") + 0.5, torch.rand(1, n, device="cuda") + 0.5))
+        a, b, rows, columns = pairs[0]
+        exact = (a[:256].float() @ b.float().t()) * rows[:256] * columns
+        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        errors: dict[str, float] = {}
+
+        def capture(name: str, call: Any) -> None:
+            call(0)
+            error = (out[:256].float() - exact).norm() / exact.norm()  # noqa: B023
+            errors[name] = round(float(error), 6)  # noqa: B023
+            assert error < 5e-3, (name, float(error))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(CALLS):
+                    call(i)
+            graphs[name] = graph  # noqa: B023
+
+        def scaled(fast: bool) -> Any:
+            def call(i: int) -> None:
+                a, b, rows, columns = pairs[i % 2]  # noqa: B023
+                product = torch._scaled_mm(
+                    a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=fast
+                )
+                if i == 0:
+                    out.copy_(product)  # noqa: B023
+
+            return call
+
+        capture("torch row-wise", scaled(False))
+        capture("torch row-wise fast", scaled(True))
+        for name, (config, compiled) in kernels.items():
+            clusters = min(sms // config.cluster_size, ExchangeShape.even(m, n, 1).num_clusters(config))
+
+            def ours(i: int, compiled: Any = compiled, clusters: int = clusters) -> None:
+                a, b, rows, columns = pairs[i % 2]  # noqa: B023
+                extras = (tensor(rows.flatten()), tensor(columns.flatten()))
+                stream = CUstream(torch.cuda.current_stream().cuda_stream)
+                compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
+
+            capture(name, ours)
+        replays = {name: max(1, int(15e3 / burst(graph, 1))) for name, graph in graphs.items()}
+        names = list(graphs)
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(ROUNDS):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                samples[name].append(burst(graphs[name], replays[name]) / CALLS)
+        median = {name: statistics.median(times) for name, times in samples.items()}
+        best = samples["torch row-wise fast"]
+        ratio = {
+            name: statistics.median(x / y for x, y in zip(times, best, strict=True))
+            for name, times in samples.items()
+        }
+        results.append(
+            {"shape": [m, n, k], "us": {x: round(t, 2) for x, t in median.items()},
+             "ratio": {x: round(r, 4) for x, r in ratio.items()}, "error": errors}
+        )  # fmt: skip
+        print(m, n, k, {x: (round(t, 1), round(ratio[x], 3)) for x, t in median.items()}, flush=True)
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

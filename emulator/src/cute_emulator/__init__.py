@@ -1,0 +1,43 @@
+"""Runs the PTX that CuTe DSL compiles for Hopper and Blackwell GPUs on a CPU, several ranks at once.
+
+As a library: `Emulator`. As a command: ``python -m cute_emulator script.py``. The public names load on first
+use (PEP 562), so that a library can `clients.register` without paying for them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cute_emulator.errors import EmulatorError, Finding, Report
+    from cute_emulator.host.emulator import Emulator, FindingsError
+    from cute_emulator.host.memory import Symmetric, poison_
+    from cute_emulator.run.scheduler import Schedule
+
+__version__ = "0.1.0"
+
+HOMES = ("errors", "host.emulator", "host.memory", "run.scheduler")
+"""The modules that the public names come from."""
+
+__all__ = [
+    "Emulator",
+    "EmulatorError",
+    "Finding",
+    "FindingsError",
+    "Report",
+    "Schedule",
+    "Symmetric",
+    "poison_",
+]
+
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        for home in HOMES:
+            found = vars(import_module(f".{home}", __name__))
+            globals().update({public: found[public] for public in __all__ if public in found})
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,0 +1,156 @@
+"""``python -m cute_emulator [check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cute_emulator import check_command, mutate_command
+from cute_emulator.commands import (
+    Arch,
+    Arguments,
+    Ignore,
+    NumSms,
+    Ranks,
+    RoleNames,
+    Strict,
+    as_user_error,
+    as_verdict,
+    with_line_information,
+)
+from cute_emulator.host.emulator import Emulator
+from cute_emulator.host.script import run_script
+from cute_emulator.machine.inject import WORDS
+from cute_emulator.machine.roles import parse_roles
+from cute_emulator.settings import SCHEDULES, Setting
+from cute_emulator.trace import Trace
+
+SILENT_SECONDS = 3.0
+"""Runs shorter than this show no progress."""
+
+
+class Progress:
+    """Says on a terminal, once a second, how far a long run is; for `Machine`'s `progress`."""
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic() + SILENT_SECONDS
+
+    def __call__(self, instructions: int) -> None:
+        """Told now and then of the warp instructions run so far."""
+        now = time.monotonic()
+        if now > self._shown and sys.stderr.isatty():
+            self._shown = now + 1.0
+            typer.echo(f"\remulator: {instructions:,} warp instructions", err=True, nl=False)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="Python script to run.")],
+    arguments: Arguments = None,
+    arch: Arch = "sm_100a",
+    ranks: Ranks = 1,
+    mode: Annotated[str, typer.Option(help="When async operations complete: immediate, random, lazy.")] = (
+        "immediate"
+    ),
+    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    num_sms: NumSms = None,
+    schedule: Annotated[str, typer.Option(help=f"How warps take turns: {SCHEDULES}.")] = "round_robin",
+    strict: Strict = False,
+    limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
+    keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
+    roles: RoleNames = "",
+    fault: Annotated[list[str] | None, typer.Option(help=f"A fault on purpose: {WORDS}.")] = None,
+    collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
+    ignore: Ignore = None,
+    poison_symmetric: Annotated[
+        bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
+    ] = False,
+    usage: Annotated[bool, typer.Option(help="Print what launches took of the device.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="The same as a PNG, or, named .html, as a page that zooms.")
+    ] = None,
+) -> None:
+    """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged.
+
+    `check --help` and `mutate --help` tell of the other commands.
+    """
+    keep = _keeper(keep_ptx) if keep_ptx else None
+    with as_user_error():
+        names = parse_roles(roles)
+        if picture and picture.suffix != ".html" and find_spec("matplotlib") is None:
+            raise ValueError(
+                f"--picture {picture} needs matplotlib: pip install 'cute-emulator[plots]', or name a page, "
+                f"{picture.with_suffix('.html')}, which needs nothing"
+            )
+        recorder = Trace(roles=names) if trace or picture else None
+        options = Setting.of(mode, seed, schedule).options(strict)
+        options |= {
+            "num_sms": num_sms,
+            "limit": limit,
+            "collect": collect,
+            "ignore": ignore or (),
+            "trace": recorder,
+            "roles": names,
+            "progress": Progress(),
+        }
+        emulator = Emulator(arch, ranks, rewrite=keep, **options)
+        for words in fault or ():
+            emulator.faults.by_words(words)
+    try:
+        with as_verdict(), with_line_information(), emulator:
+            run_script(emulator, script, arguments or [], poison_symmetric)
+    finally:  # a trace is wanted most where the run broke off
+        if recorder is not None and recorder.spans:
+            if trace:
+                recorder.save_json(trace)
+            if picture:
+                (recorder.save_html if picture.suffix == ".html" else recorder.save_png)(picture)
+        for made, hits in emulator.faults.hits():
+            typer.echo(f"emulator: {made} acted on {hits} stores", err=True)
+    report = emulator.report
+    for taken, times in report.usage.items() if usage else ():
+        typer.echo(f"emulator: {times} x {taken}", err=True)
+    typer.echo(f"emulator: {report.instructions} warp instructions in {report.seconds:.2f} s", err=True)
+    for finding in report.findings:
+        typer.echo(f"emulator: {finding}", err=True)
+    if report.findings:
+        raise typer.Exit(1)
+
+
+def _keeper(folder: Path) -> Callable[[str], str]:
+    """Writes each different module that is launched to a file named after its first kernel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: set[str] = set()
+
+    def keep(ptx: str) -> str:
+        if ptx not in kept:
+            kept.add(ptx)
+            name = ptx.partition(".entry ")[2].partition("(")[0][:80] or "module"
+            (folder / f"{len(kept)}-{name}.ptx").write_text(ptx)
+        return ptx
+
+    return keep
+
+
+def main() -> None:
+    """Runs a script, `check`, or `mutate`."""
+    if sys.argv[1:2] == ["check"]:
+        check_command.app(sys.argv[2:], prog_name="python -m cute_emulator check")
+    elif sys.argv[1:2] == ["mutate"]:
+        mutate_command.app(sys.argv[2:], prog_name="python -m cute_emulator mutate")
+    else:
+        app(prog_name="python -m cute_emulator")
+
+
+if __name__ == "__main__":
+    main()

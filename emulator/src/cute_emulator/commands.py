@@ -1,0 +1,60 @@
+"""What the emulator's commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cute_emulator.errors import EmulatorError
+from cute_emulator.host.replace import environment
+from cute_emulator.run.launch import SM_COUNT
+
+# Their arguments and options.
+Script = Annotated[str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
+Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")]
+Ranks = Annotated[int, typer.Option(help="Run the script once per rank.")]
+NumSms = Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")]
+Strict = Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")]
+Warps = Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")]
+RoleNames = Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")]
+Ignore = Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")]
+
+
+def with_line_information() -> contextlib.AbstractContextManager[None]:
+    """Kernels compiled inside say in their PTX which Python line each instruction comes from."""
+    return environment("CUTE_DSL_LINEINFO", "1")
+
+
+@contextlib.contextmanager
+def as_user_error() -> Iterator[None]:
+    """A `ValueError` inside is the user's: one line and exit code 2, no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"emulator: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def as_verdict() -> Iterator[None]:
+    """An `EmulatorError` inside is about the kernels: what it says, where the script was, and exit code 1."""
+    try:
+        yield
+    except EmulatorError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        script = [frame for frame in frames if not _MACHINERY.intersection(Path(frame.filename).parts)]
+        if script:
+            typer.echo("Called from here (most recent call last):", err=True)
+            typer.echo("".join(traceback.format_list(script)), err=True, nl=False)
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+_MACHINERY = {"cute_emulator", "typer", "cutlass", "nvidia_cutlass_dsl", "<frozen runpy>", "runpy.py"}
+"""Parts of paths of files that are not the script's."""

@@ -1,0 +1,10 @@
+"""Pairs of a bug and its mended twin: what each rule of the emulator finds, and what it must leave alone.
+
+`CASES` has them all. `python -m cute_emulator.conformance` runs them and prints a table; a tool that judges
+PTX by other means can take the kernels from here (`Case.broken`, `Case.mended`: text and launch).
+"""
+
+from cute_emulator.conformance.cases import CASES
+from cute_emulator.conformance.kernel import Case, Kernel, findings
+
+__all__ = ["CASES", "Case", "Kernel", "findings"]

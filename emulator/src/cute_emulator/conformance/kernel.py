@@ -1,0 +1,188 @@
+"""Hand-written kernels: PTX text, its memory and launches, and running it on the machine."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cute_emulator.errors import EmulatorError
+from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS
+from cute_emulator.run.launch import Launch, Machine
+from cute_emulator.run.scheduler import Schedule
+
+REGISTERS = (
+    ".reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<64>; .reg .b64 %d<32>; "
+    ".reg .f32 %f<32>; .reg .f64 %g<16>;"
+)
+PRELUDE = """
+mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; and.b32 %r2, %r0, 31; shl.b32 %r3, %r0, 2; cvt.u64.u32 %d9, %r3;
+add.s64 %d10, %d0, %d9; add.s64 %d11, %d1, %d9; add.s64 %d12, %d2, %d9;
+mov.b32 %r10, buf; mov.b32 %r11, bar; add.s32 %r12, %r10, %r3; mov.u32 %r13, %ctaid.x;
+cvt.u32.u64 %r14, %d4;
+setp.eq.b32 %p0, %r0, 0; setp.eq.b32 %p1, %r1, 0; setp.eq.b32 %p2, %r1, 1; setp.eq.b32 %p3, %r2, 0;
+setp.eq.b32 %p4, %r13, 0; setp.eq.b32 %p5, %r14, 0;
+"""
+"""What every kernel of a case begins with.
+
+%d0, %d1, %d2: data, output and flags in global memory; %d3: the tensor map; %d4 and %r14: the rank. %d10 to
+%d12: this thread's word of the first three. %r0 to %r2: thread, warp, lane; %r10, %r12: `buf` and the
+thread's word of it; %r11: `bar`; %r13: CTA. %p0: thread 0; %p1, %p2: warp 0, 1; %p3: lane 0; %p4: CTA 0; %p5:
+rank 0.
+"""
+SMEM = ".shared .align 1024 .b8 buf[{buf}]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; "
+SMEM += ".shared .align 4 .b32 slot;"
+WORDS = 2048
+"""Of each array in global memory."""
+
+
+def module(body: str, nparams: int, smem: str = "", target: str = "sm_100a", head: str = "") -> str:
+    """A module with one entry `k`, whose 64-bit parameters are loaded into %d0, %d1, .."""
+    params = ", ".join(f".param .u64 k_{n}" for n in range(nparams))
+    loads = "".join(f"ld.param.u64 %d{n}, [k_{n}];\n" for n in range(nparams))
+    directives, head = (head, "") if head.startswith((".max", ".req")) else ("", head)
+    return (
+        f".version 8.8\n.target {target}\n.address_size 64\n{head}\n"
+        f".visible .entry k({params}) {directives}\n{{\n{REGISTERS}\n{smem}\n{loads}{body}\nret;\n}}\n"
+    )
+
+
+def aligned(count: int, dtype: Any = np.uint32, fill: Any = 0) -> np.ndarray:
+    """An array that starts at a multiple of 128 bytes."""
+    size = count * np.dtype(dtype).itemsize
+    raw = np.empty(size + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    out = raw[start : start + size].view(dtype)
+    out[:] = fill
+    return out
+
+
+def launch(ptx: str, args: list[Any], **shape: Any) -> Launch:
+    """A launch of `k` whose parameters are arrays (their addresses) or ints."""
+    values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in args]
+    params = tuple(struct.pack("<Q", v & (1 << 64) - 1) for v in values)
+    shape = {"grid": (1, 1, 1), "block": (32, 1, 1), **shape}
+    return Launch(ptx, "k", params=params, **shape)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One version of a case.
+
+    Attributes:
+        bodies: PTX after the prelude, one for each launch of the stream, in order.
+        shape: Of the launch, as `Launch` has it; of the launches after the first `programmatic` is what
+            their place says in `dependent`.
+        dependent: For each launch whether it is a programmatic dependent launch.
+        ranks: How many run the same launches; the memory is the last rank's.
+        buf: Bytes of `buf` in shared memory.
+        options: Of the machine.
+        head: Directives of the entry, such as `.maxnreg 64`.
+        arch: The architecture.
+        tensor_map: Makes the 128 bytes of the tensor map from the address of the output.
+    """
+
+    bodies: tuple[str, ...]
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    dependent: tuple[bool, ...] = ()
+    ranks: int = 1
+    buf: int = 4096
+    options: Mapping[str, Any] = field(default_factory=dict)
+    head: str = ""
+    arch: str = "sm_100a"
+    tensor_map: Any = None
+
+    def ptx(self, number: int = 0) -> str:
+        """The text of one of its launches."""
+        return module(
+            PRELUDE + self.bodies[number], 5, SMEM.format(buf=self.buf), target=self.arch, head=self.head
+        )
+
+    def run(
+        self, mode: str = "immediate", seed: int = 0, shuffled: bool = False, strict: bool = False
+    ) -> Machine:
+        """Runs it once.
+
+        Raises:
+            EmulatorError: What ends a run: a fault, a deadlock.
+        """
+        schedule = Schedule("random", lanes=True, grids="random") if shuffled else Schedule()
+        checks = CHECKS + STRICT_CHECKS + OPTIONAL_CHECKS if strict else CHECKS
+        m = Machine(
+            self.arch, self.ranks, mode=mode, seed=seed, schedule=schedule, checks=checks, **self.options
+        )
+        data, out, flags, tmap = (aligned(n) for n in (WORDS, WORDS, WORDS, 32))
+        data[:] = np.arange(WORDS)
+        kind = "symmetric" if self.ranks > 1 else "tensor"
+        for name, array in (("data", data), ("out", out), ("flags", flags), ("map", tmap)):
+            m.memory.register(array.ctypes.data, array.nbytes, self.ranks - 1, name, kind)
+        if self.tensor_map is not None:
+            tmap.view(np.uint8)[:] = np.frombuffer(self.tensor_map(out.ctypes.data), np.uint8)
+        for number in range(len(self.bodies)):
+            for rank in range(self.ranks):
+                one = launch(self.ptx(number), [data, out, flags, tmap, rank], **self.shape)
+                later = number < len(self.dependent) and self.dependent[number]
+                m.submit(replace(one, rank=rank, programmatic=later))
+        m.run()
+        return m
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bug and its mended twin.
+
+    Attributes:
+        name: What is wrong, unique.
+        rule: The rule's name on the page of rules.
+        kinds: What finds it, one of these: kinds of findings, or names of errors that end a run.
+        broken: The kernel with the bug.
+        mended: The same without it.
+        strict: Whether only checks that must be asked for find it.
+    """
+
+    name: str
+    rule: str
+    kinds: tuple[str, ...]
+    broken: Kernel
+    mended: Kernel
+    strict: bool = False
+
+
+RUNS: tuple[dict[str, Any], ...] = (
+    {"mode": "immediate"},
+    {"mode": "lazy"},
+    {"mode": "random", "seed": 1, "shuffled": True},
+)
+"""How each kernel is run: the default first, then as `check` does."""
+
+
+def findings(kernel: Kernel, strict: bool = False, runs: Iterable[Mapping[str, Any]] = RUNS) -> list[str]:
+    """Kinds of what was found in some runs of a kernel, errors by the name of their class; sorted."""
+    found = set()
+    for how in runs:
+        try:
+            machine = kernel.run(**how, strict=strict)
+        except EmulatorError as error:
+            found.add(type(error).__name__)
+        else:
+            found |= {finding.kind for finding in machine.report.findings}
+    return sorted(found)
+
+
+def pair(
+    name: str, rule: str, kinds: str, body: str | tuple[str, ...], broken: Mapping[str, str],
+    mended: Mapping[str, str], strict: bool = False, **kernel: Any,
+) -> Case:  # fmt: skip
+    """A case of one text, in which the words of `broken` (`mended`) are replaced by what stands there."""
+    bodies = (body,) if isinstance(body, str) else body
+
+    def version(words: Mapping[str, str]) -> Kernel:
+        texts = list(bodies)
+        for word, text in words.items():
+            texts = [t.replace(word, text) for t in texts]
+        return Kernel(tuple(texts), **kernel)
+
+    return Case(name, rule, tuple(kinds.split()), version(broken), version(mended), strict)

@@ -1,0 +1,187 @@
+"""What can go wrong in an emulated kernel, as exceptions and as findings of the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cute_emulator import source
+
+KINDS = (
+    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init",
+    "mbarrier-race", "nc-load", "proxy-fence", "race", "setmaxnreg", "shared-race", "shfl-exited",
+    "sync-mask", "tmem-fence", "tmem-freed", "tmem-leak", "tmem-unwaited", "wgmma-fence", "wgmma-registers",
+)  # fmt: skip
+"""Of findings."""
+
+
+class EmulatorError(RuntimeError):
+    """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
+
+    Attributes:
+        line: of the instruction in its PTX, 0 where none is known.
+    """
+
+    def __init__(self, message: str = "", line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+        self._shown = False
+
+    def show(self, ptx: str) -> None:
+        """Adds the instructions around its line to the message, once."""
+        if self.line and not self._shown:
+            self._shown = True
+            self.add(source.excerpt(ptx, self.line))
+
+    def add(self, text: str) -> None:
+        """Adds lines to the message."""
+        self.args = (f"{self}\n{text}",)
+
+
+class CooperativeLaunchTooLargeError(ValueError):
+    """A cooperative launch of more CTAs than can be resident at once: CUDA's error 720."""
+
+    code, name = 720, "cudaErrorCooperativeLaunchTooLarge"
+
+
+class MemoryFault(EmulatorError):
+    """An access that is out of bounds, misaligned, or to memory that is not (or no longer) allocated."""
+
+
+class Deadlock(EmulatorError):
+    """No warp can go on; the message lists every warp's position and what it waits for."""
+
+
+class UnsupportedInstruction(EmulatorError):
+    """An instruction (or a form of one) that the emulator does not model was executed."""
+
+
+class KernelTrap(EmulatorError):
+    """The kernel executed `trap`."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found without ending the run.
+
+    Attributes:
+        kind: Short name of the check, one of `KINDS`.
+        message: Who, where and what, both parties named.
+        line: PTX line, 0 where none applies.
+        excerpt: The instruction there and three on either side, the line of the Python source above them
+            and the other party's instruction below, as far as they are known.
+    """
+
+    kind: str
+    message: str
+    line: int = 0
+    excerpt: str = ""
+
+    def __str__(self) -> str:
+        below = f"\n{self.excerpt}" if self.excerpt else ""
+        return f"[{self.kind}] {self.message}{below}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a launch took of the device.
+
+    Attributes:
+        entry: The kernel's name.
+        grid: CTAs along x, y, z.
+        block: Threads of a CTA along x, y, z.
+        cluster: CTAs of a cluster along x, y, z.
+        smem: Bytes of shared memory a CTA asked for, static and dynamic.
+        registers: Of a thread; 0 where the PTX does not tell (`.maxnreg`, `setmaxnreg`): they are the
+            assembler's choice.
+        per_sm: CTAs that fit on one SM, by all that is known.
+        bound: What lets no more of them fit.
+    """
+
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    smem: int
+    registers: int
+    per_sm: int
+    bound: str
+
+    def __str__(self) -> str:
+        registers = self.registers or "unknown"
+        return (
+            f"{self.entry[:60]}: grid {self.grid}, block {self.block}, cluster {self.cluster}; "
+            f"{self.smem} bytes of shared memory, registers {registers}; "
+            f"{self.per_sm} CTAs on an SM, bound by {self.bound}"
+        )
+
+
+@dataclass
+class Report:
+    """What a machine observed.
+
+    Attributes:
+        findings: Distinct findings in the order they were made.
+        instructions: Warp instructions executed.
+        seconds: Wall-clock time spent in `run`.
+        output: Lines the kernels printed.
+        sent: (rank, another rank) -> bytes that the one's kernels stored into the other's memory; what is
+            stored through a multicast address counts for each rank.
+        usage: What launches took of the device, and how many took the same.
+        ignore: Kinds of findings that are not kept.
+        ptx: Text of the kernel that is running now.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    instructions: int = 0
+    seconds: float = 0.0
+    output: list[str] = field(default_factory=list)
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
+    usage: Counter[Usage] = field(default_factory=Counter)
+    ignore: frozenset[str] = frozenset()
+    ptx: str = field(default="", repr=False)
+    _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
+
+    def stored(self, rank: int, owner: int, nbytes: int) -> None:
+        """Counts a store of a rank, if it is into another one's memory."""
+        if owner != rank:
+            self.sent[rank, owner] += nbytes
+
+    def place(self, line: int) -> str:
+        """Names a line of the kernel that is running now, with its place in the source if known."""
+        return source.place(self.ptx, line)
+
+    def add(
+        self,
+        kind: str,
+        message: str,
+        line: int = 0,
+        key: object = None,
+        other: int = 0,
+        other_ptx: str | None = None,
+    ) -> None:
+        """Adds a finding once per (kind, key).
+
+        Args:
+            kind: Name of the check.
+            message: Who, where and what.
+            line: PTX line of the instruction, 0 where none applies.
+            key: What makes it different from another of its kind; the line by default.
+            other: PTX line of the other party's instruction, 0 for none.
+            other_ptx: The other party's kernel, where that may not be the one that is running.
+        """
+        assert kind in KINDS, kind
+        if kind in self.ignore:
+            return
+        ident = (kind, line if key is None else key)
+        self._seen[ident] = self._seen.get(ident, 0) + 1
+        if self._seen[ident] == 1:
+            shown = [source.excerpt(self.ptx, line)] if line else []
+            if other:
+                shown.append(source.other(self.ptx if other_ptx is None else other_ptx, other))
+            self.findings.append(Finding(kind, message, line, "\n".join(filter(None, shown))))
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings

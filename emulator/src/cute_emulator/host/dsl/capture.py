@@ -1,0 +1,119 @@
+"""The PTX of a kernel travels inside the binary it was compiled to.
+
+A compile leaves a device binary (a fat binary that holds SASS only) as a constant of the host module. While
+an emulator is open the PTX text is appended to that constant. The CUDA runtime reads no further than the
+length in the fat binary's header, so the module still runs on a GPU; the emulator finds the text after it.
+So PTX and binary cannot be mixed up, whatever the kernels are called, and survive the DSL's caches and its
+export to object files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from cute_emulator.errors import EmulatorError
+
+_FATBIN = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes that follow it
+_FATBIN_MAGIC = 0xBA55ED50
+_TRAILER = struct.Struct("<32sQ")  # mark, bytes of PTX that follow
+_MARK = b"cute_emulator.ptx".ljust(32, b"\0")
+_DUMP_OPTION = re.compile(r"\bdump-ptx-path='([^']*)'")
+_PIPELINE = "cute-to-nvvm{"
+
+
+def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the DSL's ``Compiler.compile(module, pipeline, ...)``: the compiled module carries its PTX.
+
+    The PTX is dumped into a folder of this one compile: the DSL's own dump files have truncated names,
+    which two compiles at the same time overwrite for each other.
+    """
+
+    @wraps(compile_module)
+    def compile_and_keep(compiler: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
+        with tempfile.TemporaryDirectory(prefix="overlap_gemm_ptx_") as folder:
+            stem = Path(folder) / "module"
+            asked = _DUMP_OPTION.search(pipeline)
+            option = f"dump-ptx-path='{stem}'"
+            if asked:
+                pipeline = _DUMP_OPTION.sub(lambda _: option, pipeline)
+            else:
+                pipeline = pipeline.replace(_PIPELINE, f"{_PIPELINE}{option} ")
+            compiled = compile_module(compiler, module, pipeline, *args, **kwargs)
+            files = sorted(Path(folder).glob("module*.ptx"))
+            if asked:
+                for file in files:
+                    shutil.copyfile(file, asked.group(1) + file.name.removeprefix("module"))
+            _append(compiled, [file.read_text() for file in files])
+        return compiled
+
+    return compile_and_keep
+
+
+def _append(module: Any, texts: list[str]) -> None:
+    from cutlass._mlir import ir
+
+    constants = list(_binary_constants(module))
+    if len(constants) != len(texts):
+        raise EmulatorError(
+            f"the compile made {len(constants)} device binaries and {len(texts)} PTX texts; "
+            "the emulator needs one text for each binary"
+        )
+    if len(constants) > 1:
+        raise EmulatorError(f"the emulator runs one device module per compile, got {len(constants)}")
+    with module.context, ir.Location.unknown():
+        for constant, text in zip(constants, texts, strict=True):
+            ptx = text.encode()
+            content = constant.attributes["value"].value_bytes + _TRAILER.pack(_MARK, len(ptx)) + ptx
+            constant.attributes["value"] = ir.StringAttr.get(content)
+            kind = ir.Type.parse(f"!llvm.array<{len(content)} x i8>")
+            constant.attributes["global_type"] = ir.TypeAttr.get(kind)
+
+
+def _binary_constants(module: Any) -> Iterator[Any]:
+    for operation in module.body.operations:
+        if operation.operation.name != "llvm.mlir.global" or "value" not in operation.attributes:
+            continue
+        value = operation.attributes["value"]
+        content = getattr(value, "value_bytes", b"")
+        if len(content) >= _FATBIN.size and _FATBIN.unpack_from(content)[0] == _FATBIN_MAGIC:
+            yield operation
+
+
+def ptx_of(address: int) -> str:
+    """The PTX after the device binary at an address of this process.
+
+    Raises:
+        EmulatorError: There is none: the function was compiled while no emulator was open.
+    """
+    memory = os.open(
+        "/proc/self/mem", os.O_RDONLY
+    )  # reads past a constant's end fail instead of ending the process
+    try:
+        magic, _, header, body = _FATBIN.unpack(_read(memory, _FATBIN.size, address))
+        if magic == _FATBIN_MAGIC:
+            trailer = address + header + body
+            mark, length = _TRAILER.unpack(_read(memory, _TRAILER.size, trailer))
+            if mark == _MARK:
+                return _read(memory, length, trailer + _TRAILER.size).decode()
+    finally:
+        os.close(memory)
+    raise EmulatorError(
+        "this function's binary carries no PTX: it was compiled (or exported) while no emulator was open. "
+        "Call cute.compile inside `with Emulator(...)`"
+    )
+
+
+def _read(memory: int, size: int, address: int) -> bytes:
+    try:
+        content = os.pread(memory, size, address)
+    except OSError:
+        content = b""
+    return content.ljust(size, b"\0")

@@ -1,0 +1,367 @@
+"""`Emulator`: the machine, opened to CuTe DSL and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from cute_emulator import clients
+from cute_emulator.errors import EmulatorError, Report
+from cute_emulator.host import nvshmem
+from cute_emulator.host.copies import copy_launch
+from cute_emulator.host.device import DeviceProperties
+from cute_emulator.host.dsl.hardware_info import hardware_info
+from cute_emulator.host.dsl.runtime_api import KernelCall
+from cute_emulator.host.dsl.seam import SEAM
+from cute_emulator.host.graphs import Capture
+from cute_emulator.host.memory import Symmetric, SymmetricHeap, extent, poison_
+from cute_emulator.host.network import Network
+from cute_emulator.host.registry import ARGUMENT, Registry
+from cute_emulator.machine.asyncq import Mode
+from cute_emulator.machine.inject import Faults
+from cute_emulator.machine.streams import StreamEvent
+from cute_emulator.run.launch import Launch, Machine
+
+
+class FindingsError(EmulatorError):
+    """A run ended, and the checks found something.
+
+    Attributes:
+        report: What the run recorded.
+    """
+
+    def __init__(self, report: Report) -> None:
+        lines = [f"{len(report.findings)} finding(s) in the emulated kernels:", *map(str, report.findings)]
+        super().__init__("\n  ".join(lines))
+        self.report = report
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A queued launch's memory, which must outlive it."""
+
+    rank: int
+    keys: tuple[int, ...]
+    tensors: tuple[Any, ...]
+
+
+class Emulator:
+    """Runs compiled CuTe DSL functions on the CPU while it is open (a context manager).
+
+    A function compiled inside the block, called with CPU tensors and any stream, runs in the emulator. With
+    one rank a call runs before it returns. With several, calls inside ``with emu.rank(r):`` are queued, and
+    `run` executes all queued launches of all ranks together: launches of one (rank, stream) in order,
+    everything else concurrently.
+
+    Memory: the tensors of a call may be touched by its kernel until it ends. Memory that a kernel reaches in
+    another way (an address in a table, a raw pointer argument) must be made known with `register`, or come
+    from `empty` or `symmetric`. Anything else is reported.
+
+    Args:
+        arch: What ``cute.compile`` targets by default, and what the device says it is. Kernels compiled for
+            another target run all the same.
+        ranks: Number of ranks; each is a device of its own.
+        mode: When asynchronous operations complete: ``"immediate"``, at issue; ``"random"``, in random
+            order and after random delays; ``"lazy"``, as late as the PTX ISA allows.
+        seed: Of every random choice; a run is a function of it.
+        num_sms: Streaming multiprocessors of each rank's device, or of all; the default is that of the real
+            one. Kernels of a rank that do not fit on them together run in turn (`machine.residency`).
+        heap_bytes: Address space of a rank's symmetric heap.
+        network: NVSHMEM's view of the ranks: False, all reach each other by load and store; True, none does,
+            and puts and signals travel over an emulated network (`cute_emulator.host.network`).
+        collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
+        rewrite: Changes the PTX of each launch before it runs (`cute_emulator.mutate`).
+        options: Further options of the machine, see `cute_emulator.run.launch.Machine`.
+
+    Attributes:
+        machine: The machine behind it.
+        devices: What each rank's device says of itself.
+        captures: CUDA graphs that are being captured, by rank (`host.graphs`).
+    """
+
+    def __init__(
+        self,
+        arch: str = "sm_100a",
+        ranks: int = 1,
+        mode: Mode = "immediate",
+        seed: int = 0,
+        *,
+        num_sms: int | Sequence[int] | None = None,
+        heap_bytes: int = 1 << 30,
+        network: bool = False,
+        collect: bool = False,
+        rewrite: Callable[[str], str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.machine = Machine(arch, ranks, mode, seed, num_sms=num_sms, **options)
+        self.devices = tuple(DeviceProperties(arch, sms.num_sms) for sms in self.machine.residency)
+        self.ranks = ranks
+        self.captures: dict[int, Capture] = {}
+        self.waits = False  # with a launch that another may run beside, for that one or for who looks
+        self._collect = collect
+        self._rewrite = rewrite
+        self._reachable = not network
+        self._network: Network | None = None
+        self._heap = SymmetricHeap(ranks, heap_bytes)
+        self._registry = Registry(self.machine.memory)
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._pending: list[_Pending] = []
+        self._peer_tables: torch.Tensor | None = None
+
+    _current: ClassVar[Emulator | None] = None
+
+    @classmethod
+    def current(cls) -> Emulator | None:
+        """The emulator that this process has open."""
+        return cls._current
+
+    # --- life
+
+    def __enter__(self) -> Emulator:
+        with contextlib.ExitStack() as opened:
+            SEAM.open(lambda: self.device, self._launch, self._pack, self._called)
+            opened.callback(SEAM.close)
+            Emulator._current = self
+            opened.callback(setattr, Emulator, "_current", None)
+            for change in hardware_info(lambda: self.device):
+                opened.enter_context(change)
+            opened.callback(clients.tell_closed)
+            clients.tell_opened(self)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._opened.close()
+        queued = len(self._pending)
+        self._heap.close()
+        if queued and kind is None:
+            raise EmulatorError(f"{queued} queued launches were never run: call run() before the block ends")
+
+    @property
+    def device(self) -> DeviceProperties:
+        """The device of the calling thread's rank; rank 0's outside of `rank`."""
+        return self.devices[getattr(self._local, "rank", None) or 0]
+
+    @property
+    def report(self) -> Report:
+        """What all runs so far recorded: findings, warp instructions, seconds, printed lines."""
+        return self.machine.report
+
+    @property
+    def faults(self) -> Faults:
+        """Faults on purpose: lost, late or repeated stores to peers, ranks that stop (`machine.inject`)."""
+        return self.machine.faults
+
+    # --- ranks and runs
+
+    @contextlib.contextmanager
+    def rank(self, rank: int) -> Iterator[None]:
+        """Calls of this thread inside the block are rank `rank`'s."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"{rank=} must be in 0..{self.ranks - 1}")
+        before = getattr(self._local, "rank", None)
+        self._local.rank = rank
+        try:
+            yield
+        finally:
+            self._local.rank = before
+
+    def run(self) -> Report:
+        """Executes everything queued.
+
+        Returns:
+            `report`.
+
+        Raises:
+            EmulatorError: A kernel broke off: a fault, a deadlock, an instruction that is not modelled, a
+                trap.
+            FindingsError: It ran to its end and checks found something (not with ``collect=True``).
+        """
+        before = len(self.report.findings)
+        try:
+            self.machine.run()
+        finally:
+            with self._lock:
+                pending, self._pending = self._pending, []
+            for item in pending:
+                self._registry.release(item.keys)
+        if len(self.report.findings) > before and not self._collect:
+            raise FindingsError(self.report)
+        return self.report
+
+    def record_event(self, rank: int, stream: int) -> StreamEvent:
+        """Marks a place in a stream: the event is done when what was launched there before has ended."""
+        with self._lock:
+            return self.machine.record(rank, stream)
+
+    def wait_event(self, rank: int, stream: int, event: StreamEvent) -> None:
+        """Launches on a stream from now on begin when an event, of any stream and rank, is done."""
+        with self._lock:
+            self.machine.wait(rank, stream, event)
+
+    def wait_stream(self, rank: int, stream: int, other: int) -> None:
+        """Launches on a stream from now on begin when those on another one of the rank so far have ended."""
+        self.wait_event(rank, stream, self.record_event(rank, other))
+
+    def copy(self, rank: int, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queues a copy by a copy engine, which runs beside the rank's kernels (`host.copies`).
+
+        Args:
+            rank: Whose stream.
+            stream: Its handle.
+            target: Address of any rank's memory that kernels may touch.
+            source: Address; what is not registered there counts as the rank's until the run ends.
+            nbytes: A multiple of 16, or 4 or 8: a flag, which all before it in the stream is seen with.
+        """
+        with self._lock:
+            key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")
+            self._pending.append(_Pending(rank, (key,), ()))
+            self.machine.submit(copy_launch(rank, stream, target, source, nbytes))
+
+    def calling_rank(self) -> int:
+        """Whose calls this thread makes: that of the `rank` block it is in.
+
+        Raises:
+            EmulatorError: It is in none, and there are several.
+        """
+        rank = getattr(self._local, "rank", None)
+        if rank is None:
+            if self.ranks > 1:
+                raise EmulatorError(f"which of the {self.ranks} ranks calls? Use `with emu.rank(r):`")
+            return 0
+        return int(rank)
+
+    # --- what the seam tells
+
+    def _pack(self, tensor: Any) -> None:
+        packed = self._local.__dict__.setdefault("packed", [])
+        packed.append(tensor)
+
+    def _launch(self, call: KernelCall) -> None:
+        rank = self.calling_rank()
+        tensors = tuple(self._local.__dict__.get("packed", ()))
+        capture = self.captures.get(rank)
+        if capture is not None:
+            capture.keep(functools.partial(self._submit, call, rank, tensors))
+        else:
+            self._submit(call, rank, tensors)
+
+    def _submit(self, call: KernelCall, rank: int, tensors: tuple[Any, ...]) -> None:
+        with self._lock:
+            keys = tuple(
+                self._registry.hold(*where, rank=rank, name=ARGUMENT)
+                for where in map(extent, tensors)
+                if where[1]
+            )
+            self._pending.append(_Pending(rank, keys, tensors))
+            self.machine.submit(
+                Launch(
+                    self._rewrite(call.ptx) if self._rewrite is not None else call.ptx,
+                    call.entry,
+                    call.grid,
+                    call.block,
+                    call.cluster,
+                    call.dynamic_smem,
+                    call.params,
+                    rank,
+                    call.stream,
+                    call.cooperative,
+                    call.programmatic,
+                    self._constants(call.ptx, rank),
+                )
+            )
+
+    def _called(self) -> None:
+        self._local.__dict__.pop("packed", None)
+        if self.ranks == 1 and self._pending and not (self.waits and self.machine.lets_dependents_begin):
+            self.run()
+
+    def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:
+        """Initial `.const` bytes: NVSHMEM's device state, for kernels linked with it."""
+        if nvshmem.DEVICE_STATE not in ptx:
+            return {}
+        bases = self._heap.bases
+        if not self._reachable:
+            self._network = self._network or Network(self.machine, bases)
+            self._network.intercept(ptx)
+        if self._peer_tables is None:
+            self._peer_tables = torch.tensor([*bases, 0], dtype=torch.int64).repeat(self.ranks, 1)
+            if not self._reachable:
+                self._peer_tables *= torch.eye(self.ranks, self.ranks + 1, dtype=torch.int64)
+            for r, table in enumerate(self._peer_tables):
+                self._registry.hold(*extent(table), rank=r, name="NVSHMEM peer table")
+        table = self._peer_tables[rank].data_ptr()
+        state = nvshmem.device_state(rank, self.ranks, bases[rank], self._heap.size, table, self._reachable)
+        return {nvshmem.DEVICE_STATE: state}
+
+    # --- memory
+
+    def adopt(self, storage: torch.UntypedStorage, rank: int) -> None:
+        """Lets kernels touch a storage for as long as it lives."""
+        if storage.nbytes():
+            with self._lock:
+                key = self._registry.hold(storage.data_ptr(), storage.nbytes(), rank=rank, name="tensor")
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            self._registry.release([key])
+
+    def finish(self) -> None:
+        """Runs what is queued, if anything is."""
+        if self._pending:
+            self.run()
+
+    def has_pending(self, rank: int) -> bool:
+        """Whether launches of a rank are queued."""
+        return any(item.rank == rank for item in self._pending)
+
+    def register(self, tensor: torch.Tensor, rank: int = 0, name: str = "registered") -> torch.Tensor:
+        """Lets kernels touch a tensor that they reach by address; returns it. Lasts as long as the emulator.
+
+        Args:
+            tensor: Any CPU tensor; one without elements has no memory to touch.
+            rank: Whose memory it is.
+            name: For reports.
+        """
+        address, nbytes = extent(tensor)
+        if not nbytes:
+            return tensor
+        with self._lock:
+            self._registry.hold(address, nbytes, rank=rank, name=name)
+            self._registry.keep_alive(tensor)
+        return tensor
+
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, name: str = "empty"
+    ) -> torch.Tensor:
+        """A registered tensor, poisoned: every byte 0xFF."""
+        return self.register(poison_(torch.empty(*shape, dtype=dtype)), rank, name)
+
+    def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "symmetric") -> Symmetric:
+        """The same tensor on every rank, poisoned, registered for all, with a multicast address.
+
+        Args:
+            shape: Of each rank's tensor.
+            dtype: Of each rank's tensor.
+            name: For reports.
+        """
+        shape = tuple(shape)
+        with self._lock:
+            symmetric = self._heap.allocate(shape, dtype)
+            if not symmetric.nbytes:
+                return symmetric
+            for rank, address in enumerate(symmetric.addresses):
+                self.machine.memory.register(address, symmetric.nbytes, rank, name, kind="symmetric")
+            self.machine.memory.register_multicast(
+                symmetric.multicast, symmetric.nbytes, list(symmetric.addresses)
+            )
+        return symmetric

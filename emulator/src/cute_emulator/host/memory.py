@@ -1,0 +1,138 @@
+"""Host memory that kernels may touch: extents of tensors, and one symmetric heap per rank."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cute_emulator.errors import EmulatorError
+
+ALIGNMENT = 512
+"""Bytes; that of NVSHMEM's own symmetric heap."""
+
+GUARD = 512
+"""Bytes between two allocations that belong to none, so that an overrun is seen."""
+
+_PROT_NONE = 0
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def extent(tensor: Any) -> tuple[int, int]:
+    """(address, bytes) that the elements of a torch tensor or a DSL runtime tensor span."""
+    if isinstance(tensor, torch.Tensor):
+        shape, strides, bits = tuple(tensor.shape), tensor.stride(), tensor.element_size() * 8
+        address = tensor.data_ptr()
+    else:
+        shape, strides, bits = _flat(tensor.shape), _flat(tensor.stride), tensor.element_type.width
+        address = tensor.data_ptr
+    if math.prod(shape) == 0:
+        return address, 0
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return address, -(-(last + 1) * bits // 8)
+
+
+def _flat(tree: Any) -> tuple[int, ...]:
+    if isinstance(tree, (tuple, list)):
+        return tuple(leaf for branch in tree for leaf in _flat(branch))
+    return (int(tree),)
+
+
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills a dense tensor with 0xFF bytes (NaN in every float type, -1 in signed integers); returns it."""
+    tensor.view(-1).view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """The same allocation on every rank.
+
+    Attributes:
+        tensors: Each rank's tensor, poisoned.
+        multicast: Address that stands for all of them in `multimem` instructions; nothing else may touch it.
+        nbytes: Bytes of one rank's tensor.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    multicast: int
+    nbytes: int
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        return self.tensors[rank]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Each rank's base address."""
+        return tuple(t.data_ptr() for t in self.tensors)
+
+
+@dataclass
+class SymmetricHeap:
+    """Equal address ranges, one for each rank and one for multicast; untouched parts cost no memory.
+
+    Attributes:
+        ranks: How many.
+        size: Bytes of one rank's range.
+    """
+
+    ranks: int
+    size: int
+    _maps: list[mmap.mmap] = field(default_factory=list)
+    _views: list[torch.Tensor] = field(default_factory=list)
+    _multicast: int = 0
+    _used: int = 0
+
+    def _reserve(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        for _ in range(self.ranks):
+            region = mmap.mmap(-1, self.size, flags=flags)
+            self._maps.append(region)
+            self._views.append(torch.frombuffer(region, dtype=torch.uint8))
+        base = _libc.mmap(None, self.size, _PROT_NONE, flags, -1, 0)
+        if base in (None, ctypes.c_void_p(-1).value):
+            raise EmulatorError(f"no {self.size} bytes of address space for the multicast range")
+        self._multicast = base
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Where each rank's range begins."""
+        if not self._maps:
+            self._reserve()
+        return tuple(view.data_ptr() for view in self._views)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Symmetric:
+        """Takes the same piece of every rank's range.
+
+        Raises:
+            EmulatorError: The heap is full.
+        """
+        bases = self.bases
+        nbytes = math.prod(shape) * dtype.itemsize
+        start = self._used
+        self._used = -(-(start + nbytes + GUARD) // ALIGNMENT) * ALIGNMENT
+        if self._used > self.size:
+            raise EmulatorError(
+                f"the symmetric heap of {self.size} bytes per rank is full: {nbytes} more asked at {start}; "
+                "open the emulator with a larger heap_bytes"
+            )
+        tensors = tuple(
+            poison_(view[start : start + nbytes].view(dtype)).view(shape)
+            for view in self._views[: len(bases)]
+        )
+        return Symmetric(tensors, self._multicast + start, nbytes)
+
+    def close(self) -> None:
+        """Gives the multicast range back; the ranks' ranges go when their last tensor does."""
+        if self._multicast:
+            _libc.munmap(self._multicast, self.size)
+        self._multicast = 0
+        self._views.clear()
+        self._maps.clear()

@@ -1,0 +1,164 @@
+"""Runs a script that was written for GPUs, unchanged: once, or once per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_emulator.host.emulator import Emulator
+from cute_emulator.host.replace import replaced
+from cute_emulator.host.torch import cuda_device, distributed
+from cute_emulator.host.torch.torch_mode import CudaOnCpu
+from cute_emulator.host.torch.turns import Turns
+
+
+def run_script(emulator: Emulator, script: str, arguments: list[str], poison_symmetric: bool = False) -> None:
+    """Runs a script with an open emulator, as ``python script arguments`` would on a machine with GPUs.
+
+    With several ranks it runs once per rank, each in a thread with ``RANK``, ``LOCAL_RANK`` and
+    ``WORLD_SIZE`` of its own, as torchrun would start it.
+
+    Args:
+        emulator: Open.
+        script: Path of the script.
+        arguments: Its arguments.
+        poison_symmetric: Leave symmetric memory poisoned, where a device's is zero when first allocated.
+
+    Raises:
+        FileNotFoundError: There is no such script.
+        BaseException: What the script raises, `SystemExit` included.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"no script {script}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(sys, "argv", [script, *arguments]))
+        stack.enter_context(replaced(sys, "path", [str(Path(script).resolve().parent), *sys.path]))
+        if emulator.ranks == 1:
+            stack.enter_context(one_device(emulator))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            _run_ranks(emulator, script, stack, poison_symmetric)
+
+
+@contextlib.contextmanager
+def one_device(emulator: Emulator) -> Iterator[None]:
+    """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
+    with contextlib.ExitStack() as stack:
+        adopt = functools.partial(emulator.adopt, rank=0)
+        devices = cuda_device.CudaDevices(emulator, lambda: 0, emulator.finish)
+        for change in cuda_device.changes(devices):
+            stack.enter_context(change)
+        mode = CudaOnCpu(adopt, devices.current, devices.synchronize, lambda: emulator.captures.get(0))
+        stack.enter_context(_python_gradients(lambda: mode))
+        stack.enter_context(mode)
+        emulator.waits = True
+        stack.callback(setattr, emulator, "waits", False)
+        yield
+        emulator.finish()
+
+
+def _python_gradients(mode: Callable[[], CudaOnCpu]) -> contextlib.AbstractContextManager[None]:
+    """Nodes of autograd that are written in Python find their gradients where their results are."""
+    node = torch.autograd.function.BackwardCFunction
+    real_apply = node.apply
+
+    def apply(self: Any, *gradients: Any) -> Any:
+        return mode().backward(real_apply, self, *gradients)
+
+    return replaced(node, "apply", apply)
+
+
+def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poison_symmetric: bool) -> None:
+    turns = Turns(emulator.ranks, emulator.run)
+
+    def current() -> int:
+        return turns.rank if threading.current_thread() is not threading.main_thread() else 0
+
+    def synchronize() -> None:
+        turns.wait_for_device(lambda rank=turns.rank: not emulator.has_pending(rank))  # type: ignore[misc]
+
+    modes = [
+        CudaOnCpu(
+            functools.partial(emulator.adopt, rank=rank),
+            functools.partial(int, rank),
+            synchronize,
+            functools.partial(emulator.captures.get, rank),
+        )
+        for rank in range(emulator.ranks)
+    ]
+
+    devices = cuda_device.CudaDevices(emulator, current, synchronize)
+    environ = _RankEnvironment(os.environ, turns, emulator.ranks)
+    for change in (
+        *cuda_device.changes(devices),
+        *distributed.changes(emulator, turns, synchronize, poison_symmetric),
+        _python_gradients(lambda: modes[turns.rank]),
+        replaced(os, "environ", environ),
+        replaced(sys, "excepthook", sys.excepthook),  # init_process_group puts its rank in front of errors
+    ):
+        stack.enter_context(change)
+    # This file's __future__ imports are not the script's.
+    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+
+    def body(rank: int) -> None:
+        module = types.ModuleType("__main__")
+        module.__file__ = script
+        with emulator.rank(rank), modes[rank]:
+            exec(code, vars(module))
+            synchronize()
+
+    turns.run([functools.partial(body, rank) for rank in range(emulator.ranks)])
+
+
+class _RankEnvironment(MutableMapping[str, str]):
+    """`os.environ` in which each rank's thread sees its own rank, as torchrun's processes do."""
+
+    def __init__(self, base: Any, turns: Turns, ranks: int) -> None:
+        self._base = base
+        self._turns = turns
+        self._ranks = ranks
+
+    def _own(self) -> dict[str, str]:
+        try:
+            rank = self._turns.rank
+        except AttributeError:  # not a rank's thread
+            return {}
+        size = str(self._ranks)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
+
+    def __getitem__(self, key: str) -> str:
+        own = self._own()
+        return own[key] if key in own else self._base[key]
+
+    def __setitem__(self, key: str, value: str) -> None:
+        self._base[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._base[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._base, **self._own()})
+
+    def __len__(self) -> int:
+        return len({**self._base, **self._own()})
+
+    def copy(self) -> dict[str, str]:
+        """As `os.environ.copy`."""
+        return dict(self)

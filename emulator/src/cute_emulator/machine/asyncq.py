@@ -1,0 +1,221 @@
+"""The async engine: when TMA, bulk copies, tensor-core and cp.async operations take effect.
+
+An operation is a chain of events. In mode `immediate` each happens when it is issued, except that a product
+waits for the next other event or the end of the warp's turn, so that a run of products can be one. In
+`random` they happen at random later times. In `lazy` an event happens only when no warp can go on: as late as
+the specification allows, and the global writes of bulk stores last of all, when nothing else is pending.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from cute_emulator.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from cute_emulator.trace import Trace
+
+Mode = Literal["immediate", "random", "lazy"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+# What `lazy` lets happen first when it must let something happen; by seed, because a late load hides what a
+# late product shows, and the other way round. Global writes are always last.
+_ORDERS = (
+    ("tensor", "load", "read", "write"),
+    ("load", "tensor", "read", "write"),
+    ("read", "load", "tensor", "write"),
+    ("tensor", "read", "load", "write"),
+)
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """One thing an operation does.
+
+    Attributes:
+        run: Does it.
+        grid: The launch that issued it.
+        owner: The CTA whose memory it reads or writes, for the exit check; None for none.
+        what: For messages.
+        kind: `load` (into shared memory), `tensor` (core operation), `read` or `write` (the two halves of a
+            bulk store); `lazy` mode goes by it.
+        after: Events that must have happened before.
+        line: PTX line of the instruction.
+        done: Whether it has happened.
+        order: Number in the order of submission, from 1; 0 of an event of a queue.
+        waits: How many of `after` have not happened.
+        followers: Events that wait for this one.
+    """
+
+    run: Callable[[], None]
+    grid: Any
+    owner: Any
+    what: str
+    kind: str = "load"
+    after: tuple[Event, ...] = ()
+    line: int = 0
+    done: bool = field(default=False, init=False)
+    order: int = field(default=0, init=False)
+    waits: int = field(default=0, init=False)
+    followers: list[Event] = field(default_factory=list, init=False)
+
+
+_number = attrgetter("order")
+
+
+def _remove(events: list[Event], event: Event) -> None:
+    del events[bisect_left(events, event.order, key=_number)]
+
+
+class AsyncEngine:
+    """Pending events, unordered ones and in-order queues (tensor-core pipes)."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        if mode not in MODES:
+            raise ValueError(f"{mode=} must be one of {', '.join(MODES)}")
+        self.mode = mode
+        self.rng = random.Random(seed ^ 0x5EED)
+        self._free: list[Event] = []  # unordered events that may happen now, in order of submission
+        self._of_kind: dict[str, list[Event]] = {kind: [] for kind in _ORDERS[0]}  # the same by kind
+        self._submitted = 0
+        self.queues: dict[Any, deque[Event]] = {}
+        self._order = _ORDERS[seed % len(_ORDERS)]
+        self.held: Event | None = None
+        self.moved: Callable[[], None] = lambda: None
+        self.trace: Trace | None = None
+
+    def submit(self, event: Event) -> Event:
+        """Adds an unordered event."""
+        self.settle()
+        if self.trace is not None:
+            self.trace.issued(event)
+        if self.mode == "immediate" and all(e.done for e in event.after):
+            self._do(event)
+        else:
+            self._submitted += 1
+            event.order = self._submitted
+            before = [e for e in event.after if not e.done]
+            event.waits = len(before)
+            for other in before:
+                other.followers.append(event)
+            if not before:
+                self._release(event)
+            self._count(event, 1)
+        return event
+
+    def _release(self, event: Event) -> None:
+        """Nothing keeps an unordered event from happening any more."""
+        insort(self._free, event, key=_number)
+        insort(self._of_kind[event.kind], event, key=_number)
+
+    def enqueue(self, queue: Any, event: Event) -> Event:
+        """Adds an event that happens after the earlier ones of its queue."""
+        self.settle()
+        if self.trace is not None:
+            self.trace.issued(event)
+        if self.mode == "immediate":
+            self._do(event)
+        else:
+            self.queues.setdefault(queue, deque()).append(event)
+            self._count(event, 1)
+        return event
+
+    def hold(self, queue: Any, event: Event) -> None:
+        """Like `enqueue`, but what `immediate` mode would do now waits for `settle` and may grow."""
+        if self.mode == "immediate" and self.trace is None:
+            self.settle()
+            self.held = event
+        else:
+            self.enqueue(queue, event)
+
+    def settle(self) -> None:
+        """Does the event that `hold` put off."""
+        if self.held is not None:
+            event, self.held = self.held, None
+            self._do(event)
+
+    def step(self) -> None:
+        """Called between turns of warps: in `random` mode something may happen."""
+        self.settle()
+        if self.mode == "random" and (self._free or self.queues) and self.rng.random() < 0.3:
+            self._one(self._free, list(self.queues))
+
+    def idle_step(self) -> bool:
+        """Called when no warp can go on; returns whether something happened."""
+        free, queues = self._free, list(self.queues)
+        if self.mode == "lazy" and (free or queues):
+            heads = {queue: self.queues[queue][0].kind for queue in queues}
+            kind = next(k for k in self._order if self._of_kind[k] or k in heads.values())
+            free, queues = self._of_kind[kind], [queue for queue in queues if heads[queue] == kind]
+        return self._one(free, queues) is not None
+
+    def _one(self, free: list[Event], queues: list[Any]) -> Event | None:
+        """Lets one of some unordered events, or the first of one of some queues, happen; returns it."""
+        if not free and not queues:
+            return None
+        number = self.rng.randrange(len(free) + len(queues))
+        if number < len(free):
+            event = free[number]
+            for events in (self._free, self._of_kind[event.kind]):
+                _remove(events, event)
+        else:
+            chosen = queues[number - len(free)]
+            queue = self.queues[chosen]
+            event = queue.popleft()
+            if not queue:
+                del self.queues[chosen]
+        self._count(event, -1)
+        self._do(event)
+        return event
+
+    def _do(self, event: Event) -> None:
+        try:
+            event.run()
+        except EmulatorError as error:
+            error.line = error.line or event.line
+            error.show(event.grid.program.module.text)
+            raise
+        event.done = True
+        for follower in event.followers:
+            follower.waits -= 1
+            if not follower.waits:
+                self._release(follower)
+        if self.trace is not None:
+            self.trace.happened(event)
+        self.moved()
+
+    @staticmethod
+    def _count(event: Event, step: int) -> None:
+        if event.owner is not None:
+            pending = event.owner.pending
+            if step > 0:
+                pending[id(event)] = event
+            else:
+                pending.pop(id(event), None)
+
+    def drain(self, grid: Any) -> None:
+        """Carries out what a grid that has ended left behind, as the end of a kernel does."""
+        mine = [e for e in self._free if e.grid is grid]
+        while True:
+            queues = [q for q, events in self.queues.items() if events[0].grid is grid]
+            event = self._one(mine, queues)
+            if event is None:
+                return
+            if event.order:  # of no queue
+                _remove(mine, event)
+            for follower in event.followers:
+                if not follower.waits and follower.grid is grid:
+                    insort(mine, follower, key=_number)
+
+    def reset(self) -> None:
+        """Drops everything that is pending."""
+        self.held = None
+        self._free.clear()
+        for events in self._of_kind.values():
+            events.clear()
+        self.queues.clear()

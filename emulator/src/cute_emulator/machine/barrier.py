@@ -1,0 +1,216 @@
+"""mbarrier objects, named barriers and the cluster barrier (PTX ISA 9.7.13.1, 9.7.13.4, 9.7.13.15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cute_emulator.errors import EmulatorError
+from cute_emulator.machine.order import Snapshot, merge
+
+if TYPE_CHECKING:
+    from cute_emulator.machine.order import Agent, Vector
+    from cute_emulator.machine.warp import Group
+
+
+class Parked:
+    """Groups that wait for the same thing."""
+
+    __slots__ = ("parked",)
+
+    def __init__(self) -> None:
+        self.parked: list[Group] = []
+
+    def park(self, group: Group, why: str) -> None:
+        """Parks a group until `wake`."""
+        self.parked.append(group)
+        group.park(why)
+
+    def wake(self) -> None:
+        """Makes every parked group ready."""
+        if self.parked:
+            parked, self.parked = self.parked, []
+            for group in parked:
+                group.wake()
+
+
+class Waiters(Parked):
+    """Groups parked on a barrier.
+
+    Attributes:
+        scope: Scope of an arrival that names none.
+        arrivals: Releases of the current phase by agent, with their scope.
+        known: Releases of the completed phases by agent.
+        joint: All participants lie in the barrier's scope: their releases become one.
+        inits: Initialised mbarriers that those who came to it had fenced.
+    """
+
+    joint = False
+    __slots__ = ("arrivals", "inits", "known", "scope")
+
+    def __init__(self, scope: str) -> None:
+        super().__init__()
+        self.scope = scope
+        self.arrivals: dict[int, tuple[Snapshot, int]] = {}
+        self.known: dict[int, tuple[Snapshot, int]] = {}
+        self.inits: list[MBarrier] = []
+
+    def publish(self) -> None:
+        """A phase is complete: who waits for it sees its arrivals."""
+        if self.arrivals:
+            if self.joint:
+                self.known = {0: (Snapshot.joined(s for s, _ in self.arrivals.values()), 0)}
+            else:
+                self.known.update(self.arrivals)
+            self.arrivals.clear()
+
+
+class MBarrier(Waiters):
+    """An mbarrier object. A phase completes when no arrival is pending and the transaction count is zero.
+
+    Attributes:
+        address: Its shared address, for messages.
+        count: Arrivals that a phase expects.
+        pending: Arrivals still missing in this phase.
+        tx: Transaction count (bytes expected less bytes completed).
+        phase: Parity of the current, incomplete phase.
+        completed: Number of phases completed since `mbarrier.init`.
+        fenced: Whether its initialisation has been made visible to other CTAs and to the async proxy.
+        party: Number among those who access its cluster's memories (`shared_races`), 0 for none.
+        initialised: The agent that did it, its clock then, and the PTX line.
+        users: Agents that were found to know of that.
+        expected: PTX line of the last `expect_tx`, 0 for none.
+        passing: What units that arrived in the current phase pass on.
+        passed: The same of completed phases.
+        copying: `cp.async` copies that arrivals in the current phase tell of, by agent.
+        copied: The same of completed phases.
+    """
+
+    __slots__ = (
+        "address",
+        "completed",
+        "copied",
+        "copying",
+        "count",
+        "expected",
+        "fenced",
+        "initialised",
+        "party",
+        "passed",
+        "passing",
+        "pending",
+        "phase",
+        "tx",
+        "users",
+    )
+
+    def __init__(self, address: int, count: int) -> None:
+        super().__init__("cta")
+        if not 1 <= count < 1 << 20:
+            raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
+        self.address, self.count, self.pending = address, count, count
+        self.tx, self.phase, self.completed, self.fenced = 0, 0, 0, False
+        self.party = 0
+        self.initialised: tuple[Agent, int, int] | None = None
+        self.users: set[int] = set()
+        self.expected = 0
+        self.passing: Vector = {}
+        self.passed: Vector = {}
+        self.copying: Vector = {}
+        self.copied: Vector = {}
+
+    def expect(self, nbytes: int) -> None:
+        """`expect-tx`."""
+        self.tx += nbytes
+        self._advance()
+
+    def complete(self, nbytes: int) -> None:
+        """`complete-tx`."""
+        self.tx -= nbytes
+        self._advance()
+
+    def arrive(self, count: int = 1, passing: Vector | None = None, copied: Vector | None = None) -> None:
+        """`arrive-on`; `passing` is what an asynchronous unit that arrives passes on, `copied` its copies."""
+        if count > self.pending:
+            raise EmulatorError(
+                f"mbarrier {self.address:#x}: {count} arrival(s) where {self.pending} of {self.count} are "
+                f"pending in phase {self.completed} (over-arrival)"
+            )
+        if passing:
+            merge(self.passing, passing)
+        if copied:
+            merge(self.copying, copied)
+        self.pending -= count
+        self._advance()
+
+    def _advance(self) -> None:
+        if self.pending == 0 and self.tx == 0:
+            self.publish()
+            if self.passing:
+                merge(self.passed, self.passing)
+                self.passing = {}
+            if self.copying:
+                merge(self.copied, self.copying)
+                self.copying = {}
+            self.phase ^= 1
+            self.completed += 1
+            self.pending = self.count
+            self.wake()
+
+    def __str__(self) -> str:
+        return (
+            f"mbarrier {self.address:#x} (phase {self.completed}, parity {self.phase}: "
+            f"{self.pending} of {self.count} arrivals pending, {self.tx} bytes outstanding)"
+        )
+
+
+class CountBarrier(Waiters):
+    """A barrier that releases when a number of threads has arrived: named barriers and the cluster barrier.
+
+    Attributes:
+        name: For messages.
+        everyone: Number of threads that take part where the instruction names none.
+        arrived: Threads that have arrived in this generation.
+        generation: Number of times it has released.
+        votes: Sum of the predicates of `bar.red`, by parity of the generation.
+        present: Threads that had arrived when it released last.
+    """
+
+    joint = True
+
+    __slots__ = ("arrived", "count", "everyone", "generation", "name", "present", "votes")
+
+    def __init__(self, name: str, everyone: Callable[[], int], scope: str = "cta") -> None:
+        super().__init__(scope)
+        self.name, self.everyone = name, everyone
+        self.arrived, self.count, self.generation = 0, 0, 0
+        self.present = 0
+        self.votes = [0, 0]
+
+    def arrive(self, threads: int, count: int = 0, votes: int = 0) -> int:
+        """Counts arrivals, with the instruction's thread count or 0; returns their generation."""
+        if self.arrived and count != self.count:
+            raise EmulatorError(
+                f"{self.name}: a participant expects {count or 'all'} threads, "
+                f"an earlier one {self.count or 'all'}"
+            )
+        generation = self.generation
+        self.count = count
+        self.arrived += threads
+        self.votes[generation & 1] += votes
+        if count and self.arrived > count:
+            raise EmulatorError(f"{self.name}: {self.arrived} threads arrived where {count} take part")
+        self.check()
+        return generation
+
+    def check(self) -> None:
+        """Releases the barrier if all have arrived; also called when threads exit."""
+        if self.arrived and self.arrived >= (self.count or self.everyone()):
+            self.publish()
+            self.present, self.arrived = self.arrived, 0
+            self.generation += 1
+            self.votes[self.generation & 1] = 0
+            self.wake()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.arrived} of {self.count or self.everyone()} threads arrived)"

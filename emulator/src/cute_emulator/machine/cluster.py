@@ -1,0 +1,74 @@
+"""Clusters: CTAs that see each other's shared memory, with a barrier of their own."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_emulator.errors import EmulatorError
+from cute_emulator.machine.barrier import CountBarrier
+from cute_emulator.machine.shared_races import Party, Unit
+from cute_emulator.machine.warp import Cta
+from cute_emulator.machine.window import CTA_WINDOW, WINDOW
+
+if TYPE_CHECKING:
+    from cute_emulator.machine.warp import Group, Warp
+    from cute_emulator.run.grid import Grid
+
+
+class Cluster:
+    """CTAs that see each other's shared memory: one address window of 16 MiB per CTA."""
+
+    grid: Grid
+    size: int
+
+    def __init__(self, grid: Grid, first: tuple[int, int, int]) -> None:
+        self.grid = grid
+        cx, cy, cz = grid.launch.cluster
+        self.size = cx * cy * cz
+        self.first = first
+        self._map = mmap.mmap(-1, self.size * CTA_WINDOW)
+        self.window = np.frombuffer(self._map, np.uint8)
+        self.watch: dict[int, list[Group]] = {}
+        self.live_threads: int = self.size * grid.threads
+        self.barrier = CountBarrier(
+            f"barrier of the cluster at {first} of rank {grid.launch.rank}",
+            lambda: self.live_threads,
+            "cluster",
+        )
+        self.parties: list[Party] = []
+        self.warp_parties: list[tuple[int, int]] = []  # number and agent
+        self.ctas: list[Cta] = []
+        offsets = [(x, y, z) for z in range(cz) for y in range(cy) for x in range(cx)]
+        for rank, (x, y, z) in enumerate(offsets):
+            self.ctas.append(Cta(self, rank, (first[0] + x, first[1] + y, first[2] + z)))
+
+    def lanes_exited(self, warp: Warp, lanes: int) -> None:
+        """The cluster's barrier is for threads that have not exited, whether they had arrived or not."""
+        self.live_threads -= lanes.bit_count()
+        if warp.cluster_token == self.barrier.generation:
+            self.barrier.arrived -= (lanes & warp.cluster_lanes).bit_count()
+        self.barrier.check()
+
+    def enrol(self, party: Party) -> int:
+        """The number of one more party that accesses the cluster's memories."""
+        self.parties.append(party)
+        if party.agent is not None:
+            self.warp_parties.append((len(self.parties) - 1, party.agent))
+        return len(self.parties) - 1
+
+    def unit(self, users: dict[str, Unit], name: str, what: str, of: object, hint: str) -> Unit:
+        """The asynchronous unit `name` among those of `of`, a warp or warpgroup; what it does is `what`."""
+        found = users.get(name)
+        if found is None:
+            found = users[name] = Unit(self.enrol(Party(f"{what} of {of}", None, hint)))
+        return found
+
+    def owner(self, address: int) -> Cta:
+        """The CTA whose window holds a shared address."""
+        rank = (address & WINDOW) // CTA_WINDOW
+        if rank >= self.size:
+            raise EmulatorError(f"shared address {address:#x} names CTA {rank} of a cluster of {self.size}")
+        return self.ctas[rank]

@@ -1,0 +1,103 @@
+"""What the warps of an SM or a CTA share out among themselves: columns of tensor memory, and registers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_emulator.machine.barrier import Parked
+
+if TYPE_CHECKING:
+    from cute_emulator.errors import Report
+    from cute_emulator.machine.warp import Cta, Warp
+
+COLUMNS = 512
+"""Of tensor memory: each SM has so many, for all CTAs that are resident on it (PTX ISA 9.7.16.1)."""
+
+
+class Columns(Parked):
+    """The columns of one SM, and the groups that wait for free ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = np.zeros(COLUMNS, bool)
+
+    def free(self, first: int, count: int) -> None:
+        """Gives columns back."""
+        self.taken[first : first + count] = False
+        self.wake()
+
+
+def allocate(ctas: list[Cta], count: int) -> int | None:
+    """The first of some columns that are free on the SMs of some CTAs, which take them; None where none are.
+
+    A CTA pair takes the same columns on both sides, at the first of its two allocations: the other side finds
+    them in `promised`.
+    """
+    mine = ctas[0]
+    if len(ctas) > 1 and mine.promised:
+        return mine.promised.popleft()
+    pools = {id(cta.columns): cta.columns for cta in ctas}
+    for first in range(0, COLUMNS - count + 1, 32):
+        if not any(pool.taken[first : first + count].any() for pool in pools.values()):
+            for pool in pools.values():
+                pool.taken[first : first + count] = True
+            for peer in ctas[1:]:
+                peer.promised.append(first)
+            return first
+    return None
+
+
+class Registers(Parked):
+    """The registers of a CTA, that its warps hand each other with `setmaxnreg` (PTX ISA 9.7.19.5).
+
+    `.inc` waits until as many are free in the pool with which the CTA was launched. All warps of a warpgroup
+    must execute the same `setmaxnreg`.
+
+    Attributes:
+        free: Registers that no warp has.
+        each: A thread's registers, by warp.
+        done: What each warp has executed: amounts, in order.
+        lines: PTX line of the last.
+    """
+
+    def __init__(self, total: int, warps: int, each: int) -> None:
+        super().__init__()
+        self.free = total - 32 * warps * each
+        self.each = dict.fromkeys(range(warps), each)
+        self.done: dict[int, list[str]] = {n: [] for n in range(warps)}
+        self.lines = dict.fromkeys(range(warps), 0)
+
+    def change(self, warp: Warp, amount: int, line: int, name: str) -> bool:
+        """A warp asks for so many registers a thread; False where it has to wait."""
+        more = 32 * (amount - self.each[warp.index])
+        if more > self.free:
+            return False
+        self.free -= more
+        self.each[warp.index] = amount
+        self.done[warp.index].append(name)
+        self.lines[warp.index] = line
+        if more < 0:
+            self.wake()
+        return True
+
+    def check(self, report: Report, cta: Cta) -> None:
+        """A CTA has ended: has every warpgroup done the same throughout?"""
+        for first in range(0, len(self.done), 4):
+            group = [n for n in range(first, first + 4) if n in self.done]
+            seen = Counter(tuple(self.done[n]) for n in group)
+            if len(seen) < 2:
+                continue
+            usual = seen.most_common(1)[0][0]
+            other = next((n for n in group if tuple(self.done[n]) != usual), first)
+            line = max(self.lines[n] for n in group)
+            said = ", ".join(f"warp {n}: {' then '.join(self.done[n]) or 'none'}" for n in group)
+            report.add(
+                "setmaxnreg",
+                f"not all warps of warpgroup {first // 4} of {cta} execute the same setmaxnreg ({said}), as "
+                f"line {report.place(line)} needs",
+                line,
+                key=(line, other),
+            )

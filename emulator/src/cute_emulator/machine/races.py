@@ -1,0 +1,418 @@
+"""Data races on global memory, found by happens-before (as FastTrack does) rather than by what a run shows.
+
+Every granule of an allocation remembers the last write and the last read: agent, clock, PTX line, strength.
+An access that is not ordered after a conflicting one of another warp is reported with both parties,
+unless both are strong (relaxed, acquire, release, atomic) at scopes that include each other. A granule has
+16 bytes, or as few as the smallest access to the allocation. Reads are recorded in
+symmetric memory and memory of other ranks, elsewhere from the first write of a run on; of several reads of a
+granule only the last is remembered. What ended with the run before
+is ordered before everything.
+
+Every access also has a name, of the two under which multicast memory may be known: the multicast address, or
+the rank's own. What is ordered after a conflicting access by the other name needs an alias fence between the
+two, of whichever warps: else it is reported, too (PTX ISA, "Causality Order": proxy-preserved base causality
+order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cute_emulator.machine.lane_plan import parts
+from cute_emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
+from cute_emulator.source import place
+
+if TYPE_CHECKING:
+    from cute_emulator.errors import Report
+    from cute_emulator.machine.lane_plan import Places, Spread
+    from cute_emulator.machine.memory import Allocation, GlobalMemory
+
+WEAK = -1
+History = tuple[NDArray[np.int64], ...]
+
+
+class Shadow:
+    """Last write and last read of each granule of an allocation: epochs, and lines and strengths."""
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.nbytes = nbytes
+        cells = -(-nbytes // granule)
+        self._keep(granule, *(np.zeros((2, cells), np.int64) for _ in range(2)))
+
+    def _keep(self, granule: int, writes: np.ndarray, reads: np.ndarray) -> None:
+        self.granule, self.shift = granule, granule.bit_length() - 1
+        self.writes, self.reads = tuple(writes), tuple(reads)
+
+    def refine(self, granule: int) -> None:
+        """Goes over to smaller granules."""
+        factor = self.granule // granule
+        self._keep(granule, _repeated(self.writes, factor), _repeated(self.reads, factor))
+
+
+def _repeated(history: History, factor: int) -> np.ndarray:
+    """Each column `factor` times, without touching the many that are zero."""
+    used = np.flatnonzero(history[0])
+    out = np.zeros((2, len(history[0]) * factor), np.int64)
+    for row, cells in zip(out, history, strict=True):
+        row.reshape(-1, factor)[used] = cells[used, None]
+    return out
+
+
+def distinct(epochs: NDArray[np.int64]) -> list[int]:
+    """The different epochs of some granules but zero, which says that there was no access; ascending.
+
+    Nearly always there are none, or one. The epochs are of one dimension.
+    """
+    data = epochs.tobytes()
+    first = data[:8]
+    if data == first * (len(data) >> 3):
+        epoch = int.from_bytes(first, "little", signed=True)
+        return [epoch] if epoch else []
+    changes = epochs[1:][epochs[1:] != epochs[:-1]]  # neighbours are alike
+    return sorted({int(epochs[0]), *changes.tolist()} - {0})
+
+
+def _numbers(cells: Any) -> NDArray[np.int64]:
+    return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+
+
+def _mark(line: int, strength: int, multicast: bool = False) -> int:
+    return line << 4 | multicast << 3 | (strength + 1)
+
+
+class RaceDetector:
+    """Told of every access to global memory.
+
+    Attributes:
+        agents: Every agent of the run by id.
+        keeps_reads: Whether to record all reads, as a launch may run beside the one before it.
+    """
+
+    def __init__(self, report: Report, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
+        self.report, self.memory, self.agents = report, memory, agents
+        self._shadows: dict[int, Shadow] = {}
+        self.keeps_reads = False
+        self._by_multicast = False  # whether there has been an access by a multicast address
+
+    def clear(self) -> None:
+        """Starts afresh: everything so far is ordered before what follows."""
+        self._shadows.clear()
+        self._by_multicast = self.keeps_reads = False
+
+    def read(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        low: int,
+        spread: Spread,
+        rmw: bool = False,
+        multicast: bool = False,
+        incoherent: bool = False,
+    ) -> list[int]:
+        """A generic read; `rmw`: that of a read-modify-write.
+
+        Args:
+            agent: Whose.
+            line: Of the PTX.
+            strength: Scope of a strong access, or `WEAK`.
+            allocation: Which is read.
+            low: The lowest address.
+            spread: How the lanes lie from there.
+            rmw: See above.
+            multicast: Whether by a multicast address.
+            incoherent: Whether by `ld.global.nc`.
+
+        Returns:
+            Epochs of the writes it finds that nothing orders before it.
+        """
+        shadow = self._shadow_for_read(agent, allocation)
+        if shadow is None:
+            return []
+        cells = self._cells_of(shadow, allocation, low, spread)
+        writes = shadow.writes
+        unknown = self._check(agent, line, strength, allocation, shadow, writes, cells, "read", "written")
+        if incoherent:
+            self._check_incoherent(agent, line, allocation, writes, cells)
+        self._by_multicast |= multicast
+        if self._by_multicast:
+            self._check_alias(agent, line, allocation, writes, cells, multicast, "read", "written")
+        epochs, marks = shadow.reads
+        epochs[cells] = agent.strong_epoch if rmw else agent.epoch
+        marks[cells] = _mark(line, strength, multicast)
+        agent.touched = True
+        return unknown
+
+    def write(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        low: int,
+        spread: Spread,
+        repeats: Callable[[], bool] | None = None,
+        multicast: bool = False,
+    ) -> None:
+        """A generic write, arguments as for `read`; `repeats` tells whether it changes nothing."""
+        epoch = agent.epoch if strength == WEAK else agent.strong_epoch
+        shadow = self._shadow_for_write(allocation)
+        cells = self._cells_of(shadow, allocation, low, spread)
+        self._write(agent, epoch, line, strength, allocation, shadow, cells, repeats, multicast)
+        agent.touched = True
+
+    def bulk_write(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        addresses: np.ndarray,
+        chunk: int,
+        bounds: tuple[int, int],
+        multicast: bool = False,
+    ) -> None:
+        """The destination write of the bulk store that an agent issued last, in chunks."""
+        epoch = agent.id + BULK << 32 | agent.issued
+        for allocation, where in self.memory.spans(addresses, chunk, bounds):
+            shadow = self._shadow_for_write(allocation)
+            cells = self._cells(shadow, allocation, addresses[where], chunk)
+            self._check_proxy(agent, line, allocation, shadow, cells, "write")
+            self._write(agent, epoch, line, strength, allocation, shadow, cells, multicast=multicast)
+
+    def async_read(
+        self,
+        agent: Agent,
+        line: int,
+        places: Callable[[], NDArray[np.int64]],
+        chunk: int,
+        bounds: tuple[int, int],
+    ) -> None:
+        """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence.
+
+        Arguments as for `GlobalMemory.gather`; `places` gives the addresses, which seldom matter.
+        """
+        whole = self.memory.lookup(bounds[0])
+        if whole is not None and bounds[1] + chunk <= whole.end and not self._shadow_for_read(agent, whole):
+            return
+        addresses = places()
+        for allocation, where in self.memory.spans(addresses, chunk, bounds) if len(addresses) else ():
+            shadow = self._shadow_for_read(agent, allocation)
+            if shadow is None:
+                continue
+            cells = self._cells(shadow, allocation, addresses[where], chunk)
+            self._check(agent, line, WEAK, allocation, shadow, shadow.writes, cells, "async read", "written")
+            self._check_proxy(agent, line, allocation, shadow, cells, "read")
+            if self._by_multicast:
+                self._check_alias(
+                    agent, line, allocation, shadow.writes, cells, False, "async read", "written"
+                )
+            epochs, marks = shadow.reads
+            epochs[cells] = agent.epoch
+            marks[cells] = _mark(line, WEAK)
+            agent.touched = True
+
+    def _shadow_for_read(self, agent: Agent, allocation: Allocation) -> Shadow | None:
+        """None where a read need not be recorded: nobody wrote, and no other rank is known to have access."""
+        shadow = self._shadows.get(allocation.base)
+        if shadow is None and (
+            self.keeps_reads
+            or allocation.kind == "symmetric"
+            or allocation.rank != agent.warp.grid.launch.rank
+        ):
+            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
+        return shadow
+
+    def _shadow_for_write(self, allocation: Allocation) -> Shadow:
+        shadow = self._shadows.get(allocation.base)
+        if shadow is None:
+            shadow = self._shadows[allocation.base] = Shadow(allocation.nbytes, 16)
+        return shadow
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        agent: Agent,
+        epoch: int,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        shadow: Shadow,
+        cells: Places,
+        repeats: Callable[[], bool] | None = None,
+        multicast: bool = False,
+    ) -> None:
+        self._by_multicast |= multicast
+        for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
+            self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb, repeats)
+            if self._by_multicast:
+                self._check_alias(agent, line, allocation, history, cells, multicast, "write", verb)
+        epochs, marks = shadow.writes
+        epochs[cells] = epoch
+        marks[cells] = _mark(line, strength, multicast)
+
+    @staticmethod
+    def _cells_of(shadow: Shadow, allocation: Allocation, low: int, spread: Spread) -> Places:
+        """Granules that lanes access, refining the shadow where the access is smaller than one."""
+        start = low - allocation.base
+        grain = start | spread.grain
+        if grain & (shadow.granule - 1):
+            shadow.refine(grain & -grain)
+        return spread.units(start, shadow.shift)
+
+    @staticmethod
+    def _cells(shadow: Shadow, allocation: Allocation, addresses: np.ndarray, size: int) -> Places:
+        """The same of the chunks of an asynchronous copy, at multiples of their size."""
+        offsets = (addresses - addresses.dtype.type(allocation.base)).view(np.int64)
+        low = int(offsets[0]) | size
+        if low & (shadow.granule - 1):
+            shadow.refine(low & -low)
+        cells = offsets >> shadow.shift
+        if size > shadow.granule:
+            cells = parts(cells, size // shadow.granule)
+        return cells
+
+    def _check(
+        self,
+        agent: Agent,
+        line: int,
+        strength: int,
+        allocation: Allocation,
+        shadow: Shadow,
+        history: History,
+        cells: Places,
+        verb: str,
+        other_verb: str,
+        repeats: Callable[[], bool] | None = None,
+    ) -> list[int]:
+        epochs, unknown = history[0][cells], []
+        for epoch in distinct(epochs):
+            owner = self.agents.get((epoch >> 32) & OWN)
+            if owner is None or owner.warp is agent.warp or agent.knows(epoch, owner):
+                continue
+            if (
+                repeats is not None
+                and other_verb == "written"
+                and owner.warp.cta.cluster is agent.warp.cta.cluster
+                and repeats()
+            ):
+                continue  # warps of a cluster that all store one result
+            places = allocation.base + _numbers(cells)[epochs == epoch] * shadow.granule
+            if strength == WEAK and epoch >> 32 & STRONG and agent.has_observed(epoch, places.tolist()):
+                continue
+            unknown.append(epoch)
+            at = int(np.flatnonzero(epochs == epoch)[0])
+            mark = int(history[1][cells][at])
+            theirs = (mark & 7) - 1
+            if strength != WEAK and theirs != WEAK:
+                if includes(min(strength, theirs), owner.warp, agent.warp):
+                    continue
+                why = f"both are strong, but at .{SCOPES[strength]} and .{SCOPES[theirs]} scope"
+            elif epoch >> 32 & BULK:
+                why = "the bulk store's completion was not waited for (full wait_group) and passed on"
+            else:
+                why = "no release/acquire of sufficient scope orders them"
+            index = cells.start + at if isinstance(cells, slice) else int(cells[at])
+            theirs_ptx = owner.warp.grid.program.module.text
+            what = f"{verb} of {allocation.base + index * shadow.granule:#x} ({allocation}) by {agent.warp}"
+            self.report.add(
+                "race",
+                f"{what}, line {self.report.place(line)}, is not ordered after it was {other_verb} by "
+                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}: {why}",
+                line,
+                key=(line, mark >> 4, verb),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
+            )
+        return unknown
+
+    def _check_incoherent(
+        self, agent: Agent, line: int, allocation: Allocation, writes: History, cells: Places
+    ) -> None:
+        """`ld.global.nc` reads what its own kernel wrote, however ordered.
+
+        Its cache is not kept coherent: the memory must be read-only while the kernel runs (PTX ISA 9.7.9.9,
+        `ld.global.nc`; CUDA programming guide, read-only data cache load function).
+        """
+        found = writes[0][cells]
+        for epoch in distinct(found):
+            owner = self.agents.get((epoch >> 32) & OWN)
+            if owner is None or owner.warp.grid is not agent.warp.grid:
+                continue
+            theirs = int(writes[1][cells][int(np.flatnonzero(found == epoch)[0])]) >> 4
+            self.report.add(
+                "nc-load",
+                f"the ld.global.nc of line {self.report.place(line)} by {agent.warp} reads {allocation}, "
+                f"which {owner.warp} of the same kernel wrote in line {self.report.place(theirs)}: its cache "
+                "is not coherent, and no fence or barrier makes it so",
+                line,
+                key=(line, theirs),
+                other=theirs,
+            )
+
+    def _check_alias(
+        self,
+        agent: Agent,
+        line: int,
+        allocation: Allocation,
+        history: History,
+        cells: Places,
+        multicast: bool,
+        verb: str,
+        other_verb: str,
+    ) -> None:
+        """What is ordered after an access by the other name: has an alias fence passed that on?"""
+        marks = history[1][cells]
+        others = (marks >> 3 & 1) != multicast
+        epochs = history[0][cells][others]
+        for epoch in distinct(epochs) if len(epochs) else ():
+            owner = self.agents.get((epoch >> 32) & OWN)
+            if owner is None or not agent.knows(epoch, owner) or agent.has_aliased(epoch, owner):
+                continue
+            mark = int(marks[others][np.flatnonzero(epochs == epoch)[0]])
+            theirs_ptx = owner.warp.grid.program.module.text
+            names = ("its own address", "a multicast address")
+            self.report.add(
+                "alias-fence",
+                f"{verb} of {allocation} by {agent.warp}, line {self.report.place(line)}, through "
+                f"{names[multicast]}, after it was {other_verb} by {owner.warp}, line "
+                f"{place(theirs_ptx, mark >> 4)}, through {names[not multicast]}: no fence.proxy.alias lies "
+                "between the two",
+                line,
+                key=(line, mark >> 4, verb),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
+            )
+
+    def _check_proxy(
+        self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Places, verb: str
+    ) -> None:
+        """Generic writes must have passed a fence before an async unit reads or overwrites them (8.7)."""
+        epochs = shadow.writes[0][cells]
+        for epoch in distinct(epochs):
+            owner = self.agents.get((epoch >> 32) & OWN)
+            if (
+                owner is None
+                or epoch >> 32 & BULK
+                or agent.has_proxied(epoch, owner, in_global=True)
+                or not agent.knows(epoch, owner)
+            ):
+                continue
+            at = int(np.flatnonzero(epochs == epoch)[0])
+            mark = int(shadow.writes[1][cells][at])
+            theirs_ptx = owner.warp.grid.program.module.text
+            self.report.add(
+                "proxy-fence",
+                f"the async {verb} of line {self.report.place(line)} by {agent.warp} {verb}s {allocation}, "
+                f"which {owner.warp} wrote in line {place(theirs_ptx, mark >> 4)} through the generic proxy: "
+                "no fence.proxy.async lies between the two",
+                line,
+                key=(line, mark >> 4, verb),
+                other=mark >> 4,
+                other_ptx=theirs_ptx,
+            )

@@ -1,0 +1,375 @@
+"""Data races on shared and tensor memory, found by happens-before, like those on global memory (`races`).
+
+Who accesses a cluster's memories is a *party*: a warp, an mbarrier (for the copies that complete on it), the
+bulk stores of a warp (which read their source late), the wgmmas of a warpgroup, the tensor-core pipe of a
+warp. Every cell remembers its last write and, by two slots, its last reads: party, the party's clock, PTX
+line. A warp's clock is that of its agent; the clock of an mbarrier counts its phases, that of a unit the
+operations that it was given. A warp knows a copy when it has seen the mbarrier's phase complete, a
+bulk store's read after `wait_group`, a wgmma after its `wait_group`, a product after a wait on the mbarrier
+that a `tcgen05.commit` after it arrived at; it passes that on wherever it releases to a warp of its cluster.
+
+Cells of shared memory have 16 bytes; lanes that access less refine them, single words are kept apart.
+Synchronisation inside a cluster counts whatever its scope, because kernels release stages of a neighbour's
+shared memory at CTA scope. Lanes of a warp are not told apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cute_emulator.machine import tensor_fences
+from cute_emulator.machine.cells import (
+    CLOCK,
+    CLOCK_MASK,
+    LINE_MASK,
+    PACK,
+    PARTY,
+    READS,
+    WRITE,
+    SharedCells,
+    Where,
+    entry_of,
+)
+from cute_emulator.machine.order import STRONG
+from cute_emulator.machine.races import distinct
+
+if TYPE_CHECKING:
+    from cute_emulator.errors import Report
+    from cute_emulator.machine.lane_plan import LanePlan
+    from cute_emulator.machine.order import Agent, Snapshot, Vector
+    from cute_emulator.machine.warp import Cta
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who accesses a cluster's memories.
+
+    Attributes:
+        what: For messages.
+        agent: Id of the agent of a warp; None for an asynchronous unit.
+        hint: How a warp learns of the unit's accesses, for messages.
+    """
+
+    what: str
+    agent: int | None = None
+    hint: str = "no barrier, nor release and acquire, orders them"
+
+
+class Unit:
+    """An asynchronous unit of a warp or warpgroup.
+
+    Attributes:
+        number: Its number as a party.
+        issued: Its clock: of what it was given last.
+        told: Accesses at that clock that need not be told again.
+    """
+
+    __slots__ = ("issued", "number", "told")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.issued = number, 1
+        self.told: set[object] = set()
+
+    def advance(self) -> None:
+        """What follows is later than what was given so far."""
+        self.issued += 1
+        self.told.clear()
+
+    def first_time(self, what: object) -> bool:
+        """Whether an access has not been told of at this clock."""
+        if what in self.told:
+            return False
+        self.told.add(what)
+        return True
+
+
+class SharedRaces:
+    """Told of every access to shared and tensor memory.
+
+    Methods named `lanes`, `word` are told of ordinary accesses of a warp, `async_*` of those of a unit.
+    """
+
+    def __init__(self, report: Report, strict: bool = False) -> None:
+        self.report, self.strict = report, strict
+
+    # -- ordinary accesses -----------------------------------------------------------------------
+
+    def lanes(
+        self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool,
+        publishes: bool = False,
+    ) -> None:  # fmt: skip
+        """Lanes of a warp access `size` bytes each; `publishes`: by a strong store or a read-modify-write."""
+        cells = cta.cells
+        where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
+        self._access(agent, cta, where, line, strong, store, publishes)
+        if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
+            low, high, first = plan.lowest, plan.highest + size, plan.offsets
+            near = [a for a in cells.words if low <= a < high]
+            hit = [a for a in near if np.logical_or.reduce((first <= a) & (a < first + size))]
+            self._words(agent, cta, hit, line, strong, store)
+
+    def stores(self, agent: Agent, cta: Cta, lines: list[int], plan: LanePlan, size: int) -> bool:
+        """Ordinary stores of a warp's lanes that follow each other; `plan` is that of all of them.
+
+        Returns:
+            False where there may be something to report: then nothing is remembered.
+        """
+        cells = cta.cells
+        if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
+            return False
+        where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
+        if not all(self.knows(agent, entry) for said in _said(cells.raw[where], "write") for entry in said):
+            return False
+        clock, count = agent.vector[agent.id], len(where) // len(lines)
+        mine = [PACK.pack(entry_of(agent.party, clock, line, False), 0, 0) * count for line in lines]
+        cells.raw[where] = np.frombuffer(b"".join(mine), cells.raw.dtype)
+        agent.touched = True
+        return True
+
+    @staticmethod
+    def _mine(agent: Agent, line: int, strong: bool, publishes: bool) -> int:
+        if not publishes:
+            return entry_of(agent.party, agent.vector[agent.id], line, strong)
+        if not agent.strong_party:
+            agent.strong_party = agent.warp.cta.cluster.enrol(Party(str(agent.warp), agent.id + STRONG))
+        return entry_of(agent.strong_party, agent.strong, line, strong)
+
+    def _access(
+        self, agent: Agent, cta: Cta, where: Where, line: int, strong: bool, store: bool, publishes: bool
+    ) -> None:
+        cells = cta.cells
+        mine = self._mine(agent, line, strong, publishes)
+        if store:
+            self._check(agent, cta, cells.raw[where], "write", line, strong, where)
+            cells.raw[where] = PACK.pack(mine, 0, 0)
+        else:
+            self._check(agent, cta, cells.raw[where], "read", line, strong, where)
+            cells.reads[agent.warp.index & 1][where] = mine
+        agent.touched = True
+
+    def word(
+        self,
+        agent: Agent,
+        cta: Cta,
+        line: int,
+        strong: bool,
+        offset: int,
+        size: int,
+        store: bool,
+        publishes: bool = False,
+    ) -> None:
+        """One lane, or all at one place, access `size` bytes."""
+        cells = cta.cells
+        if cells.regions:
+            cells.dissolve(offset, offset + size)
+        if size >= 16:
+            first, end = offset >> cells.shift, (offset + size) >> cells.shift
+            self._access(agent, cta, slice(first, end), line, strong, store, publishes)
+            if offset < cells.high and cells.low < offset + size:
+                hit = [a for a in cells.words if offset <= a < offset + size]
+                self._words(agent, cta, hit, line, strong, store)
+            return
+        at = slice(offset >> cells.shift, (offset + size - 1 >> cells.shift) + 1)
+        self._check(agent, cta, cells.raw[at], "write" if store else "read", line, strong, at)
+        touched = range(offset, offset + size, min(size, 4))
+        for place in touched:
+            cells.words.setdefault(place, [0] * (1 + READS))
+        cells.low, cells.high = min(cells.low, offset), max(cells.high, offset + size)
+        mine = self._mine(agent, line, strong, publishes)
+        self._words(agent, cta, touched, line, strong, store)
+        for place in touched:
+            if store:
+                cells.words[place] = [mine] + [0] * READS
+            else:
+                cells.words[place][1 + (agent.warp.index & 1)] = mine
+        agent.touched = True
+
+    def _words(
+        self, agent: Agent, cta: Cta, places: Any, line: int, strong: bool, store: bool,
+        only_async: bool = False,
+    ) -> None:  # fmt: skip
+        for place in places:
+            found = cta.cells.words[place]
+            for slot, entry in enumerate(found if store else found[:1]):
+                if entry:
+                    verb = "write" if store else "read"
+                    self._judge(agent, cta, entry, verb, slot == WRITE, line, strong, place, only_async)
+
+    # -- asynchronous accesses -------------------------------------------------------------------
+
+    def async_read(
+        self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int, slot: int = 0
+    ) -> None:
+        """A unit is told by a warp to read chunks of 16 bytes; ordinary writes are the proxy check's."""
+        cells, mine = cta.cells, entry_of(party, clock, line, False)
+        regions = cells.exactly(chunks)
+        if regions is not None:
+            for at, region in regions:
+                if region[1] and not self.knows(agent, region[1]):
+                    self._judge(agent, cta, region[1], "read", True, line, False, 16 * at, only_async=True)
+                region[2 + slot] = mine
+            return
+        where = self._as_cells(cells, chunks)
+        self._check(agent, cta, cells.raw[where], "read", line, False, where, only_async=True)
+        cells.reads[slot][where] = mine
+
+    def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
+        """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
+        cells, mine = cta.cells, entry_of(party, clock, line, False)
+        regions = cells.exactly(chunks)
+        if regions is not None:
+            for at, region in regions:
+                for slot, entry in enumerate(region[1:]):
+                    if entry and entry != mine and not self.knows(agent, entry):
+                        self._judge(agent, cta, entry, "write", slot == WRITE, line, False, 16 * at)
+                region[1:] = [mine, 0, 0]
+        else:
+            where = self._as_cells(cells, chunks)
+            self._check(agent, cta, cells.raw[where], "write", line, False, where, mine=mine)
+            if isinstance(chunks, slice):
+                cells.keep_region(chunks, mine)
+            else:
+                cells.raw[where] = PACK.pack(mine, 0, 0)
+        if cells.words:
+            self._drop_words(agent, cta, chunks, line)
+
+    def copied_lanes(
+        self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], size: int, line: int, unit: Unit
+    ) -> None:
+        """Lanes of a warp tell `cp.async` to write `size` bytes each."""
+        cells = cta.cells
+        where = cells.of_lanes(offsets, int(offsets.min()), int(offsets.max()), size)
+        self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
+        cells.raw[where] = PACK.pack(entry_of(unit.number, unit.issued, line, False), 0, 0)
+        hit = [a for a in cells.words if ((offsets <= a) & (a < offsets + size)).any()]
+        self._words(agent, cta, hit, line, False, store=True)
+        for place in hit:
+            del cells.words[place]
+
+    @staticmethod
+    def _as_cells(cells: SharedCells, chunks: Where) -> Where:
+        if cells.regions and isinstance(chunks, slice):
+            cells.dissolve(16 * chunks.start, 16 * chunks.stop)
+        elif cells.regions and not isinstance(chunks, slice):
+            cells.dissolve(16 * int(chunks.min()), 16 * int(chunks.max()) + 16)
+        return cells.of_chunks(chunks)
+
+    def _drop_words(self, agent: Agent, cta: Cta, chunks: Where, line: int) -> None:
+        cells = cta.cells
+        if isinstance(chunks, slice):
+            if not (16 * chunks.start < cells.high and cells.low < 16 * chunks.stop):
+                return
+            hit = [a for a in cells.words if 16 * chunks.start <= a < 16 * chunks.stop]
+        else:
+            touched = set(chunks.tolist())
+            hit = [a for a in cells.words if a >> 4 in touched]
+        self._words(agent, cta, hit, line, False, store=True)
+        for place in hit:
+            del cells.words[place]
+
+    # -- tensor memory ---------------------------------------------------------------------------
+
+    def tensor(
+        self, agent: Agent, cta: Cta, cells: tuple[Any, ...], line: int, store: bool,
+        unit: Unit | None = None, frees: bool = False,
+    ) -> None:  # fmt: skip
+        """A warp (`unit` None) or a pipe accesses cells `[quarter of the lanes, half of these, column]`."""
+        if unit is None:
+            mine = entry_of(agent.party, agent.vector[agent.id], line, False)
+            agent.touched = True
+        else:
+            mine = entry_of(unit.number, unit.issued, line, False)
+        all_cells = cta.tensor_cells
+        if store and unit is not None and all_cells.rewrites(cells, mine):
+            return
+        all_cells.settle()
+        self._check(
+            agent, cta, all_cells.raw[cells], "write" if store else "read", line, False, None, pipe=unit
+        )
+        said = _said(all_cells.raw[cells], "write" if store else "read")
+        entries = [e for slot in said for e in slot if e != mine]
+        tensor_fences.check(self.report, agent, entries, line, self.strict, frees)
+        if store and unit is not None:
+            all_cells.write_late(cells, mine)
+        elif store:
+            all_cells.raw[cells] = PACK.pack(mine, 0, 0)
+        else:
+            all_cells.reads[0][cells] = mine
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _check(
+        self, agent: Agent, cta: Cta, cells: np.ndarray, verb: str, line: int, strong: bool,
+        where: Where | None, only_async: bool = False, pipe: Unit | None = None, mine: int = 0,
+    ) -> None:  # fmt: skip
+        """Judges what some cells say: the last writes, and for a write the last reads."""
+        for slot, said in enumerate(_said(cells, verb)):
+            for entry in said:
+                if entry == mine or self.knows(agent, entry):
+                    continue
+                if pipe is not None and entry >> PARTY == pipe.number:
+                    continue  # it carries out its operations in order
+                at = np.frombuffer(cells.tobytes(), np.int64)[slot :: 1 + READS].tolist().index(entry)
+                if where is not None:
+                    index = where.start + at if isinstance(where, slice) else int(where[at])
+                    at = index << cta.cells.shift
+                self._judge(
+                    agent, cta, entry, verb, slot == WRITE, line, strong, at, only_async, where is None
+                )
+
+    @staticmethod
+    def knows(agent: Agent, entry: int) -> bool:
+        """Whether an access happened before this agent's next one."""
+        number, clock = entry >> PARTY, entry >> CLOCK & CLOCK_MASK
+        if number == agent.party or agent.nearby.get(number, 0) >= clock:
+            return True
+        owner = agent.warp.cta.cluster.parties[number].agent
+        return owner is not None and agent.vector.get(owner, 0) >= clock
+
+    def _judge(
+        self, agent: Agent, cta: Cta, entry: int, verb: str, was_write: bool, line: int, strong: bool,
+        at: int, only_async: bool = False, tensor: bool = False,
+    ) -> None:  # fmt: skip
+        if strong and entry & 1 or self.knows(agent, entry):
+            return
+        party = agent.warp.cta.cluster.parties[entry >> PARTY]
+        if only_async and party.agent is not None:
+            return
+        theirs = entry >> 1 & LINE_MASK
+        where = f"tensor memory of {cta}" if tensor else f"shared {at:#x} of {cta}"
+        self.report.add(
+            "shared-race",
+            f"{verb} of {where} by {agent.warp}, line {self.report.place(line)}, is not ordered after it was "
+            f"{'written' if was_write else 'read'} by {party.what}, line {self.report.place(theirs)}: "
+            f"{party.hint}",
+            line,
+            key=(line, theirs, verb),
+            other=theirs,
+        )
+
+
+def _said(cells: np.ndarray, verb: str) -> list[list[int]]:
+    """The different entries of some cells, by slot, of which an access of a kind must know."""
+    slots = 1 + READS if verb == "write" else 1
+    data = cells.tobytes()
+    first = data[: PACK.size]
+    if data == first * (len(data) // PACK.size):
+        return [[entry] if entry else [] for entry in PACK.unpack(first)[:slots]]
+    columns = np.frombuffer(data, np.int64).reshape(-1, 1 + READS)
+    return [distinct(columns[:, slot]) for slot in range(slots)]
+
+
+def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:
+    """All that a warp knows (or knew when it released) of its cluster, in clocks of parties."""
+    vector, of_units = (
+        (agent.vector, agent.nearby) if snapshot is None else (snapshot.vector, snapshot.nearby)
+    )
+    out = dict(of_units)
+    for number, owner in agent.warp.cta.cluster.warp_parties:
+        if owner in vector:
+            out[number] = max(vector[owner], out.get(number, 0))
+    return out

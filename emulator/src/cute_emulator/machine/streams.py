@@ -1,0 +1,136 @@
+"""Streams of the ranks: launches one after the other, and events that one stream waits for in another.
+
+A programmatic dependent launch begins as soon as every CTA of the launch before it has executed
+`griddepcontrol.launch_dependents` or ended, and runs beside what is left of that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cute_emulator.machine.order import History
+
+if TYPE_CHECKING:
+    from cute_emulator.machine.checks import Checks
+    from cute_emulator.run.grid import Grid
+    from cute_emulator.run.launch import Launch
+
+Stream = tuple[int, int]  # rank, handle
+
+
+@dataclass(eq=False)
+class StreamEvent:
+    """A place in a stream, as `cudaEventRecord` marks it.
+
+    Attributes:
+        done: Whether everything before it has ended.
+        history: What a stream that waits for it then has behind it.
+    """
+
+    done: bool = False
+    history: History = field(default_factory=History)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    event: StreamEvent
+
+
+class Streams:
+    """The work that is queued.
+
+    Args:
+        checks: Keep the order of events.
+        begin: Starts a launch, which ends with `ended`; given the launch, its number and, of a programmatic
+            one, the grid that it may run beside.
+    """
+
+    def __init__(self, checks: Checks, begin: Callable[[Launch, int, Grid | None], Grid]) -> None:
+        self._checks, self._begin = checks, begin
+        self._queues: dict[Stream, deque[tuple[int, Launch | StreamEvent | _Wait]]] = {}
+        self._running: dict[Stream, list[Grid]] = {}
+        self._last: dict[Stream, Grid | None] = {}  # the grid that a programmatic launch comes after
+        self._submitted = 0
+
+    def launch(self, launch: Launch) -> None:
+        """Queues a launch after the earlier work of its stream."""
+        self._queue((launch.rank, launch.stream), launch)
+
+    def record(self, stream: Stream) -> StreamEvent:
+        """Marks a place after what a stream has now."""
+        event = StreamEvent(done=not self._queues.get(stream) and not self._running.get(stream))
+        if not event.done:
+            self._queue(stream, event)
+        return event
+
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
+        """What a stream is given from now on begins when an event is done."""
+        if not event.done:
+            self._queue(stream, _Wait(event))
+
+    def start(self) -> None:
+        """Begins the first launch of every stream that need not wait."""
+        for stream in list(self._queues):
+            self._advance(stream)
+
+    def triggered(self, grid: Grid) -> None:
+        """All CTAs of a grid let its dependents begin."""
+        self._advance((grid.launch.rank, grid.launch.stream))
+
+    def ended(self, grid: Grid) -> None:
+        """A launch that was begun has ended."""
+        stream = grid.launch.rank, grid.launch.stream
+        self._running[stream].remove(grid)
+        self._advance(stream)
+
+    def clear(self) -> None:
+        """Forgets all work; what it was to mark counts as done."""
+        for queue in self._queues.values():
+            for _, item in queue:
+                if isinstance(item, StreamEvent):
+                    item.done = True
+        self._queues.clear()
+        self._running.clear()
+        self._last.clear()
+
+    def _queue(self, stream: Stream, item: Launch | StreamEvent | _Wait) -> None:
+        self._submitted += 1
+        self._queues.setdefault(stream, deque()).append((self._submitted, item))
+
+    def _advance(self, stream: Stream) -> None:
+        """Goes through a stream to its next launch.
+
+        An event may let another stream go on, and that one's this stream again: so launches can begin within.
+        """
+        queue, running = self._queues[stream], self._running.setdefault(stream, [])
+        while queue:
+            number, item = queue[0]
+            last = self._last.get(stream)
+            if running and (
+                isinstance(item, StreamEvent | _Wait)
+                or not item.programmatic
+                or last is None
+                or not last.lets_dependents_begin
+            ):
+                return
+            if isinstance(item, StreamEvent):
+                queue.popleft()
+                self._last[stream] = None
+                item.done, item.history = True, self._checks.history(*stream)
+                for other, waiting in self._queues.items():
+                    if waiting and isinstance(waiting[0][1], _Wait) and waiting[0][1].event is item:
+                        self._advance(other)
+            elif isinstance(item, _Wait):
+                if not item.event.done:
+                    return
+                queue.popleft()
+                self._last[stream] = None
+                self._checks.learn(*stream, item.event.history)
+            else:
+                queue.popleft()
+                beside = last if item.programmatic and last is not None and last.triggers else None
+                grid = self._last[stream] = self._begin(item, number, beside)
+                running.append(grid)

@@ -1,0 +1,53 @@
+"""Releases visible in memory (PTX ISA 8.7, "Release and Acquire Patterns"; 8.10.1, release sequences)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_emulator.machine.order import Agent, Released, includes
+
+
+class SyncVariables:
+    """Releases visible in memory: the heads of each location's release sequences."""
+
+    def __init__(self) -> None:
+        self._heads: dict[Any, list[Released]] = {}
+        self._older: dict[Any, list[Released]] = {}  # before the last write
+        self._last: dict[Any, int] = {}  # epoch of the last write
+
+    def write(self, agent: Agent, place: Any, scope: int, releases: bool, rmw: bool, lanes: int = -1) -> None:
+        """A strong write of some lanes, about to be made.
+
+        A read-modify-write continues the release sequences it read.
+        """
+        before = self._heads.get(place, [])
+        self._older[place], self._last[place] = before, agent.strong_epoch
+        heads = list(before) if rmw else []
+        if releases:
+            heads.append(Released(agent.release(lanes), scope, agent.strong))
+        elif agent.fenced is not None:
+            snapshot, fenced = agent.fenced
+            heads.append(Released(agent.told_by(snapshot, lanes), min(scope, fenced), agent.strong))
+        if heads:
+            self._heads[place] = heads[-64:]
+        else:
+            self._heads.pop(place, None)
+
+    def read(self, agent: Agent, place: Any, scope: int, acquires: bool, older: bool = False) -> None:
+        """A strong read; `older`: of what the last write replaced."""
+        if not older and place in self._last:
+            agent.observed[place] = self._last[place]
+        for released in (self._older if older else self._heads).get(place, ()):
+            both = min(scope, released.scope)
+            if not acquires:
+                agent.loads.append(released if both == released.scope else released._replace(scope=both))
+            elif includes(both, released.snapshot.agent.warp, agent.warp):
+                agent.observe(released)
+        if len(agent.loads) > 256:
+            del agent.loads[:-256]
+
+    def clear(self) -> None:
+        """Forgets everything: all that happened is ordered before what follows."""
+        self._heads.clear()
+        self._older.clear()
+        self._last.clear()

@@ -1,0 +1,401 @@
+"""Removes or weakens one synchronisation operation of a kernel at a time, and sees whether a test notices.
+
+A test that passes says little about synchronisation unless it fails without it. `enumerate_mutations` lists
+the operations of a PTX module and how each can be broken, `apply` breaks one, and `run` does so for all of
+them::
+
+    def check(options):
+        with Emulator("sm_100a", **options):
+            compiled(a, b, c, stream)
+        torch.testing.assert_close(c, reference)
+
+    for outcome in mutate.run(check, mutate.settings(warps=6)):
+        print(outcome)
+
+A mutation is detected when the check raises under at least one setting: a wrong result, a deadlock, a fault
+or a finding of the emulator's own checks. One that is never detected means a gap in the test, an operation
+that is not needed, or one that only documents itself: `reasons` is the place to say which.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cute_emulator.errors import KernelTrap
+from cute_emulator.ptx.parse import parse
+from cute_emulator.settings import Setting, settings
+
+__all__ = ["Mutation", "Outcome", "Setting", "apply", "enumerate_mutations", "run", "settings"]
+
+Check = Callable[[dict[str, Any]], object]
+
+# -- what can be broken --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One way to break one operation.
+
+    Attributes:
+        function: the function it is in.
+        opcode: the operation.
+        ordinal: its number among those of the same opcode in the module, from 0.
+        change: `remove`, or what is weakened: `wait for one group less`, `.sys -> .gpu`, ...
+        line: its line in the PTX.
+        start: where the statement begins in the text.
+        end: where it ends, its semicolon included.
+        replacement: the text to put there.
+    """
+
+    function: str
+    opcode: str
+    ordinal: int
+    change: str
+    line: int
+    start: int = field(repr=False)
+    end: int = field(repr=False)
+    replacement: str = field(repr=False)
+
+    @property
+    def key(self) -> str:
+        """A name that survives recompiling: opcode, number and change."""
+        return f"{self.opcode}#{self.ordinal}: {self.change}"
+
+
+Rewrite = Callable[[str, str, str], str]  # (guard, opcode, operands) -> statement
+
+
+def _remove(guard: str, opcode: str, operands: str) -> str:
+    return ""
+
+
+def _succeed(guard: str, opcode: str, operands: str) -> str:
+    """A wait that is over at once: its predicate is true."""
+    return f"{guard}setp.eq.u32 {operands.split(',')[0].split('|')[0]}, 0, 0;"
+
+
+def _one_group_less(guard: str, opcode: str, operands: str) -> str:
+    return f"{guard}{opcode} {int(operands) + 1};"
+
+
+def _reads_only(guard: str, opcode: str, operands: str) -> str:
+    return f"{guard}{opcode}.read {operands};"
+
+
+def _replace(old: str, new: str) -> Rewrite:
+    def rewrite(guard: str, opcode: str, operands: str) -> str:
+        return f"{guard}{opcode.replace(old, new)} {operands}".rstrip() + ";"
+
+    return rewrite
+
+
+_MEMORY = r"(ld|st|atom|red|multimem\.\w+)\b.*"
+# (opcode, change, how); every rule that matches an opcode gives a mutation.
+_RULES: tuple[tuple[re.Pattern[str], str, Rewrite], ...] = tuple(
+    (re.compile(pattern), change, rewrite)
+    for pattern, change, rewrite in (
+        (r"mbarrier\.(try|test)_wait\b.*", "remove", _succeed),
+        (r"mbarrier\.arrive\b.*", "remove", _remove),
+        (r"cp\.async\.mbarrier\.arrive\b.*", "remove", _remove),
+        (r"tcgen05\.(commit|wait|fence)\b.*", "remove", _remove),
+        (r"wgmma\.(fence|commit_group|wait_group)\b.*", "remove", _remove),
+        (r"cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all)\b.*", "remove", _remove),
+        (r"(cp\.async\.(bulk\.)?|wgmma\.)wait_group\b.*", "wait for one group less", _one_group_less),
+        (r"cp\.async\.bulk\.wait_group$", "full -> .read", _reads_only),
+        (r"(fence|membar)\b.*", "remove", _remove),
+        (r"(bar|barrier)\.(cta\.)?(sync|arrive|warp\.sync|cluster\.(arrive|wait))\b.*", "remove", _remove),
+        (r"griddepcontrol\.wait", "remove", _remove),
+        (r"(st|red)\..*release.*", "remove", _remove),
+        (rf"(fence.*|{_MEMORY})\.sys\b.*", ".sys -> .gpu", _replace(".sys", ".gpu")),
+        (rf"{_MEMORY}\.acquire\b.*", ".acquire -> .relaxed", _replace(".acquire", ".relaxed")),
+        (rf"{_MEMORY}\.release\b.*", ".release -> .relaxed", _replace(".release", ".relaxed")),
+        (rf"{_MEMORY}\.acq_rel\b.*", ".acq_rel -> .relaxed", _replace(".acq_rel", ".relaxed")),
+    )
+)
+_STATEMENT = re.compile(r"(?P<guard>@\s*!?\s*[\w$%]+\s+)?(?P<opcode>[A-Za-z_][\w.:]*)\s*(?P<operands>[^;]*);")
+_STRONG_LOAD = re.compile(r"ld\.(volatile|relaxed|acquire)\b.*|multimem\.ld_reduce\.(relaxed|acquire)\b.*")
+_SPIN_LENGTH = 24  # instructions: a longer loop around a strong load does more than wait
+
+
+def enumerate_mutations(ptx: str) -> list[Mutation]:
+    """All mutations of a PTX module, in the order of its text."""
+    found: list[Mutation] = []
+    counts: Counter[str] = Counter()
+    place = _Places(ptx)
+
+    def add(function: str, line: int, opcode: str, change: str, rewrite: Rewrite, ordinal: int) -> None:
+        match = place.of(line, opcode, ordinal)
+        text = rewrite(match["guard"] or "", opcode, match["operands"].strip())
+        found.append(Mutation(function, opcode, ordinal, change, line, match.start(), match.end(), text))
+
+    for function in parse(ptx).functions.values():
+        for index, instruction in enumerate(function.instructions):
+            opcode = instruction.opcode
+            ordinal = counts[opcode]
+            counts[opcode] += 1
+            place.note(opcode, instruction.line)
+            for pattern, change, rewrite in _RULES:
+                if pattern.fullmatch(opcode):
+                    add(function.name, instruction.line, opcode, change, rewrite, ordinal)
+            if _ends_spin(function, index):
+                add(function.name, instruction.line, opcode, "leave the spin loop at once", _remove, ordinal)
+    return found
+
+
+def apply(ptx: str, mutation: Mutation) -> str:
+    """The module with one operation broken; line numbers stay as they are."""
+    removed = ptx[mutation.start : mutation.end]
+    return ptx[: mutation.start] + mutation.replacement + "\n" * removed.count("\n") + ptx[mutation.end :]
+
+
+def _ends_spin(function: Any, index: int) -> bool:
+    """Whether an instruction is the backward branch of a loop that waits for memory to change."""
+    branch = function.instructions[index]
+    if branch.guard is None or not branch.opcode.startswith("bra"):
+        return False
+    target = function.labels.get(getattr(branch.operands[0], "name", ""))
+    if target is None or not index - _SPIN_LENGTH <= target <= index:
+        return False
+    body = [i.opcode for i in function.instructions[target : index + 1]]
+    return any(_STRONG_LOAD.fullmatch(o) for o in body) and not any(
+        o.startswith(("st.", "red.")) for o in body
+    )
+
+
+class _Places:
+    """Finds an instruction's statement in the text, which may hold several of one opcode on a line."""
+
+    def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
+        self.starts = [0, *(m.end() for m in re.finditer("\n", ptx))]
+        self.first: dict[tuple[str, int], int] = {}
+        self.count: Counter[str] = Counter()
+
+    def note(self, opcode: str, line: int) -> None:
+        self.first.setdefault((opcode, line), self.count[opcode])
+        self.count[opcode] += 1
+
+    def of(self, line: int, opcode: str, ordinal: int) -> re.Match[str]:
+        number = ordinal - self.first[opcode, line]
+        for match in _STATEMENT.finditer(self.ptx, self.starts[line - 1]):
+            if match["opcode"] == opcode:
+                if number == 0:
+                    return match
+                number -= 1
+        raise AssertionError(f"no {opcode} on PTX line {line}")
+
+
+# -- what comes of it ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutation.
+
+    Attributes:
+        mutation: the mutation.
+        detections: per setting that noticed, how: the exception's kind and first line.
+        tried: settings that were run.
+        reached: whether the operation was executed at all.
+        reason: why going undetected is right, where `reasons` says so.
+    """
+
+    mutation: Mutation
+    detections: tuple[tuple[Setting, str], ...]
+    tried: int
+    reached: bool
+    reason: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`detected`, `not reached`, `explained` or `NOT DETECTED`."""
+        if self.detections:
+            return "detected"
+        if self.reason:
+            return "explained"
+        return "NOT DETECTED" if self.reached else "not reached"
+
+    def __str__(self) -> str:
+        how = "; ".join(f"{setting}: {what}" for setting, what in self.detections[:1]) or self.reason
+        return f"line {self.mutation.line}: {self.mutation.key}: {self.verdict}" + (
+            f" ({how})" if how else ""
+        )
+
+
+def run(
+    check: Check,
+    tried: Sequence[Setting],
+    *,
+    select: str | Sequence[str] = "*",
+    reasons: Mapping[str, str] | None = None,
+    exhaustive: bool = False,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[int, int, Mutation], None] | None = None,
+) -> list[Outcome]:
+    """Tries every mutation of every kernel that a check launches.
+
+    Args:
+        check: runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and raises where a
+            result is wrong. It must be a function of its options alone.
+        tried: how to run it, usually `settings(...)`; those that detect most come first.
+        select: only mutations whose key matches this pattern (`fnmatch`), or one of these.
+        reasons: for mutations that may go undetected, why: pattern of keys -> reason.
+        exhaustive: go on after the first setting that detects a mutation.
+        part: (i, n): the i-th of n parts that together are the whole run, for processes side by side. A part
+            tries the unmodified check under every n-th setting, and every n-th mutation under all settings.
+        progress: called before each mutation, once for the first setting and once for the others, with a
+            number that counts up, the total of these and the mutation.
+
+    Returns:
+        One outcome per mutation.
+
+    Raises:
+        Exception: what the unmodified check raised.
+        ValueError: the check launched no kernel.
+    """
+    modules, longest = _launched(check, tried[part[0] :: part[1]] or tried[:1])
+    trials = _Trials(check, _Watchdog(20 * max(longest, 1_000_000)), exhaustive)
+    work = _chosen(modules, select)[part[0] :: part[1]]
+    say = progress if progress is not None else lambda number, total, mutation: None
+    detections: dict[tuple[str, Mutation], list[tuple[Setting, str]]] = {}
+    for number, (ptx, mutation) in enumerate(work):
+        say(number, 2 * len(work), mutation)
+        detections[ptx, mutation] = trials.detect(ptx, mutation, tried[:1])
+    # What is not executed cannot be noticed, under no setting: only the others are tried on.
+    reached = {
+        ptx: trials.reached(ptx, [m for p, m in work if p == ptx and not detections[p, m]], tried)
+        for ptx in modules
+    }
+    outcomes = []
+    for number, (ptx, mutation) in enumerate(work, len(work)):
+        say(number, 2 * len(work), mutation)
+        found = detections[ptx, mutation]
+        is_reached = bool(found) or mutation.start in reached[ptx]
+        if is_reached and (exhaustive or not found):
+            found += trials.detect(ptx, mutation, tried[1:])
+        reason = "" if found else _reason(mutation, reasons or {})
+        outcomes.append(Outcome(mutation, tuple(found), trials.runs[mutation], is_reached, reason))
+    return outcomes
+
+
+def _launched(check: Check, tried: Sequence[Setting]) -> tuple[list[str], int]:
+    """The modules that a check launches, and the most warp instructions that it executes."""
+    modules: dict[str, None] = {}
+    watchdog = _Watchdog(None)
+
+    def keep(ptx: str) -> str:
+        modules.setdefault(ptx)
+        return ptx
+
+    for setting in tried:
+        check({**setting.options(), "rewrite": keep, "progress": watchdog})
+    if not modules:
+        raise ValueError("the check launched no kernel in the emulator")
+    return list(modules), watchdog.most
+
+
+def _chosen(modules: Iterable[str], select: str | Sequence[str]) -> list[tuple[str, Mutation]]:
+    """The mutations of modules whose key matches one of some patterns."""
+    patterns = [select] if isinstance(select, str) else select
+    return [
+        (ptx, mutation)
+        for ptx in modules
+        for mutation in enumerate_mutations(ptx)
+        if any(fnmatch.fnmatchcase(mutation.key, pattern) for pattern in patterns)
+    ]
+
+
+@dataclass
+class _Trials:
+    """A check, run with one module changed.
+
+    Attributes:
+        check: The check.
+        watchdog: Ends what a mutation made endless.
+        exhaustive: Whether to go on after the first setting that notices.
+        runs: Settings tried, by mutation.
+    """
+
+    check: Check
+    watchdog: _Watchdog
+    exhaustive: bool
+    runs: Counter[Mutation] = field(default_factory=Counter)
+
+    def attempt(self, setting: Setting, ptx: str, changed: str) -> Exception | None:
+        """What the check raises where the module `ptx` is `changed`."""
+
+        def rewrite(text: str) -> str:
+            return changed if text == ptx else text
+
+        try:
+            self.check({**setting.options(), "rewrite": rewrite, "progress": self.watchdog})
+        except Exception as error:  # whatever the check says is a detection
+            return error
+        return None
+
+    def detect(self, ptx: str, mutation: Mutation, under: Iterable[Setting]) -> list[tuple[Setting, str]]:
+        """The settings that notice a mutation, and how."""
+        changed, found = apply(ptx, mutation), []
+        for setting in under:
+            self.runs[mutation] += 1
+            if (error := self.attempt(setting, ptx, changed)) is not None:
+                found.append((setting, describe(error)))
+                if not self.exhaustive:
+                    break
+        return found
+
+    def reached(self, ptx: str, mutations: Iterable[Mutation], tried: Iterable[Setting]) -> set[int]:
+        """Where the statements begin that are executed under some setting.
+
+        All of them trap; the one that a run ends at is taken out, until a run ends by itself.
+        """
+        traps = {}
+        for mutation in mutations:
+            statement = _STATEMENT.match(ptx, mutation.start)
+            assert statement is not None
+            traps[mutation.start] = replace(mutation, replacement=f"{statement['guard'] or ''}trap;")
+        every = set(traps)
+        for setting in tried:
+            while traps:
+                changed = ptx
+                for start in sorted(traps, reverse=True):
+                    changed = apply(changed, traps[start])
+                error = self.attempt(setting, ptx, changed)
+                line = error.line if isinstance(error, KernelTrap) else None
+                ends = [start for start in sorted(traps) if traps[start].line == line]
+                if not ends:
+                    break
+                del traps[ends[0]]
+        return every - set(traps)
+
+
+def describe(error: Exception) -> str:
+    """An exception as one line: a finding's kind, or the class and its first line."""
+    findings = getattr(getattr(error, "report", None), "findings", None)
+    if findings:
+        return "finding: " + ", ".join(dict.fromkeys(f.kind for f in findings))
+    if isinstance(error, AssertionError):
+        return "wrong result"
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{type(error).__name__}: {first[:100]}"
+
+
+def _reason(mutation: Mutation, reasons: Mapping[str, str]) -> str:
+    return next((r for pattern, r in reasons.items() if fnmatch.fnmatchcase(mutation.key, pattern)), "")
+
+
+class _Watchdog:
+    """Ends runs that a mutation made endless, by their number of warp instructions."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.most = limit, 0
+
+    def __call__(self, instructions: int) -> None:
+        self.most = max(self.most, instructions)
+        if self.limit is not None and instructions > self.limit:
+            raise TimeoutError(f"more than {self.limit} warp instructions: the kernel does not end")

@@ -1,0 +1,80 @@
+"""How Hopper's tensor cores add: every term cut to one grid, that of the largest.
+
+Measured on an H200, and bit for bit what it gave for every value that was compared
+(`emulator/tests/test_tensor_cores.py`). For one instruction and one element of D, with products
+``a[k] * b[k]`` of all its K and the accumulator ``c``:
+
+1. ``E``: the largest of ``exponent(a[k]) + exponent(b[k])`` and ``exponent(c)``. Of a product it is the sum
+   of its factors' exponents, also where the product of their significands is 2 or more.
+2. Every product and ``c`` are cut toward zero to multiples of ``2 ** (E - fraction)``, then added exactly.
+3. The sum is cut toward zero to ``kept`` bits behind its leading one.
+
+The next instruction takes that as its ``c``. All K of an instruction are one sum, in no order.
+
+Not measured: which exponent a subnormal factor counts with where it makes the largest product (here its own,
+as if it were normal), what products below fp32's normal range do, sums beyond fp32's range, D in f16.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cute_emulator.numbers.arrays import F32
+
+_LEAST_POWER = 2.0**-126
+
+
+class Width(NamedTuple):
+    """How many bits an accumulation has.
+
+    Attributes:
+        fraction: bits of a term behind the leading one of the largest.
+        kept: bits of the sum behind its own leading one.
+    """
+
+    fraction: int
+    kept: int
+
+
+HOPPER: dict[str, Width] = {
+    "e4m3": Width(13, 13),
+    "e5m2": Width(13, 13),
+    "f16": Width(25, 23),
+    "bf16": Width(25, 23),
+    "tf32": Width(25, 23),
+}
+"""Of sm_90's wgmma with D in fp32, by the type of A."""
+
+
+def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
+    """What one instruction makes of ``c + a @ b.T``.
+
+    Args:
+        a: ``[rows, k]``, exact in fp32.
+        b: ``[columns, k]``.
+        c: ``[rows, columns]``.
+        width: see the module.
+    """
+    # Terms are integers of ``fraction + 2`` bits on the grid: fp32 adds 2 ** 7 such exactly.
+    kind = np.float32 if width.fraction <= 14 else np.float64
+    left, right, old = a.astype(kind)[:, None, :], b.astype(kind)[None], c.astype(kind)
+    largest = np.max(_power(left) * _power(right), axis=-1)
+    largest = np.maximum(np.maximum(largest, _power(old)), kind(_LEAST_POWER))
+    grid = largest * kind(2.0**-width.fraction)
+    products = left * right
+    total = np.trunc(products / grid[..., None]).sum(-1) + np.trunc(old / grid)
+    step = np.maximum(_power(total) * kind(2.0**-width.kept), kind(1))
+    result = (np.trunc(total / step) * step * grid).astype(np.float32)
+    if all(np.isfinite(operand).all() for operand in (a, b, c)):
+        return result
+    plain = products.sum(-1) + old
+    return np.where(np.isfinite(plain), result, plain.astype(np.float32))
+
+
+def _power(x: NDArray[np.floating]) -> NDArray[np.floating]:
+    """The power of two of a finite number's leading bit; 0 for 0."""
+    fraction, exponent = np.frexp(x)
+    return np.where(fraction == 0, x.dtype.type(0), np.ldexp(x.dtype.type(0.5), exponent))

@@ -1,0 +1,317 @@
+"""A kernel launch, and the machine that runs launches of several ranks side by side."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cute_emulator.errors import KINDS, Report
+from cute_emulator.machine.asyncq import AsyncEngine
+from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS, Checks
+from cute_emulator.machine.memory import CONST, GlobalMemory
+from cute_emulator.machine.residency import Residency
+from cute_emulator.machine.roles import Roles, role_of
+from cute_emulator.machine.stale import OldValues
+from cute_emulator.machine.streams import StreamEvent, Streams
+from cute_emulator.machine.visibility import HeldStores
+from cute_emulator.run.grid import Grid, bank
+from cute_emulator.run.scheduler import Schedule, Scheduler
+from cute_emulator.translate.program import Program, program
+
+if TYPE_CHECKING:
+    from cute_emulator.trace import Trace
+
+Dim3 = tuple[int, int, int]
+SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
+SUMS = ("device", "exact")
+TRIGGER = "griddepcontrol.launch_dependents"
+COPY_ENGINES = 16  # of each rank; as many copies as streams, for all that can be told
+
+
+@contextmanager
+def _collecting_only_its_own() -> Iterator[None]:
+    """Keeps Python's garbage collector to what is made inside, and collects that in the end.
+
+    A process that has compiled a kernel holds half a million objects; going through them takes as long as a
+    small GEMM, and runs make enough objects to cause it.
+    """
+    if gc.get_freeze_count():  # somebody else's decision
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        ptx: Text of the PTX module.
+        entry: Name of the `.entry` to run.
+        grid: Number of CTAs along x, y, z (of CTAs, not of clusters).
+        block: Threads of a CTA along x, y, z.
+        cluster: CTAs of a cluster along x, y, z.
+        dynamic_smem: Bytes of dynamic shared memory of a CTA.
+        params: One blob per kernel parameter, each as long as `entry_params` says.
+        rank: The rank that launches.
+        stream: Launches of one (rank, stream) run one after the other, in order of submission.
+        cooperative: Every CTA of the grid must be resident at once.
+        programmatic: Programmatic dependent launch: may start before its predecessor in the stream ended.
+        const_image: Initial bytes of `.const` symbols of this rank (NVSHMEM's device state).
+        engine: A copy engine's work, which takes no room on the rank's SMs.
+    """
+
+    ptx: str
+    entry: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3 = (1, 1, 1)
+    dynamic_smem: int = 0
+    params: tuple[bytes, ...] = ()
+    rank: int = 0
+    stream: int = 0
+    cooperative: bool = False
+    programmatic: bool = False
+    const_image: Mapping[str, bytes] = field(default_factory=dict)
+    engine: bool = False
+
+
+class Machine:
+    """GPUs of one or more ranks that share one address space.
+
+    Args:
+        arch: One of `SM_COUNT`; sm_120a has the other architectures' room for CTAs, but for shared memory.
+        ranks: Number of ranks.
+        mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
+        seed: Of every random choice; a run is a function of its inputs and this.
+        schedule: How warps take turns.
+        checks: Names out of `CHECKS`, the default, `STRICT_CHECKS` and `OPTIONAL_CHECKS`.
+        num_sms: SMs of each rank, or of all; the default is the architecture's number. What is resident at
+            once on them: `machine.residency`.
+        progress: Called now and then during `run` with the number of warp instructions so far.
+        limit: Warp instructions, of all its runs, after which it breaks off; None for no limit.
+        trace: Records what each warp and each async operation did when.
+        roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
+        ignore: Kinds of findings that are not kept, such as `exit-pending`.
+        sums: One of `SUMS`: whether products of fp8 accumulate with as few bits as the device has, or exactly
+            enough for float32.
+
+    Attributes:
+        memory: Registry of global memory.
+        report: Findings, instruction count, time, printed lines.
+        faults: Faults on purpose, see `machine.inject`.
+        intercepts: Handlers of device functions by name (see `intercept`).
+        residency: Each rank's SMs.
+        engines: Each rank's copy engines.
+        old: What loads may still find, see `machine.stale`.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        ranks: int = 1,
+        mode: str = "immediate",
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        checks: tuple[str, ...] = CHECKS,
+        num_sms: int | Sequence[int] | None = None,
+        progress: Callable[[int], None] | None = None,
+        trace: Trace | None = None,
+        limit: int | None = None,
+        roles: Roles | None = None,
+        ignore: Collection[str] = (),
+        sums: str = "device",
+    ) -> None:
+        if sums not in SUMS:
+            raise ValueError(f"{sums=} must be one of {', '.join(SUMS)}")
+        if arch not in SM_COUNT:
+            meant = "".join(f" ({known}?)" for known in SM_COUNT if known.rstrip("a") == arch.rstrip("af"))
+            raise ValueError(f"{arch=}{meant} must be one of {', '.join(SM_COUNT)}")
+        unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS) - set(OPTIONAL_CHECKS)
+        if unknown or ranks < 1:
+            known = ", ".join(CHECKS + STRICT_CHECKS + OPTIONAL_CHECKS)
+            raise ValueError(f"{ranks=} must be positive and checks among {known}, not {sorted(unknown)}")
+        if none := [kind for kind in ignore if kind not in KINDS]:
+            unknown_kinds = ", ".join(map(repr, none))
+            raise ValueError(f"no findings are of kind {unknown_kinds}; kinds: {', '.join(KINDS)}")
+        sms = SM_COUNT[arch] if num_sms is None else num_sms
+        each = [sms] * ranks if isinstance(sms, int) else list(sms)
+        if len(each) != ranks or min(each) < 1:
+            raise ValueError(f"{num_sms=} must be positive, and one number or one for each of {ranks} ranks")
+        self.arch, self.ranks, self.sums = arch, ranks, sums
+        self.memory = GlobalMemory()
+        self.report = Report(ignore=frozenset(ignore))
+        self.watch: dict[int, list[Any]] = {}
+        self.checks = Checks(self.report, frozenset(checks), self.memory)
+        self.races = self.checks.races
+        self.engine = AsyncEngine(mode, seed)
+        schedule = schedule or Schedule()
+        self.scheduler = Scheduler(self.engine, schedule, seed)
+        if limit is not None:
+            self.scheduler.limit = limit
+        self.residency = [Residency(n, schedule.grids, seed + rank) for rank, n in enumerate(each)]
+        self.engines = [Residency(COPY_ENGINES) for _ in each]
+        self.engine.moved = self.scheduler.moved
+        self.scheduler.trace = self.engine.trace = trace
+        self._roles: Roles = roles if roles is not None else trace.roles if trace is not None else {}
+        self.faults = self.scheduler.faults
+        self.held = self.scheduler.held = HeldStores(mode, seed)
+        self.checks.held = self.held
+        self.old = OldValues(mode, seed)
+        self.intercepts: dict[str, Callable[..., Any]] = {}
+        self._streams = Streams(self.checks, self._begin)
+        self._modules: dict[tuple[int, int], tuple[dict[str, int], list[Any]]] = {}
+        self._before: dict[tuple[int, int], str] = {}  # PTX of the last launch of a stream
+        self._launched = 0
+        self._progress = progress
+
+    def role(self, warp: int) -> str:
+        """What a CTA's warp of this number is for, as far as it was told."""
+        return role_of(self._roles, warp)
+
+    def intercept(self, name: str, handler: Callable[..., Any]) -> None:
+        """Replaces calls of the device function `name`.
+
+        `handler(group, *arguments)` returns the value (or None), or `emit.BLOCK_RESULT` to be called again
+        later.
+        """
+        self.intercepts[name] = handler
+
+    def submit(self, launch: Launch) -> None:
+        """Queues a launch after the earlier ones of its (rank, stream).
+
+        Raises:
+            ValueError: The launch cannot run (block or grid shape, shared memory, parameters).
+            KeyError: The module has no such entry.
+        """
+        if not 0 <= launch.rank < self.ranks:
+            raise ValueError(f"rank {launch.rank} of a machine of {self.ranks}")
+        self._grid(launch, 0, 0)
+        key = launch.rank, launch.stream
+        if launch.programmatic and TRIGGER in self._before.get(key, "") and self.races is not None:
+            self.races.keeps_reads = True  # which the dependent launch may overwrite too early
+        self._before[key] = launch.ptx
+        self._streams.launch(launch)
+
+    @property
+    def lets_dependents_begin(self) -> bool:
+        """Whether the last launch of a stream may have a programmatic one run beside it."""
+        return any(TRIGGER in ptx for ptx in self._before.values())
+
+    def record(self, rank: int, stream: int) -> StreamEvent:
+        """An event that is done when all that a stream has been given so far has ended."""
+        return self._streams.record((rank, stream))
+
+    def wait(self, rank: int, stream: int, event: StreamEvent) -> None:
+        """Launches submitted to a stream from now on begin when an event, of any stream, is done."""
+        self._streams.wait((rank, stream), event)
+
+    @_collecting_only_its_own()
+    def run(self) -> None:
+        """Runs all submitted launches, ranks side by side, until none is left.
+
+        Raises:
+            EmulatorError: A kernel failed; the machine has dropped all launches.
+        """
+        begin = time.perf_counter()
+        if self._progress is not None:
+            self.scheduler.tick = lambda: self._progress(self.scheduler.executed) if self._progress else None
+        try:
+            with np.errstate(all="ignore"):
+                self._streams.start()
+                self._fill()
+                self.scheduler.run()
+        finally:
+            self._streams.clear()
+            self._before.clear()
+            for sms in (*self.residency, *self.engines):
+                sms.clear()
+            self.scheduler.reset()
+            self.engine.reset()
+            if self.scheduler.trace is not None:
+                self.scheduler.trace.finish()
+            self.watch.clear()
+            self.checks.clear()
+            self.held.clear()
+            self.old.clear()
+            self.report.instructions = self.scheduler.executed
+            self.report.seconds += time.perf_counter() - begin
+
+    def printed(self, text: str) -> None:
+        """A kernel's printf."""
+        self.report.output.append(text)
+        print(text, end="" if text.endswith("\n") else "\n")
+
+    def _begin(self, launch: Launch, order: int, beside: Grid | None) -> Grid:
+        self._launched += 1
+        grid = self._grid(launch, self._launched, order)
+        if beside is not None:
+            grid.depend(beside)
+        grid.finished, grid.triggered = self._finished, self._triggered
+        if not launch.engine:
+            self.report.usage[grid.usage()] += 1
+        grid.residency.enter(grid)
+        return grid
+
+    def _triggered(self, grid: Grid) -> None:
+        self._streams.triggered(grid)
+        self._fill()
+
+    def _finished(self, grid: Grid) -> None:
+        # A kernel has ended only when its bulk stores have: the next in the stream sees them.
+        self.engine.drain(grid)
+        grid.is_over = True
+        grid.over.wake()
+        self._streams.ended(grid)
+        self._fill()
+
+    def _fill(self) -> None:
+        for sms in (*self.residency, *self.engines):
+            sms.fill()
+
+    def _grid(self, launch: Launch, number: int, order: int) -> Grid:
+        code = program(launch.ptx, launch.entry)
+        symbols, _ = self._module(code, launch.rank)
+        offsets = code.symbol_addresses()
+        pieces = {}
+        nbytes = 0
+        for v in code.module.variables.values():
+            if v.space == "const":
+                at = offsets[v.name] - CONST
+                pieces[at] = bytes(launch.const_image.get(v.name, v.init))[: v.nbytes]
+                nbytes = max(nbytes, at + v.nbytes)
+        return Grid(self, launch, code, symbols, bank(nbytes, pieces), number, order)
+
+    def _module(self, code: Program, rank: int) -> tuple[dict[str, int], list[Any]]:
+        """Module-scope `.global` variables live as long as the machine, once per rank."""
+        key = (id(code), rank)
+        if key not in self._modules:
+            keep: list[Any] = [code]
+            symbols: dict[str, int] = {}
+            found = [v for v in code.module.variables.values() if v.space == "global"]
+            for v in found:
+                storage = np.zeros(max(v.nbytes, len(v.init)) + v.align, np.uint8)
+                address = -(-storage.ctypes.data // v.align) * v.align
+                self.memory.register(address, v.nbytes, rank, v.name, "module")
+                symbols[v.name] = address
+                keep.append(storage)
+            for v in found:
+                data = bytearray(v.init)
+                for at, name in v.refs:
+                    data[at : at + 8] = {**code.symbol_addresses(), **symbols}[name].to_bytes(8, "little")
+                self.memory.bytes_at(symbols[v.name], len(data))[:] = (
+                    np.frombuffer(data, np.uint8) if data else 0
+                )
+            self._modules[key] = (symbols, keep)
+        return self._modules[key]

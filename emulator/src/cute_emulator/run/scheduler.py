@@ -1,0 +1,353 @@
+"""The scheduler: which warp runs next, when async work happens, and what a deadlock is."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy import ndarray
+
+from cute_emulator.errors import Deadlock, EmulatorError, KernelTrap
+from cute_emulator.instructions.emit import BLOCK
+from cute_emulator.machine.inject import Faults
+from cute_emulator.machine.visibility import HeldStores
+
+if TYPE_CHECKING:
+    from cute_emulator.machine.asyncq import AsyncEngine
+    from cute_emulator.machine.warp import Group, Warp
+    from cute_emulator.trace import Trace
+
+ORDERS = ("round_robin", "random")
+QUANTUM = 64  # items a warp runs before the next one
+PATIENCE = 10_000  # looks that loops that count them are granted while nothing happens, before a deadlock
+JUMPS = 64  # of the clock while nothing happens, before a deadlock
+EXPIRIES = 1000  # waits in a row that may expire and be tried again while nothing happens, likewise
+LONGEST_JUMP = 1000 << 32  # ns; many of them, and the clock still has 64 bits
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How warps take turns.
+
+    Attributes:
+        order: `round_robin`, or `random` (next warp and the length of its turn drawn from the seed).
+        lanes: Whether divergent lane groups take turns in random order instead of lowest instruction first.
+        starved: Warps that run only when nobody else can: `starved(rank, ctaid, warp)`.
+        grids: Whose clusters become resident first where kernels of several streams wait for room: those of
+            the one that was submitted first (`submission`), or of any (`random`).
+    """
+
+    order: str = "round_robin"
+    lanes: bool = False
+    starved: Callable[[int, tuple[int, int, int], int], bool] | None = None
+    grids: str = "submission"
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order={self.order!r} must be one of {', '.join(ORDERS)}")
+
+
+def _stands(group: Group) -> tuple[Any, ...]:
+    """Where a group is, and what the registers hold that matter there."""
+    held = (group.R[slot] for slot in group.warp.grid.program.live_in(group.pc))
+    return group.place, [v.tobytes() if v.__class__ is ndarray else v for v in held]
+
+
+class Scheduler:
+    """Runs ready warps until all have exited.
+
+    Attributes:
+        progress: Grows with every event that can let a parked warp go on.
+        executed: Warp instructions run.
+        clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
+        limit: Warp instructions, of all runs, after which one is broken off.
+    """
+
+    def __init__(self, engine: AsyncEngine, schedule: Schedule, seed: int) -> None:
+        self.engine, self.schedule = engine, schedule
+        self.rng = random.Random(seed)
+        self.queue: deque[Warp] = deque()
+        self.hungry: deque[Warp] = deque()
+        self.faults = Faults(self)
+        self.held = HeldStores("immediate", seed)
+        self.progress = 0
+        self.executed = 0
+        self.clock = 1_000_000
+        self.limit = 1 << 62
+        self.live: dict[int, Warp] = {}
+        self.pollers: dict[int, Group] = {}
+        self.sleepers: list[tuple[int, int, Group]] = []
+        self._begin_afresh()
+        self.tick: Callable[[], None] | None = None
+        self.trace: Trace | None = None
+
+    def _begin_afresh(self) -> None:
+        self._last_soft_wake = -1
+        self._peeking = False
+        self._jumps = 0
+        self._went_on = False
+        self._expiries = EXPIRIES
+        self._patience = PATIENCE
+
+    def ready(self, warp: Warp) -> None:
+        """Queues a warp that has something to run."""
+        self.progress += 1
+        self._line_up(warp)
+
+    def _line_up(self, warp: Warp) -> None:
+        if not warp.queued:
+            warp.queued = True
+            starved = self.schedule.starved
+            late = starved is not None and starved(warp.grid.launch.rank, warp.cta.ctaid, warp.index)
+            (self.hungry if late else self.queue).append(warp)
+
+    def read_clock(self, warp: Warp) -> int:
+        """Virtual time; whoever reads it in a polling loop is woken by its passing."""
+        for group in warp.groups:
+            group.clock = True
+        return self.clock
+
+    def poll(self, group: Group, why: str, counting: bool = False) -> None:
+        """Parks a group that polls: it wakes when what it polls changes, or when time must pass.
+
+        A loop that counts its looks may end by itself: `counting` grants it more of them before a deadlock
+        is called.
+        """
+        self.pollers[id(group)] = group
+        if counting and self._patience > 0:
+            self._patience -= 1
+            self.progress += 1
+        if group.clock and not counting:
+            # Where the same wait stands still, its loop has left all registers that matter as they were.
+            stands = _stands(group)
+            self._went_on |= group.stood is not None and stands != group.stood
+            group.stood = stands
+        group.park(why)
+
+    def sleep(self, group: Group, until: int) -> None:
+        """Parks a group until the virtual clock reaches `until`."""
+        self.sleepers.append((until, len(self.sleepers), group))
+        group.park("nanosleep")
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs until no warp is left.
+
+        Raises:
+            Deadlock: Nothing can go on.
+            EmulatorError: There is no end within `limit`, or a kernel failed.
+        """
+        queue, random_order = self.queue, self.schedule.order == "random"
+        turns = 0
+        while True:
+            if not queue:
+                if not self._idle():
+                    return
+                continue
+            if random_order:
+                queue.rotate(-self.rng.randrange(len(queue)))
+            warp = queue.popleft()
+            warp.queued = False
+            if self.faults.active:
+                self.faults.step(idle=False)
+                if self.faults.holds(warp):
+                    continue
+            before = self.executed
+            self._turn(warp, self.rng.randint(1, QUANTUM) if random_order else QUANTUM)
+            self.clock += self.executed - before
+            if self.trace is not None:
+                self.trace.ran(warp, self.executed, self.executed - before)
+            self.engine.step()
+            self.held.step()
+            if self.executed > self.limit:
+                what = f"no end after {self.executed:,} warp instructions, more than the limit"
+                raise EmulatorError(self.describe(what))
+            turns += 1
+            if not turns & 255 and self.tick is not None:
+                self.tick()
+
+    def _turn(self, warp: Warp, quantum: int) -> None:
+        program = warp.grid.program
+        warp.grid.checks.report.ptx = program.module.text
+        while quantum > 0:
+            group = self._pick(warp)
+            if group is None:
+                return
+            if len(group.R) != len(program.initial):
+                group.grow()
+            alone = len(warp.groups) == 1
+            code, cost = program.code, program.cost
+            others = () if alone else {g.pc for g in warp.groups if g is not group}
+            bound = (
+                None
+                if alone
+                else min((g.pc for g in warp.groups if g is not group and not g.why), default=None)
+            )
+            pc, count = group.pc, 0
+            try:
+                while quantum > 0:
+                    quantum -= 1
+                    group.pc = pc
+                    following = code[pc](group)
+                    if following == BLOCK:
+                        break
+                    count += cost[pc]
+                    if following < 0:
+                        break
+                    pc = following
+                    if not alone and (pc in others or (bound is not None and pc > bound)):
+                        group.pc = pc
+                        break
+                else:
+                    group.pc = pc
+            except EmulatorError as error:
+                error.show(program.module.text)
+                if self._jumps and isinstance(error, KernelTrap):
+                    # A bounded wait that has run out: without the bound this would have been a deadlock.
+                    error.add(self.describe("only time could pass; where the warps stood:"))
+                raise
+            except Exception as error:
+                located = program.locate(error, group, pc)
+                located.show(program.module.text)
+                raise located from error
+            self.executed += count
+        if any(not g.why for g in warp.groups):
+            self._line_up(warp)
+
+    def _pick(self, warp: Warp) -> Group | None:
+        groups = warp.groups
+        if len(groups) == 1:
+            return groups[0] if not groups[0].why else None
+        if len({group.pc for group in groups}) < len(groups):
+            self._merge(warp)
+        runnable = [g for g in groups if not g.why]
+        if not runnable:
+            return None
+        if self.schedule.lanes and len(runnable) > 1:
+            return self.rng.choice(runnable)
+        return min(runnable, key=lambda g: (-len(g.stack), g.pc))
+
+    @staticmethod
+    def _merge(warp: Warp) -> None:
+        groups = warp.groups
+        by_place: dict[tuple[int, tuple[int, ...]], Group] = {}
+        for group in list(groups):
+            if group.token is not None:
+                continue
+            first = by_place.setdefault(group.place, group)
+            if first is not group:
+                first.absorb(group, warp.grid.program.live_in(group.pc))
+                groups.remove(group)
+                first.wake()
+
+    # -- when nothing is ready -------------------------------------------------------------------
+
+    def _idle(self) -> bool:
+        """Finds something to do; False when all warps have exited."""
+        if self.engine.idle_step() or self.held.idle_step():
+            return True
+        if self.hungry:
+            self.queue.append(self.hungry.popleft())
+            return True
+        if self.faults.active:
+            if self.faults.step(idle=True):
+                return True
+            if all(self.faults.is_dead(w.grid.launch.rank) for w in self.live.values()):
+                return False
+        if not self.live:
+            return False
+        if self._let_time_pass():
+            return True
+        if self.progress != self._last_soft_wake and self.pollers:
+            # A poll may only have been a peek: let everyone look once more, and see whether anything comes
+            # of it.
+            self._release(list(self.pollers.values()))
+            self._last_soft_wake = self.progress
+            return True
+        what = "deadlock: no warp can go on and no async operation is pending"
+        raise Deadlock(self.describe("\n".join([what, *self._half_reached()])))
+
+    def _let_time_pass(self) -> bool:
+        if self.sleepers:
+            self.sleepers.sort(key=lambda s: s[:2])
+            until, _, group = self.sleepers.pop(0)
+            self.clock = max(self.clock, until)
+            group.wake()
+            return True
+        watching = [g for g in self.pollers.values() if g.clock]
+        if self._went_on and self._expiries:
+            self._expiries -= 1
+            self._jumps = 0
+        self._went_on = False
+        if watching and self._jumps < JUMPS:
+            self._peeking = not self._peeking
+            if self._peeking:
+                # A later time can end a wait for good. Before that everybody who polls looks once more: it
+                # may be parked at what was a peek, or its loop polls two places, of which one changed between
+                # its last look there and its being parked at the other.
+                self._release(list(self.pollers.values()))
+                return True
+            # Nothing else can happen before these see a later time: jump further each time, so that a bounded
+            # wait ends after a few looks whatever its bound.
+            self._jumps += 1
+            self.clock += min(1000 << self._jumps, LONGEST_JUMP)
+            self._release(watching)
+            return True
+        return False
+
+    def _release(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.pollers.pop(id(group), None)
+            group.polls.clear()
+            group.token = "timeout" if group.token == "poll" else None
+            group.wake()
+
+    def moved(self) -> None:
+        """Something really happened: time may be slow again."""
+        self.progress += 1
+        self._jumps = 0
+        self._expiries = EXPIRIES
+
+    def describe(self, what: str) -> str:
+        """Where every warp stands, below a headline."""
+        lines = [what]
+        for warp in self.live.values():
+            for group in warp.groups:
+                where = warp.grid.program.text_at(group.pc)
+                lines.append(f"  {group.where()}: {where}; waits for {group.why or 'nothing (runnable)'}")
+        shown = lines[:200]
+        if len(lines) > len(shown):
+            shown.append(f"  ... and {len(lines) - len(shown)} more")
+        return "\n".join(shown)
+
+    def _half_reached(self) -> list[str]:
+        """Barriers to which some warps have come and others will not, with who is where."""
+        ctas = dict.fromkeys(warp.cta for warp in self.live.values())
+        barriers = [(b, [cta]) for cta in ctas for b in cta.named.values()]
+        barriers += [(c.barrier, c.ctas) for c in dict.fromkeys(cta.cluster for cta in ctas)]
+        lines = []
+        for barrier, members in barriers:
+            if not barrier.parked:
+                continue
+            here = dict.fromkeys(group.warp for group in barrier.parked)
+            absent = []
+            for warp in (w for cta in members for w in cta.warps if w not in here):
+                whys = dict.fromkeys(group.why or "nothing (runnable)" for group in warp.groups)
+                absent.append(f"{warp} {'waits for ' + ' and '.join(whys) if whys else 'has exited'}")
+            more = [f"and {len(absent) - 8} more"] if len(absent) > 8 else []
+            lines.append(
+                f"  not all come to {barrier}: there are {', '.join(map(str, here))}; "
+                + "; ".join([*absent[:8], *more])
+            )
+        return lines
+
+    def reset(self) -> None:
+        """Forgets all warps, and how long those of this run have waited."""
+        for waiting in (self.queue, self.hungry, self.live, self.pollers, self.sleepers):
+            waiting.clear()  # type: ignore[attr-defined]
+        self.faults.let_go()
+        self._begin_afresh()

@@ -1,0 +1,107 @@
+"""The ways to run a check: when asynchronous operations complete, and who takes turns how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cute_emulator.machine.asyncq import MODES
+from cute_emulator.machine.checks import CHECKS, STRICT_CHECKS
+from cute_emulator.run.scheduler import Schedule
+
+SCHEDULES = "round_robin, shuffled, starve:RANK, starve:warp:NUMBER, starve:cta:NUMBER"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a check.
+
+    Attributes:
+        mode: `immediate`, `random` or `lazy`.
+        seed: of every random choice.
+        shuffled: random order of warps, of divergent lane groups and of grids, instead of round robin.
+        starved_rank: this rank runs only when no other can.
+        starved_warp: this warp of every CTA runs only when no other can.
+        starved_cta: CTAs with this x % 2 + 2 * (y % 2), so one of up to four neighbours in a cluster, run
+            only when no other can.
+    """
+
+    mode: str
+    seed: int = 0
+    shuffled: bool = False
+    starved_rank: int | None = None
+    starved_warp: int | None = None
+    starved_cta: int | None = None
+
+    @staticmethod
+    def of(mode: str, seed: int, schedule: str) -> Setting:
+        """From a schedule's name on the command line, one of `SCHEDULES`.
+
+        Raises:
+            ValueError: Unknown mode or schedule.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode {mode!r} must be one of {', '.join(MODES)}")
+        match schedule.split(":"):
+            case ["round_robin"]:
+                return Setting(mode, seed)
+            case ["shuffled"]:
+                return Setting(mode, seed, shuffled=True)
+            case ["starve", number] | ["starve", "rank", number] if number.isdigit():
+                return Setting(mode, seed, starved_rank=int(number))
+            case ["starve", "warp", number] if number.isdigit():
+                return Setting(mode, seed, starved_warp=int(number))
+            case ["starve", "cta", number] if number.isdigit():
+                return Setting(mode, seed, starved_cta=int(number))
+        raise ValueError(f"schedule {schedule!r} must be one of {SCHEDULES}")
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name on the command line."""
+        for what, which in (
+            ("", self.starved_rank),
+            ("cta:", self.starved_cta),
+            ("warp:", self.starved_warp),
+        ):
+            if which is not None:
+                return f"starve:{what}{which}"
+        return "shuffled" if self.shuffled else "round_robin"
+
+    def options(self, strict: bool = True) -> dict[str, Any]:
+        """The arguments of `Emulator` that make it so; `strict` adds the checks that kernels may break."""
+        parties = (self.starved_rank, self.starved_cta, self.starved_warp)
+
+        def starved(rank: int, cta: tuple[int, int, int], warp: int) -> bool:
+            return any(
+                a == b for a, b in zip(parties, (rank, cta[0] % 2 + 2 * (cta[1] % 2), warp), strict=True)
+            )
+
+        schedule = Schedule(
+            order="random" if self.shuffled else "round_robin",
+            lanes=self.shuffled,
+            starved=None if parties == (None, None, None) else starved,
+            grids="random" if self.shuffled else "submission",
+        )
+        checks = CHECKS + STRICT_CHECKS if strict else CHECKS
+        return {"mode": self.mode, "seed": self.seed, "schedule": schedule, "checks": checks}
+
+    def __str__(self) -> str:
+        extra = ", shuffled" if self.shuffled else ""
+        for what, which in (
+            ("rank", self.starved_rank),
+            ("CTA", self.starved_cta),
+            ("warp", self.starved_warp),
+        ):
+            extra += "" if which is None else f", {what} {which} starved"
+        return f"{self.mode} {self.seed}{extra}"
+
+
+def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
+    """Every mode in round robin, then shuffled with each seed, then with ranks, CTAs and warps starved."""
+    modes = ("immediate", "lazy", "random")
+    found = [Setting(mode) for mode in modes]
+    found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
+    if ranks > 1:
+        found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
+    found += [Setting("lazy", starved_cta=number) for number in range(4)]
+    return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]

@@ -1,0 +1,100 @@
+"""``python -m cute_emulator`` for tests: a process for each, forked where the imports are done.
+
+Importing torch, CuTe DSL and the emulator takes three seconds of processor time, most of what a command of a
+test costs. A process that has imported them, and nothing else, waits for commands and forks for each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def emulator_command(
+    *words: object, env: Mapping[str, str] | None = None, timeout: int = 300
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command, in the current directory.
+
+    Args:
+        *words: After ``python -m cute_emulator``.
+        env: Changes of its environment.
+        timeout: Seconds that it may take.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        asked = {
+            "words": [*map(str, words)],
+            "env": {**os.environ, **(env or {})},
+            "cwd": str(Path.cwd()),
+            "out": str(out),
+            "err": str(err),
+            "timeout": timeout,
+        }
+        server = _server()
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        if code == -signal.SIGALRM:
+            raise subprocess.TimeoutExpired(list(map(str, words)), timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(list(map(str, words)), code, out.read_text(), err.read_text())
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Waits for commands as long as this process holds the pipe."""
+    # The DSL reads this when it is imported; every command asks for it before that.
+    env = {**os.environ, "CUTE_DSL_LINEINFO": "1"}
+    pipe = subprocess.PIPE
+    server = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, env=env)
+    atexit.register(server.communicate)  # which closes the pipe, and so ends it
+    return server
+
+
+def _serve() -> None:
+    import cutlass.cute  # noqa: F401
+    import torch  # noqa: F401
+
+    import cute_emulator.check_command
+    import cute_emulator.mutate_command  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            _command(json.loads(line))
+        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        answers.flush()
+
+
+def _command(asked: dict[str, Any]) -> None:
+    """What ``python -m cute_emulator WORDS`` does, in a forked process."""
+    signal.alarm(asked["timeout"])
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    for number, (name, mode) in enumerate(((os.devnull, "r"), (asked["out"], "w"), (asked["err"], "w"))):
+        with Path(name).open(mode) as file:
+            os.dup2(file.fileno(), number)
+    path = filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [asked["cwd"], *path]
+    sys.argv = ["cute_emulator", *asked["words"]]
+    runpy.run_module("cute_emulator", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    _serve()

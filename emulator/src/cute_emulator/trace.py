@@ -1,0 +1,232 @@
+"""What each warp and each asynchronous operation did when, as a Chrome/Perfetto trace and as a picture.
+
+Time is instruction time: the number of warp instructions the machine has executed so far. It orders events
+and shows who waits for whom; it is no estimate of the time a GPU would take::
+
+    trace = Trace(roles={4: "mma", 5: "load"})
+    with Emulator("sm_100a", trace=trace):
+        compiled(a, b, c, stream)
+    trace.save_json("gemm.json")  # open in ui.perfetto.dev
+    trace.save_png("gemm.png")
+    trace.save_html("gemm.html")
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cute_emulator.machine.roles import Roles, role_of
+from cute_emulator.trace_html import page
+
+Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
+
+_COLOURS = {
+    "active": "#2a9d5c",
+    "wait": "#d8d8d8",
+    "load": "#3465a4",
+    "tensor": "#c4572b",
+    "store": "#8a5fb0",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One interval of one row.
+
+    Attributes:
+        place: launch, rank and CTA it belongs to.
+        row: warp number, or the kind of an asynchronous operation (`load`, `tensor`, `store`).
+        begin: instruction time.
+        end: instruction time, not before `begin`.
+        kind: `active`, `wait`, or as `row`.
+        what: what the warp waits for, or the operation.
+        instructions: warp instructions executed in it.
+    """
+
+    place: Place
+    row: int | str
+    begin: int
+    end: int
+    kind: str
+    what: str
+    instructions: int = 0
+
+
+@dataclass
+class _Open:
+    begin: int
+    what: str = ""
+    instructions: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class Trace:
+    """Records a run; give it to the emulator as `trace=`.
+
+    Attributes:
+        roles: names of warps by their number in the CTA, or a function of the number.
+        spans: what was recorded, in the order it ended.
+    """
+
+    roles: Roles = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list, repr=False)
+    _warps: dict[tuple[Place, int], _Open] = field(default_factory=dict, repr=False)
+    _issued: dict[int, int] = field(default_factory=dict, repr=False)
+    _now: int = field(default=0, repr=False)
+
+    # -- called by the machine
+
+    def ran(self, warp: Any, end: int, instructions: int) -> None:
+        """A warp's turn ended at `end`, after `instructions` of its own."""
+        self._now = end
+        key = (_place(warp.grid, warp.cta), int(warp.index))
+        state = self._warps.get(key)
+        begin = end - instructions
+        if state is None or state.waiting:
+            if state is not None:
+                self._close(key, state, begin)
+            state = self._warps[key] = _Open(begin)
+        state.instructions += instructions
+        if all(group.why for group in warp.groups):
+            self._close(key, state, end)
+            del self._warps[key]
+            if warp.groups:
+                self._warps[key] = _Open(end, "; ".join(sorted({g.why for g in warp.groups})), waiting=True)
+
+    def issued(self, event: Any) -> None:
+        """An asynchronous operation was issued."""
+        self._issued[id(event)] = self._now
+
+    def happened(self, event: Any) -> None:
+        """An asynchronous operation took effect."""
+        begin = self._issued.pop(id(event), self._now)
+        place = _place(event.grid, event.owner)
+        row = "store" if event.kind in ("read", "write") else event.kind
+        self.spans.append(Span(place, row, begin, self._now, row, event.what))
+
+    def finish(self) -> None:
+        """A run is over: who has not ended, as where it broke off, is shown as far as it came."""
+        for key, state in self._warps.items():
+            self._close(key, state, self._now)
+        self._warps.clear()
+        self._issued.clear()
+
+    def _close(self, key: tuple[Place, int], state: _Open, end: int) -> None:
+        kind = "wait" if state.waiting else "active"
+        self.spans.append(Span(*key, state.begin, end, kind, state.what, state.instructions))
+
+    # -- output
+
+    def name(self, row: int | str) -> str:
+        """What a row is called: `warp 4 (mma)`, `tensor`."""
+        if isinstance(row, str):
+            return row
+        role = role_of(self.roles, row)
+        return f"warp {row} ({role})" if role else f"warp {row}"
+
+    def chrome(self) -> dict[str, Any]:
+        """The trace in Chrome's JSON format; one instruction is shown as one microsecond."""
+        events: list[dict[str, Any]] = []
+        for pid, (place, rows) in enumerate(self._by_row().items()):
+            launch, rank, cta = place
+            events.append(_metadata("process_name", pid, 0, f"launch {launch} rank {rank} CTA {cta}"))
+            for tid, (row, spans) in enumerate(rows.items()):
+                events.append(_metadata("thread_name", pid, tid, self.name(row)))
+                for number, span in enumerate(spans):
+                    events.extend(_chrome_span(span, pid, tid, number))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save_json(self, path: str | Path) -> None:
+        """Writes `chrome()` to a file."""
+        Path(path).write_text(json.dumps(self.chrome()))
+
+    def save_html(self, path: str | Path, title: str = "Who does what when") -> None:
+        """Writes a page with the timeline, which zooms; it needs no network and no other file.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if not self.spans:
+            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+        groups = [
+            {
+                "name": f"rank {rank}, launch {launch}, CTA {cta}",
+                "rows": [
+                    {
+                        "name": self.name(row),
+                        "separate": isinstance(row, str),
+                        "spans": [[s.begin, s.end, s.kind, s.what, s.instructions] for s in spans],
+                    }
+                    for row, spans in rows.items()
+                ],
+            }
+            for (launch, rank, cta), rows in sorted(
+                self._by_row().items(), key=lambda item: (item[0][1], item[0])
+            )
+        ]
+        end = max(span.end for span in self.spans)
+        Path(path).write_text(page(title, groups, end, _COLOURS), encoding="utf-8")
+
+    def save_png(self, path: str | Path, max_ctas: int = 4) -> None:
+        """Draws one row per warp and kind of operation of the first `max_ctas` CTAs.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if not self.spans:
+            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+        import matplotlib
+
+        matplotlib.use("Agg", force=False)
+        from matplotlib import pyplot
+        from matplotlib.patches import Patch
+
+        shown = list(self._by_row().items())[:max_ctas]
+        rows = [(place, row, spans) for place, found in shown for row, spans in found.items()]
+        figure, axes = pyplot.subplots(figsize=(14, 1 + 0.28 * len(rows)), layout="constrained")
+        for y, (_, _, spans) in enumerate(rows):
+            for kind in sorted({s.kind for s in spans}):
+                bars = [(s.begin, max(s.end - s.begin, 1)) for s in spans if s.kind == kind]
+                axes.broken_barh(bars, (y - 0.4, 0.8), color=_COLOURS[kind], linewidth=0)
+        labels = [f"rank {place[1]} CTA {place[2]}  {self.name(row)}" for place, row, _ in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("instruction time (warp instructions executed by the machine)")
+        axes.legend(
+            handles=[Patch(color=c, label=k) for k, c in _COLOURS.items()],
+            loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
+        )  # fmt: skip
+        figure.suptitle("Who does what when: overlap is several rows at once", x=0.01, ha="left", fontsize=10)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+    def _by_row(self) -> dict[Place, dict[int | str, list[Span]]]:
+        """Spans by CTA and row: warps first, in order, then asynchronous work."""
+        found: dict[Place, dict[int | str, list[Span]]] = {}
+        for span in sorted(self.spans, key=lambda s: (s.place, isinstance(s.row, str), str(s.row).zfill(3))):
+            found.setdefault(span.place, {}).setdefault(span.row, []).append(span)
+        return found
+
+
+def _place(grid: Any, cta: Any) -> Place:
+    return grid.number, grid.launch.rank, cta.ctaid if cta is not None else (0, 0, 0)
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _chrome_span(span: Span, pid: int, tid: int, number: int) -> list[dict[str, Any]]:
+    common = {"pid": pid, "tid": tid, "cat": span.kind}
+    if isinstance(span.row, int):
+        name = span.what if span.kind == "wait" else "active"
+        args = {"instructions": span.instructions}
+        return [
+            {**common, "ph": "X", "name": name, "ts": span.begin, "dur": span.end - span.begin, "args": args}
+        ]
+    identity = {"name": span.what, "id": f"{pid}.{tid}.{number}"}  # operations in flight overlap
+    return [{**common, **identity, "ph": ph, "ts": ts} for ph, ts in (("b", span.begin), ("e", span.end))]

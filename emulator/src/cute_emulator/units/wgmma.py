@@ -1,0 +1,154 @@
+"""wgmma.mma_async: m64nNkK on a warpgroup, D (and perhaps A) in registers.
+
+Warp w of the warpgroup owns rows 16 w .. 16 w + 15 of A and D, with the fragment layouts of `units.mma` (PTX
+ISA 9.7.15.5.1), so that each warp can be executed by itself. K is 32 bytes: 16 elements for f16 and bf16, 8
+for tf32, 32 for types of a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cute_emulator.numbers import formats, tensor_cores
+from cute_emulator.numbers.arrays import F32, U32
+from cute_emulator.units import mma
+from cute_emulator.units.smem_desc import SmemDescriptor, decode_wgmma, gather_steps
+
+WARP_ROWS = 16
+_K_BYTES = 32
+
+
+class Operands(NamedTuple):
+    """What descriptors say of a wgmma's operands in shared memory.
+
+    Attributes:
+        a: where A lies, `None` in registers.
+        b: where B lies.
+        spans: ranges of chunk numbers, first and end, that hold each.
+        atoms: ranges of the whole swizzle atoms that hold each, the same for all K steps in them.
+    """
+
+    a: SmemDescriptor | None
+    b: SmemDescriptor
+    spans: list[tuple[int, int]]
+    atoms: tuple[tuple[int, int], ...]
+
+    def continues(self, first: Operands) -> bool:
+        """Whether they lie as others do, at other places."""
+        if self.a is None or first.a is None:
+            return False
+        return self.a.differs_in_start(first.a) and self.b.differs_in_start(first.b)
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """The static part of a wgmma instruction.
+
+    Attributes:
+        n: columns of D, a multiple of 8 up to 256.
+        a_type: element type of A: `f16`, `bf16`, `tf32`, `e4m3`, `e5m2`, `s8` or `u8`.
+        b_type: element type of B.
+        d_type: `f32`, `f16` or `s32`.
+        a_mn_major: `imm-trans-a`: rows of A are contiguous in shared memory.
+        b_mn_major: `imm-trans-b`.
+        negate_a: whether `imm-scale-a` is -1.
+        negate_b: whether `imm-scale-b` is -1.
+        saturate: whether an integer D saturates.
+    """
+
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str = "f32"
+    a_mn_major: bool = False
+    b_mn_major: bool = False
+    negate_a: bool = False
+    negate_b: bool = False
+    saturate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n % 8 or not 8 <= self.n <= 256:
+            raise ValueError(f"wgmma with n={self.n}: must be a multiple of 8 up to 256")
+        if self.d_type == "s32" and self.n > 32 and self.n % 16:
+            raise ValueError(f"wgmma of integers with n={self.n}: beyond 32 a multiple of 16")
+        if (self.a_mn_major or self.b_mn_major) and formats.ELEMENT_BYTES[self.a_type] != 2:
+            raise ValueError(f"wgmma transposes 16-bit operands only, not {self.a_type}")
+
+    @cached_property
+    def k(self) -> int:
+        """K extent of one instruction."""
+        return _K_BYTES // formats.ELEMENT_BYTES[self.a_type]
+
+    @property
+    def d_registers(self) -> int:
+        """Registers of D per lane."""
+        return self.n // 4 if self.d_type == "f16" else self.n // 2
+
+    def operand_b(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
+        """B of K steps as `float32 [n, steps * k]`; the same for all warps of the warpgroup."""
+        size = formats.ELEMENT_BYTES[self.b_type]
+        b = formats.widen(gather_steps(smem, steps, self.n, self.k, size, self.b_mn_major), self.b_type)
+        return -b if self.negate_b else b
+
+    def operand_a(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
+        """A of K steps as `float32 [64, steps * k]`; warp w uses rows 16 w and up."""
+        size = formats.ELEMENT_BYTES[self.a_type]
+        rows = 4 * WARP_ROWS
+        a = formats.widen(gather_steps(smem, steps, rows, self.k, size, self.a_mn_major), self.a_type)
+        return -a if self.negate_a else a
+
+    def operand_a_registers(self, registers: U32) -> F32:
+        """One warp's A as `float32 [16, k]` from its four registers `[4, 32]`."""
+        a = formats.widen(mma.a_matrix(registers, formats.ELEMENT_BYTES[self.a_type]), self.a_type)
+        return -a if self.negate_a else a
+
+    def multiply(self, a: F32, b: F32, d: U32 | None) -> U32:
+        """One warp's D registers `[d_registers, 32]`.
+
+        Args:
+            a: the warp's rows of A, `[16, k]`.
+            b: B, `[n, k]`.
+            d: D's registers before, or `None` where `scale-d` is 0.
+        """
+        with np.errstate(all="ignore"):
+            total = self.accumulate(a, b, None if d is None else mma.c_matrix(d, self.d_type))
+        return mma.c_registers(total, self.d_type)
+
+    def accumulate(self, a: F32, b: F32, d: mma.Matrix | None, exact: bool = False) -> mma.Matrix:
+        """D, or zero where it is `None`, plus `a @ b.T`; any number of rows.
+
+        Of types of a byte with as few bits as the device has (`numbers.tensor_cores`): a kernel that must
+        add parts of K in registers is wrong without. Of wider ones, that have 25 bits, in fp32;
+        with `exact` all are.
+        """
+        if formats.ELEMENT_BYTES[self.a_type] == 1 and self.d_type == "f32" and not exact:
+            old = np.zeros((len(a), len(b)), np.float32) if d is None else np.asarray(d, np.float32)
+            return tensor_cores.aligned_sum(a, b, old, tensor_cores.HOPPER[self.a_type])
+        total = mma.add(a @ b.T, d, self.d_type, self.saturate)
+        return total.astype(np.float16).astype(np.float32) if self.d_type == "f16" else total
+
+    def decode(self, a: int | None, b: int) -> Operands:
+        """The operands of descriptors, `a` `None` for A in registers.
+
+        Raises:
+            ValueError: a field has a value that is not modelled.
+        """
+        left, right = None if a is None else decode_wgmma(a), decode_wgmma(b)
+        tiles = self.smem_tiles(left, right)
+        atoms = [tile.atoms(*form) for tile, form in tiles]
+        edges = tuple([(each.start, each.stop) for each in atoms])
+        return Operands(left, right, [tile.span(*form) for tile, form in tiles], edges)
+
+    def smem_tiles(
+        self, a: SmemDescriptor | None, b: SmemDescriptor
+    ) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
+        """The tiles read: descriptor, rows, k, bytes, whether MN-major; `a` is `None` for A in registers."""
+        tiles = [(b, (self.n, self.k, formats.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
+        if a is not None:
+            tiles.append((a, (4 * WARP_ROWS, self.k, formats.ELEMENT_BYTES[self.a_type], self.a_mn_major)))
+        return tiles

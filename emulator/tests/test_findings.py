@@ -1,0 +1,187 @@
+"""What a finding and an error show: the instructions around the place, both parties, and their roles."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from cute_emulator import errors
+from cute_emulator.errors import EmulatorError, KernelTrap, MemoryFault
+from cute_emulator.machine.checks import CHECKS
+from cute_emulator.machine.roles import parse_roles
+from cute_emulator.run.launch import Machine
+from cute_emulator.source import excerpt
+from cute_emulator.trace import Trace
+
+from .handwritten import aligned, launch, module, run
+from .test_shared_races import INIT, LOAD, SETUP, SMEM
+
+ROLES = {0: "writer", 1: "reader"}
+
+
+def shown(text):
+    """Numbers and marks of the instructions that an excerpt shows, those of the other party apart."""
+    mine, _, other = text.partition("the other")
+    rows = re.findall(r"^ +(>?) +(\d+) \| (.*)$", mine, re.M)
+    return rows, re.findall(r"> +(\d+) \| (.*)$", other, re.M)
+
+
+def planted(body, **options):
+    out = aligned(64)
+    return run(SETUP + body, [aligned(64), out], smem=SMEM, block=(64, 1, 1), roles=ROLES, **options)
+
+
+# kind of the finding: kernel, its instruction, the other party's, roles of both
+FINDINGS = {
+    "shared-race": (
+        "@%p1 st.shared.b32 [%r3], %r0;\nmov.b32 %r9, 1;\n@%p2 ld.shared.b32 %r5, [%r3];\n",
+        "ld.shared.b32", "st.shared.b32", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "race": (
+        "@%p1 st.global.b32 [%d1], 7;\n@%p2 ld.global.b32 %r5, [%d1];\n",
+        "ld.global.b32", "st.global.b32", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "proxy-fence": (
+        "@%p1 st.shared.b32 [%r3], %r0;\nbar.sync 0;\n"
+        "@%p0 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r11], 16;\n"
+        "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n",
+        "cp.async.bulk.global", None, ("warp 0 (writer)",),
+    ),
+    "mbarrier-race": (
+        "@%p0 mbarrier.init.shared.b64 [%r10], 1;\n@%p2 mbarrier.arrive.shared.b64 %d9, [%r10];\n",
+        "mbarrier.arrive", "mbarrier.init", ("warp 1 (reader)", "warp 0 (writer)"),
+    ),
+    "exit-tx": (
+        INIT + "\n@%p0 mbarrier.arrive.expect_tx.shared.b64 %d9, [%r10], 256;\n", "expect_tx", None, (),
+    ),
+    "exit-pending": (INIT + "\n" + LOAD, "cp.async.bulk.shared", None, ()),
+    "tmem-leak": (
+        "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r11], 32;\n",
+        "tcgen05.alloc", None, (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FINDINGS)
+def test_a_finding_shows_its_instruction_three_on_either_side_the_other_party_and_roles(kind):
+    body, mine, other, who = FINDINGS[kind]
+    checks = [*CHECKS, "tx"]
+    report = planted(body, mode="lazy" if kind == "exit-pending" else "immediate", checks=checks).report
+    finding = next(f for f in report.findings if f.kind == kind)
+    rows, others = shown(finding.excerpt)
+    numbers = [int(number) for _, number, _ in rows]
+    (at,) = [n for n, (mark, _, _) in enumerate(rows) if mark]
+    assert numbers[at] == finding.line and mine in rows[at][2]
+    assert at == 3, "three instructions before"
+    assert len(rows) == 7 or re.match(r"ret;|}", rows[-1][2]), "three after, if the kernel goes on"
+    assert numbers == sorted(numbers)
+    assert not any(text.lstrip().startswith((".loc", "{", "//")) for _, _, text in rows)
+    assert bool(others) == (other is not None) and all(other in text for _, text in others)
+    assert all(role in finding.message for role in who)
+    assert str(finding) == f"[{kind}] {finding.message}\n{finding.excerpt}"
+
+
+@pytest.mark.parametrize(
+    ("error", "body", "mine"),
+    [
+        (MemoryFault, "ld.global.b32 %r5, [%d1+4096];", "ld.global.b32"),
+        (EmulatorError, INIT + "\n@%p0 mbarrier.arrive.shared.b64 %d9, [%r10], 2;", "mbarrier.arrive"),
+        (EmulatorError, "@%p1 bar.arrive 1, 64;\n@%p2 bar.sync 1, 32;", "bar.sync 1"),
+        (EmulatorError, "@%p2 trap;", "trap"),
+        (EmulatorError, INIT + "\n" + LOAD + "@%p0 mbarrier.inval.shared.b64 [%r10];", "cp.async.bulk"),
+    ],
+    ids=["out of bounds", "over-arrival", "barrier count", "trap", "in a copy, later"],
+)
+def test_an_error_shows_its_place_too(error, body, mine):
+    with pytest.raises(error) as caught:
+        planted(body, mode="lazy")
+    rows, _ = shown(str(caught.value))
+    (marked,) = [text for mark, _, text in rows if mark]
+    assert mine in marked
+    assert str(caught.value).count("    > ") == 1
+
+
+def test_the_other_party_of_another_kernel_is_shown_from_its_own_text():
+    flag = aligned(32)
+    machine = Machine("sm_100a", ranks=2, roles=lambda warp: f"only {warp}")
+    machine.memory.register(flag.ctypes.data, flag.nbytes, name="flag")
+    writes = module("// a comment that moves the lines\n\n\nst.global.b32 [%d0], 7;", 1)
+    reads = module("nanosleep.u32 1000; ld.global.b32 %r1, [%d0];", 1)
+    machine.submit(launch(writes, [flag]))
+    machine.submit(launch(reads, [flag], rank=1))
+    machine.run()
+    (finding,) = machine.report.findings
+    rows, others = shown(finding.excerpt)
+    assert "ld.global" in next(text for mark, _, text in rows if mark)
+    assert [text for _, text in others] == ["st.global.b32 [%d0], 7;"]
+    assert finding.message.count("warp 0 (only 0)") == 2
+
+
+def test_a_finding_at_the_end_says_how_to_wait():
+    store = (
+        "@%p0 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r11], 16; @%p0 cp.async.bulk.commit_group;"
+    )
+    (finding,) = planted(store, mode="lazy").report.findings
+    assert finding.kind == "exit-pending" and "cp.async.bulk.wait_group.read 0" in finding.message
+    assert not planted(store + "cp.async.bulk.wait_group.read 0;", mode="lazy").report.findings
+    assert not planted(store, mode="lazy", ignore=["exit-pending"]).report.findings
+    assert planted(store, mode="lazy", ignore=["exit-tx"]).report.findings
+
+
+def test_kinds_that_there_are_not_cannot_be_ignored():
+    with pytest.raises(
+        ValueError, match="no findings are of kind 'exit-pendign'; kinds: .*exit-pending"
+    ) as said:
+        Machine("sm_100a", ignore=["race", "exit-pendign"])
+    assert "\n" not in str(said.value)
+
+
+def test_every_kind_that_is_found_can_be_ignored():
+    """What the sources pass to `Report.add` is `KINDS`, no more and no less."""
+    calls = [
+        node
+        for file in Path(errors.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("report.add")
+    ]
+    assert {call.args[0].value for call in calls} == set(errors.KINDS)
+
+
+def test_a_trace_names_the_warps_of_messages():
+    out = aligned(64)
+    body = "@%p1 st.shared.b32 [%r3], %r0; @%p2 ld.shared.b32 %r5, [%r3];"
+    report = run(SETUP + body, [out, out], smem=SMEM, block=(64, 1, 1), trace=Trace(roles=ROLES)).report
+    assert "warp 1 (reader)" in report.findings[0].message
+
+
+def test_roles_on_the_command_line():
+    assert parse_roles("0-2=epilogue, 4=mma") == {0: "epilogue", 1: "epilogue", 2: "epilogue", 4: "mma"}
+    assert parse_roles("") == {}
+    for wrong in ("4:mma", "3-1=mma"):
+        with pytest.raises(ValueError, match=wrong):
+            parse_roles(wrong)
+
+
+def test_lines_beyond_the_text_show_nothing():
+    assert excerpt("a;\nb;", 3) == excerpt("a;", 0) == ""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_bounded_wait_that_runs_out_because_nothing_goes_on_shows_where_the_others_stand(waits):
+    flag = aligned(1)
+    body = """
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p0, %r0, 32; @%p0 bra OTHER;
+    mov.u64 %d5, %globaltimer; add.s64 %d5, %d5, {bound};
+    WAIT: ld.relaxed.sys.global.b32 %r2, [%d0]; setp.ne.b32 %p0, %r2, 0; @%p0 bra END;
+    mov.u64 %d6, %globaltimer; setp.lt.u64 %p1, %d6, %d5; @%p1 bra WAIT;
+    trap;
+    OTHER: bar.sync 3, 96;
+    END:
+    """
+    with pytest.raises(KernelTrap) as error:
+        run(body.format(bound=10**9 if waits else 0), [flag], block=(64, 1, 1))
+    shown = "where the warps stood" in str(error.value) and "bar.sync 3, 96; waits for barrier 3" in str(
+        error.value
+    )
+    assert shown == waits

@@ -1,0 +1,54 @@
+"""The command that runs kernels of public packages, and the table that it writes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+from cute_emulator.testing import emulator_command
+
+FOLDER = Path(__file__).parents[1] / "public"
+_spec = importlib.util.spec_from_file_location("run_public", FOLDER / "run.py")
+public = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(public)
+
+KERNEL = """
+import sys
+import cutlass.cute as cute, torch
+from cutlass.cute.runtime import from_dlpack
+
+@cute.kernel
+def kernel(x: cute.Tensor):
+    cta, _, _ = cute.arch.block_idx()
+    x[cta // STEP] = cta
+
+@cute.jit
+def go(x: cute.Tensor):
+    kernel(x).launch(grid=(2, 1, 1), block=(32, 1, 1))
+
+x = torch.zeros(2, dtype=torch.int32, device="cuda")
+go(from_dlpack(x))
+assert sys.argv[1] == "right", x.tolist()
+"""
+
+
+def test_verdicts(tmp_path):
+    script = tmp_path / "kernel.py"
+    found = {}
+    for name, step, argument in (("pass", 1, "right"), ("reported", 2, "right"), ("stops", 1, "wrong")):
+        script.write_text(KERNEL.replace("STEP", str(step)))
+        done = emulator_command("--collect", script, argument)
+        found[name] = public.classify(done.returncode, done.stderr)
+    assert found == {
+        "pass": ("pass", ""),
+        "reported": ("reported", "race at kernel.py:9"),
+        "stops": ("stops", "AssertionError: [0, 1]"),
+    }
+    slow = public.verdict(script, "right", arch="sm_90a", mode="immediate", seconds=0.01)
+    assert slow == ("stops", "after 0.01 s")
+
+
+def test_the_page_shows_what_was_kept():
+    rows = json.loads(public.RESULTS.read_text())
+    assert rows and {(r["package"], r["case"]) for r in rows} <= {(p, case) for p, _, _, case in public.CASES}
+    assert {r["verdict"] for r in rows} <= {"pass", "reported", "stops"}
+    assert public.table(rows) in public.PAGE.read_text()

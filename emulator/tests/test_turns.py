@@ -1,0 +1,144 @@
+"""Ranks as threads that take turns."""
+
+import random
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from cute_emulator import clients
+from cute_emulator.errors import EmulatorError
+from cute_emulator.host.torch.turns import Turns
+
+
+def run(ranks, body, device=lambda: None):
+    turns = Turns(ranks, device)
+    turns.run([lambda r=r: body(turns, r) for r in range(ranks)])
+
+
+def test_a_turn_ends_only_where_a_rank_blocks():
+    log, open_gate = [], []
+
+    def body(turns, rank):
+        log.append(("start", rank))
+        if rank == 0:
+            turns.block(lambda: bool(open_gate))
+        log.append(("middle", rank))
+        open_gate.append(rank)
+        log.append(("end", rank))
+
+    run(3, body)
+    assert log == [
+        ("start", 0), ("start", 1), ("middle", 1), ("end", 1), ("start", 2), ("middle", 2), ("end", 2),
+        ("middle", 0), ("end", 0),
+    ]  # fmt: skip
+
+
+def test_the_device_runs_when_every_rank_is_blocked():
+    launched, runs = [], []
+
+    def device():
+        runs.append(sorted(launched))
+        launched.clear()
+
+    def body(turns, rank):
+        for step in range(2):
+            launched.append((rank, step))
+            turns.wait_for_device(lambda item=(rank, step): item not in launched)
+
+    run(3, body, device)
+    assert runs == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
+
+
+def test_waiting_for_nothing_does_not_end_a_turn():
+    log = []
+
+    def body(turns, rank):
+        turns.wait_for_device(lambda: True)
+        log.append(rank)
+        turns.wait_for_device(lambda: True)
+        log.append(rank)
+
+    run(2, body)
+    assert log == [0, 0, 1, 1]
+
+
+def test_an_error_of_a_rank_ends_the_others():
+    reached = []
+
+    def body(turns, rank):
+        if rank == 1:
+            raise KeyError("rank 1 failed")
+        turns.block(lambda: False)
+        reached.append(rank)
+
+    with pytest.raises(KeyError, match="rank 1 failed"):
+        run(3, body)
+    assert reached == []
+
+
+def test_an_error_of_the_device_reaches_the_caller():
+    def device():
+        raise EmulatorError("deadlock")
+
+    with pytest.raises(EmulatorError, match="deadlock"):
+        run(2, lambda turns, rank: turns.wait_for_device(lambda: False), device)
+
+
+def test_a_collective_that_not_all_reach_is_named():
+    with pytest.raises(EmulatorError, match=r"ranks \[0, 2\] wait at a collective"):
+        run(3, lambda turns, rank: None if rank == 1 else turns.block(lambda: False))
+
+
+def test_each_rank_keeps_its_own_random_numbers():
+    drawn = {0: [], 1: []}
+
+    def body(turns, rank):
+        torch.manual_seed(7)
+        random.seed(7)
+        for _ in range(3):
+            drawn[rank].append((torch.rand(()).item(), random.random()))
+            turns.wait_for_device(lambda: len(drawn[1 - rank]) >= len(drawn[rank]))
+
+    run(2, body)
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 3
+
+
+def test_globals_that_a_module_declares_are_each_ranks_own(monkeypatch):
+    module = types.ModuleType("library")
+    module.joined, module.known, module.shared = False, {"before": 0}, []
+    monkeypatch.setitem(sys.modules, "library", module)
+    monkeypatch.setattr(clients, "owned", {})
+    clients.per_process("library", joined=bool, known=dict)
+    seen = []
+
+    def body(turns, rank):
+        seen.append((rank, module.joined, dict(module.known)))
+        module.joined = True
+        module.known[rank] = module.shared
+        module.shared.append(rank)
+        turns.block(lambda: len(module.shared) == 2)
+        seen.append((rank, module.joined, list(module.known), list(module.shared)))
+
+    run(2, body)
+    assert seen == [(0, False, {}), (1, False, {}), (0, True, [0], [0, 1]), (1, True, [1], [0, 1])]
+
+
+def test_a_rank_that_waits_for_another_behind_the_turns_back_is_named():
+    lock = threading.Lock()
+
+    def body(turns, rank):
+        if rank == 0:
+            lock.acquire()
+            turns.block(lambda: False)
+        with lock:
+            pass
+
+    turns = Turns(2, lambda: None, idle_seconds=1.0)
+    with pytest.raises(EmulatorError, match="rank 1 has the turn") as caught:
+        turns.run([lambda r=r: body(turns, r) for r in range(2)])
+    lock.release()
+    assert "with lock:" in str(caught.value) and "turns.block(lambda: False)" in str(caught.value)

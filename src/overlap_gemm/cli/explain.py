@@ -1,0 +1,74 @@
+"""`overlap-gemm explain`: what `overlap_gemm.explain` says of a call, here, with the ranks that are here."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+import typer
+
+import overlap_gemm
+
+from ..backends.base import BackendName
+from ..backends.reach import Reach, this_device
+from ..backends.select import Choice, choose, preferring
+from ..runtime.bootstrap import World
+from ..runtime.group import group_name, resolve
+from ..spec import OPS
+from .bench import DType, chosen_ops
+from .console import rank_zero_console
+from .workload import Workload
+
+
+def explain(
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(OPS)}.")],
+    m: Annotated[int, typer.Argument(min=1, help="Rows M over all ranks.")],
+    n: Annotated[int, typer.Argument(min=1, help="Output features N over all ranks.")],
+    k: Annotated[int, typer.Argument(min=1, help="Input features K over all ranks.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="As if of so many ranks like this one, which reach each other. [default: those started]",
+        ),
+    ] = None,
+    backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
+    dtype: Annotated[
+        DType | None, typer.Option(help="Of operands and result. [default: bfloat16 on GPUs, else float32]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
+    ] = None,
+) -> None:
+    """Say which backend would carry out an op on this machine, and why not the others.
+
+    Run it under a launcher, `bash launch/torchrun.sh -n 2 overlap-gemm explain gemm_all_reduce 16 4096 4096`:
+    the ranks find out what they reach. Alone, `--ranks 8` takes for granted that they do. `overlap-gemm plan`
+    predicts for machines that are not here.
+    """
+    (name,) = chosen_ops([op], "OP")
+    world = overlap_gemm.init(device=device)
+    operand = getattr(torch, dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
+    workload = Workload("", name, m, n, k, operand)
+    group = resolve(group_name(None))
+    x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
+    choice = overlap_gemm.explain(
+        name, x, weight, group=group.process_group, backend=backend, **workload.extents
+    )
+    if ranks not in (None, world.size):
+        choice = _as_if(choice, ranks, world)
+    overlap_gemm.finalize()
+    rank_zero_console(world.rank).print(str(choice), markup=False, highlight=False, soft_wrap=True)
+
+
+def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
+    """The choice for so many ranks, each with a device like this one's."""
+    reach = choice.problem.reach
+    if world.device.type == "cuda":
+        own = this_device(world.device)
+        reach = Reach(own.arch, own.num_sms, own.why_not, own.untimed)
+    problem = replace(choice.problem, world_size=ranks, reach=reach)
+    found = choose(problem, choice.requested)
+    if problem.spec.dual:
+        backward = choose(replace(problem, op=problem.spec.dual), preferring(choice.requested))
+        found = replace(found, backward=backward)
+    return found

@@ -1,0 +1,71 @@
+"""transformers' Trainer for parallelized models, with checkpoints to go on from.
+
+    from overlap_gemm.integrations.trainer import TensorParallelTrainer
+    TensorParallelTrainer(parallelize(model, mesh), args, train_dataset=data).train()
+
+A plain Trainer trains them, too (`parallel.stacks`), and saves the model; it refuses to save the state of the
+optimizer of a model that was sharded before. These save it as a distributed checkpoint beside the model's
+whole weights: any number of ranks goes on from it.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import Trainer
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+OPTIMIZER = "optimizer_shards"
+"""The distributed checkpoint's folder in a Trainer's."""
+SCHEDULER = "scheduler.pt"
+
+
+class ShardedCheckpoints(_Base):
+    """In front of a Trainer class, such as TRL's: it saves and loads the optimizer's shards."""
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    args: Any
+
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        # A Trainer refuses to keep such a model's optimizer, as long as it knows of it.
+        sharded = getattr(model, "_is_distributed_loading_by_transformers", False)
+        if sharded:
+            model._is_distributed_loading_by_transformers = False
+        try:
+            super().__init__(model, *args, **kwargs)
+        finally:
+            if sharded:
+                model._is_distributed_loading_by_transformers = True
+        self.is_distributed_loading_by_transformers = sharded
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Called by Trainer on every rank."""
+        state = {"optimizer": get_optimizer_state_dict(self.model, self._torchs_optimizer)}
+        dcp.save(state, checkpoint_id=Path(output_dir) / OPTIMIZER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | os.PathLike[str] | None) -> None:
+        """Called by Trainer on every rank."""
+        if checkpoint is None:
+            return
+        optimizer = self._torchs_optimizer
+        state = {"optimizer": get_optimizer_state_dict(self.model, optimizer)}
+        dcp.load(state, checkpoint_id=Path(checkpoint) / OPTIMIZER)
+        set_optimizer_state_dict(self.model, optimizer, state["optimizer"])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    @property
+    def _torchs_optimizer(self) -> torch.optim.Optimizer:
+        """Without accelerate's wrapping."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+class TensorParallelTrainer(ShardedCheckpoints, Trainer):
+    """transformers' Trainer, all of it, with checkpoints that parallelized models go on from."""

@@ -1,0 +1,69 @@
+"""Attentions of fewer key/value heads than ranks, and norms over all heads."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..moves import for_each_rank, sum_over_ranks
+from ..runtime.group import group_name, group_rank, group_size
+from .styles import ColwiseForward, OverlapColwiseParallel, local
+
+
+class SharedHeadForward(ColwiseForward):
+    """The forward of a k_proj or v_proj with fewer heads than ranks: each rank computes the one it shares.
+
+    Its parameters are on every rank, whole, so that optimizers, norms and checkpoints know nothing of it.
+    Their gradients are summed over the ranks; a rank's own is zero but for its head.
+
+    Args:
+        module: The linear, its parameters replicated.
+        mesh: The ranks; their number is a multiple of the heads'.
+        style: As for `ColwiseForward`.
+        heads: Key/value heads.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel, heads: int):
+        super().__init__(module, mesh, style)
+        self.heads, self.group = heads, group_name(mesh)
+
+    def operands(self) -> tuple[Tensor, Tensor | None, int]:
+        """The head's rows of weight and bias, and the columns of all ranks' together."""
+        module, ranks = self.module, group_size(self.group)
+        width = module.out_features // self.heads
+        start = group_rank(self.group) // (ranks // self.heads) * width
+
+        def own(parameter: Tensor) -> Tensor:
+            if isinstance(parameter, DTensor):
+                parameter = for_each_rank(parameter.to_local(), self.group)
+            return parameter.narrow(0, start, width)
+
+        bias = None if module.bias is None else own(module.bias)
+        return own(self.source.weight), bias, width * ranks
+
+
+class SpreadNormForward:
+    """An RMSNorm over the features of all heads, of which each rank has its own: the squares are summed.
+
+    As OLMo2's: `weight * (x * rsqrt(mean(x^2) + eps))`, in float32 at least.
+
+    Args:
+        module: The norm, its weight sharded.
+        group: The ranks.
+        width: Features of all ranks together.
+    """
+
+    def __init__(self, module: Any, group: str, width: int):
+        self.module, self.group, self.width = module, group, width
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Normalises this rank's features `[..., width / P]`."""
+        module = self.module
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        squares = sum_over_ranks(x.pow(2).sum(-1, keepdim=True), self.group)
+        # Every rank's output depends on the sum: its gradient is summed, too.
+        variance = for_each_rank(squares, self.group) / self.width
+        x = x * torch.rsqrt(variance + module.variance_epsilon)
+        return (local(module.weight, Shard(0)) * x).to(hidden_states.dtype)

@@ -1,0 +1,95 @@
+"""Ranks that call a parallelized model must call it with the same inputs: what is compared, and when.
+
+On CPUs every tensor's shape, dtype and a digest of its bytes, before each forward pass, which costs a small
+message to every rank. On GPUs a digest would wait for the device, so that shapes alone are compared, those of
+the tensors on which the collectives' sizes depend, and once for each kind of call. `OVERLAP_GEMM_CHECK=1` has
+everything compared, at every call.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import agree
+from ..runtime.group import resolve
+from .places import Sharding
+
+SIZES = ("input", "input_ids", "inputs_embeds")
+"""Inputs on whose shape the collectives' sizes depend."""
+NOT_OF_THE_DECODER = ("labels", "logits_to_keep")
+
+
+class Labels:
+    """Pre-forward hook of a causal language model: keeps what its decoder does not see for `SameInputs`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before the model."""
+        if not torch.compiler.is_compiling():
+            self.kept = {key: kwargs.get(key) for key in NOT_OF_THE_DECODER}
+
+    def fetch(self) -> dict[str, Any]:
+        """What was kept, once."""
+        kept, self.kept = self.kept, {}
+        return kept
+
+
+class SameInputs:
+    """Pre-forward hook of a decoder: raises on every rank unless all have the same inputs."""
+
+    def __init__(self, sharding: Sharding, labels: Labels):
+        self.sharding, self.labels = sharding, labels
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called by torch before the decoder."""
+        named = {**dict(zip(SIZES[1:2], args, strict=False)), **kwargs}
+        if not torch.compiler.is_compiling():
+            named |= self.labels.fetch()
+        same_inputs(self.sharding.group, "forward", named, self.sharding.replicated_dropout)
+
+
+def same_inputs(group: str, what: str, named: dict[str, Any], random: bool = False) -> None:
+    """Raises on every rank of a group unless all have the same inputs; see above for what is compared.
+
+    Args:
+        group: Every rank of which calls.
+        what: Is called, for messages.
+        named: The inputs by name; other things than tensors, numbers and caches are not looked at.
+        random: Compare the states of torch's generators, too.
+
+    Raises:
+        DisagreementError: They differ; the message names the input, and which rank has what.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return
+    ranks = resolve(group)
+    device = next((value.device for value in named.values() if isinstance(value, Tensor)), None)
+    if ranks.size == 1 or device is None or device.type not in ranks.device_types:
+        return
+    if device.type == "cpu" or agree.checking():
+        facts = [fact for name, value in named.items() for fact in _facts(name, value)]
+        if random:
+            facts.append(("torch's random numbers", _digest(torch.get_rng_state())))
+    else:
+        sizes = ((name, named.get(name)) for name in SIZES)
+        facts = [(name, str(list(value.shape))) for name, value in sizes if value is not None]
+    agree.same(ranks, device, (("op", what), *facts), every_time=device.type == "cpu")
+
+
+def _facts(name: str, value: Any) -> agree.Facts:
+    if isinstance(value, Tensor):
+        return ((name, f"{list(value.shape)} {value.dtype}, digest {_digest(value)}"),)
+    if isinstance(value, dict):
+        return tuple(fact for key, part in value.items() for fact in _facts(f"{name}.{key}", part))
+    if hasattr(value, "get_seq_length"):
+        return ((f"length of {name}", int(value.get_seq_length())),)
+    return ((name, value),) if value is None or isinstance(value, (bool, int)) else ()
+
+
+def _digest(tensor: Tensor) -> str:
+    own = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.blake2b(own.view(torch.uint8).numpy(), digest_size=6).hexdigest()

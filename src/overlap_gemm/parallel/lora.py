@@ -1,0 +1,144 @@
+"""peft's LoRA of the linears of a parallelized model. Imported where peft is in use only.
+
+Of `y = x W^T + s (x A^T) B^T` the half that has W's sharded dimension is cut as W is, and carried out by the
+same op; the other is on every rank:
+
+    column   h = x_rows A^T on this rank's rows, B [N/P, r]: all_gather_gemm(h, B); or gemms, where x is whole
+    row      A [r, K/P]: gemm_reduce_scatter(x, A), then B on this rank's rows; or gemm_all_reduce
+
+so that what travels is r wide. Where the whole half sees this rank's rows only, its gradient is summed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..nn import Dropout
+from .parts import SEQUENCE_DIM, GradientAsContiguous, ReplicatedForward
+from .places import Place, place_of
+from .plan import UnknownModuleError
+from .styles import ColwiseForward, OverlapColwiseParallel, distribute
+
+INITS = (True, False, "gaussian")
+"""`init_lora_weights` that do without the base's weight."""
+
+
+class ShardedLora(Linear):
+    """`peft.tuners.lora.layer.Linear` around a linear of a parallelized model."""
+
+    def _get_in_out_features(self, module: nn.Module) -> Any:
+        """The whole linear's: adapters are drawn whole, as without parallelism, then cut."""
+        return module.in_features, module.out_features
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        """Called by peft for each new adapter."""
+        variant = self.resolve_lora_variant(config=config)
+        if variant is not None:
+            _refuse(self, f"{type(variant).__name__.removesuffix('LinearVariant')} is not carried, LoRA is")
+        if config.init_lora_weights not in INITS:
+            _refuse(self, f"init_lora_weights={config.init_lora_weights!r} needs the whole weight")
+        if kwargs.get("tied_adapter"):
+            _refuse(self, "tied adapters are not carried")
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        _shard(self, adapter_name)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """peft's, which gives the adapters what it gives the linear: of a shared gather this rank's rows."""
+        forward = self.get_base_layer().forward
+        if isinstance(forward, ColwiseForward):
+            x = forward.own_rows(x)
+        return super().forward(x, *args, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """peft's, of this rank's parts: what it does to the weight needs no other rank's."""
+        with _as_local(self):
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+
+    def unmerge(self) -> None:
+        """peft's, of this rank's parts."""
+        with _as_local(self):
+            super().unmerge()
+
+
+def take_over(layer: Any, base: nn.Module) -> None:
+    """Makes a `ShardedLora` of peft's layer, whether it has adapters already or not.
+
+    Args:
+        layer: peft's, around `base`.
+        base: A linear of a parallelized model.
+    """
+    layer.__class__ = ShardedLora
+    for hook in base._forward_pre_hooks.values():
+        if isinstance(hook, GradientAsContiguous):  # what the adapter adds to the gradient must not undo it
+            layer.register_forward_pre_hook(hook)
+    for name in layer.__dict__.get("r", ()):
+        _shard(layer, name)
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the adapters of a layer of peft's, of a model not yet parallelized, cannot be carried; or None."""
+    for name, variant in layer.lora_variant.items():
+        return f"of the adapter {name!r} {type(variant).__name__} is not carried, LoRA is"
+    if layer.fan_in_fan_out:
+        return "fan_in_fan_out is for linears that lie otherwise"
+    return None
+
+
+@contextmanager
+def _as_local(layer: Any) -> Iterator[None]:
+    """Within the block parameters are this rank's part. A DTensor's own `.data = ` would change nothing."""
+    swapped: list[tuple[nn.Module, str, DTensor]] = []
+    for module in (layer.get_base_layer(), *layer.lora_A.values(), *layer.lora_B.values()):
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                swapped.append((module, key, parameter))
+    for module, key, parameter in swapped:
+        module._parameters[key] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, key, parameter in swapped:
+            new = module._parameters[key]
+            assert new is not None
+            with torch.no_grad():
+                parameter.to_local().copy_(new)
+            module._parameters[key] = parameter
+
+
+def _shard(layer: Any, name: str) -> None:
+    base = layer.get_base_layer()
+    place = place_of(base)
+    assert place is not None
+    sharding, style = place.sharding, base.forward.style
+    is_row = place.role == "row"
+    by_rows = sharding.sequence_parallel and place.role != "head"
+    down, up = layer.lora_A[name], layer.lora_B[name]
+    cut, whole = (down, up) if is_row else (up, down)
+    if by_rows and not is_row:
+        style = OverlapColwiseParallel(
+            input_layouts=Shard(SEQUENCE_DIM), rows=base.forward.total_rows, backend=style.backend
+        )
+    style._apply(cut, sharding.mesh)
+    distribute(whole, sharding.mesh, {"weight": Replicate(), "bias": Replicate()})
+    whole.forward = ReplicatedForward(whole, sharding.group if by_rows else None)
+    _draw_apart(layer, name, place, per_rank=by_rows or is_row)
+
+
+def _draw_apart(layer: Any, name: str, place: Place, per_rank: bool) -> None:
+    """Gives dropout, where there is some, the right random numbers: x may be whole, or this rank's part."""
+    old = layer.lora_dropout[name]
+    if isinstance(old, nn.Dropout) and old.p:
+        new = Dropout(old.p, per_rank=per_rank, tp_group=place.sharding.mesh)
+        layer.lora_dropout[name] = new.train(old.training)
+        place.sharding.replicated_dropout |= not per_rank
+
+
+def _refuse(layer: Any, why: str) -> None:
+    place = place_of(layer.get_base_layer())
+    assert place is not None
+    raise UnknownModuleError(f"parallelize has no rule for {place.name!r}: {why}")

@@ -1,0 +1,27 @@
+"""The ops, the ways to exchange their tiles, the transports: each said once, and asked by everything else.
+
+Standard library only. A new op is one more in `OPS`; `PATTERNS` and `TRANSPORTS` likewise.
+"""
+
+from .op import ARGUMENTS, Axis, OpSpec
+from .ops import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OPS, op_named
+from .pattern import PATTERNS, PatternSpec, patterns_of
+from .transport import TRANSPORTS, TransportSpec, transports_of
+
+__all__ = [
+    "ALL_GATHER_GEMM",
+    "ARGUMENTS",
+    "GEMM_ALL_GATHER",
+    "GEMM_ALL_REDUCE",
+    "GEMM_REDUCE_SCATTER",
+    "OPS",
+    "PATTERNS",
+    "TRANSPORTS",
+    "Axis",
+    "OpSpec",
+    "PatternSpec",
+    "TransportSpec",
+    "op_named",
+    "patterns_of",
+    "transports_of",
+]

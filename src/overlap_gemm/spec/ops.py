@@ -1,0 +1,26 @@
+"""The registry of ops."""
+
+from .op import OpSpec
+
+ALL_GATHER_GEMM = OpSpec("all_gather_gemm", "AG-GEMM", x="m", weight="n", out="n", dual="gemm_reduce_scatter")
+GEMM_REDUCE_SCATTER = OpSpec(
+    "gemm_reduce_scatter", "GEMM-RS", x="k", weight="k", out="m",
+    dual="all_gather_gemm", whole="gemm_all_reduce",
+)  # fmt: skip
+GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", "GEMM-AR", x="k", weight="k", out=None)
+GEMM_ALL_GATHER = OpSpec("gemm_all_gather", "GEMM-AG", x=None, weight="n", out=None)
+
+OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
+"""By name, in the order in which they are listed."""
+
+
+def op_named(name: object) -> OpSpec:
+    """The op of a name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    spec = OPS.get(name) if isinstance(name, str) else None
+    if spec is None:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {name!r}")
+    return spec

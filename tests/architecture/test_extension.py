@@ -1,0 +1,88 @@
+"""What is said once can be added once: an entry in a registry, nothing else, and it runs in the emulator."""
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import pytest
+from tests.emulated.kernel_case import KernelCase, Workspaces
+
+from cute_emulator import Emulator
+from overlap_gemm.kernels import arch as archs
+from overlap_gemm.kernels.arch import ARCHS, Mma, arch_of
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.visitors import Bias, Operand
+from overlap_gemm.transports import PeerBulk
+from overlap_gemm.tuning.space import every_config
+
+
+@pytest.fixture
+def small_hopper(monkeypatch):
+    """A Hopper of 100 KiB of shared memory with fewer tiles, as another architecture."""
+    kinds = {"cooperative": Mma(((128, 128),), ((1, 1),), epilogue_threads=256)}
+    small = replace(
+        archs.SM_90A, name="sm_90s", capability=None, smem_bytes=100 * 1024, mma=MappingProxyType(kinds)
+    )
+    monkeypatch.setitem(ARCHS, small.name, small)
+    return small
+
+
+@dataclass(frozen=True)
+class GatedSquare:
+    """Squares each complete sum, and multiplies it by a factor of its row."""
+
+    name = "gated_square"
+    of = "complete"
+    operands = (Operand("rows", "f32"),)
+
+    def apply(self, x, *values):
+        """``x`` squared, times the row's factor."""
+        (factor,) = values
+        return x * x * factor
+
+
+@dataclass(frozen=True)
+class Halve:
+    """Halves each partial sum; reads nothing."""
+
+    name = "halve"
+    of = "partial"
+    operands = ()
+
+    def apply(self, x):
+        """Half of it."""
+        return x * 0.5
+
+
+def run(config, transport, world, target=None, **sizes):
+    """One launch on every rank, checked against float64."""
+    case = KernelCase(config, world=world, **{"rows": 264, "cols": 152, "depth": 200, **sizes})
+    with Emulator(target or config.arch, world, mode="random") as emulator:
+        compiled = compile_kernel(make_kernel(config, transport))
+        exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
+        case.launch(emulator, compiled, exchanges, num_clusters=2)
+        emulator.run()
+    case.check()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("transport", "world"), [(None, 1), (PeerBulk(), 3)], ids=["plain", "scattered"])
+def test_another_epilogue(arch, transport, world):
+    mma = next(iter(ARCHS[arch].mma))
+    config = GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64))
+    run(replace(config, epilogue=(Halve(), GatedSquare(), Bias("bf16"))), transport, world)
+
+
+def test_an_unknown_architecture_is_an_error():
+    with pytest.raises(ValueError, match="arch must be one of sm_90a, sm_100a, sm_103a; got sm_120a"):
+        arch_of("sm_120a")
+    with pytest.raises(ValueError, match="got sm_120a"):
+        GemmConfig("sm_120a")
+
+
+def test_another_architecture(small_hopper):
+    (config,) = every_config(small_hopper.name)
+    hopper = replace(config, arch="sm_90a")
+    assert config.ab_stages == 2 < hopper.ab_stages
+    for transport, world in ((None, 1), (PeerBulk(), 2)):
+        run(config, transport, world, small_hopper.target)

@@ -1,0 +1,57 @@
+"""An op is what its `OpSpec` says: who else names one, or tells one from another by its name, is counted."""
+
+import ast
+from pathlib import Path
+
+from overlap_gemm.spec import OPS, PATTERNS
+
+SOURCE = Path(__file__).parents[2] / "src" / "overlap_gemm"
+ROOM = "spec"
+
+OP_NAMES = 13
+"""Names of ops outside their room: what the package exports, and the demo's model."""
+
+PATTERN_NAMES = 7
+"""The same of patterns, and of collectives that are called so."""
+
+
+def trees():
+    for file in sorted(SOURCE.rglob("*.py")):
+        if file.relative_to(SOURCE).parts[0] != ROOM:
+            yield file.relative_to(SOURCE).as_posix(), ast.parse(file.read_text())
+
+
+def names_in(tree, names):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in names]
+
+
+def identities(tree):
+    """Names of ops and patterns that decide something: compared with, looked for, or keys."""
+    names = {*OPS, *PATTERNS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            yield from names_in(node, names)
+        elif isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if isinstance(key, ast.Constant) and key.value in names)
+
+
+def counted(find):
+    return {name: len(found) for name, tree in trees() if (found := list(find(tree)))}
+
+
+def test_ops_are_named_in_their_room_alone():
+    found = counted(lambda tree: names_in(tree, set(OPS)))
+    assert sum(found.values()) <= OP_NAMES, found
+    found = counted(lambda tree: names_in(tree, set(PATTERNS)))
+    assert sum(found.values()) <= PATTERN_NAMES, found
+
+
+def test_nobody_else_tells_one_op_from_another_by_its_name():
+    collectives = {"cli/tune.py": 1}  # torch.distributed's reduce-scatter, by the name of its curve
+    assert counted(identities) == collectives
+
+
+def test_the_counters_see_what_they_count():
+    tree = ast.parse('op == "gemm_all_reduce" or op in ("one_shot",)\ntable = {"gemm_all_gather": 1}')
+    assert len(list(identities(tree))) == 3
+    assert len(names_in(tree, set(OPS))) == 2

@@ -1,0 +1,69 @@
+"""The command itself: it starts without torch, and its commands are what it says they are."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import overlap_gemm
+from overlap_gemm import cli
+from overlap_gemm.cli import app
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    yield
+    overlap_gemm.finalize()
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_no_torch(option):
+    """It is torch's import that takes seconds."""
+    heavy = ("torch", "numpy", "cutlass", "matplotlib", "rich.table")
+    script = (
+        f"import sys; sys.argv = ['overlap-gemm', {option!r}]\n"
+        "from overlap_gemm.cli import app\n"
+        "try:\n    app()\n"
+        f"finally:\n    print('imported:', [name for name in {heavy!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "imported: []" in done.stdout, done
+
+
+def test_every_command_is_found_and_described_as_it_describes_itself():
+    said = CliRunner().invoke(app, ["--help"]).output
+    for name in cli.COMMANDS:
+        assert f"  {name} " in said
+        own = cli._command(name)
+        assert own.name == name
+        assert own.help == cli._help(name)
+        assert own.params
+
+
+def explained(*arguments):
+    result = CliRunner().invoke(app, ["explain", *map(str, arguments), "--device", "cpu"])
+    return result.exit_code, result.output
+
+
+def test_explain_says_what_the_library_says():
+    code, said = explained("all_gather_gemm", 6, 4, 8)
+    assert code == 0, said
+    overlap_gemm.init(device="cpu")
+    choice = overlap_gemm.explain("all_gather_gemm", torch.empty(6, 8), torch.empty(4, 8), rows=6, columns=4)
+    assert said == f"{choice}\n"
+    assert "P=1" in said
+
+
+def test_explain_as_if_of_more_ranks():
+    code, said = explained("gemm_reduce_scatter", 8192, 4096, 64, "--ranks", 8, "--dtype", "bfloat16")
+    assert code == 0, said
+    assert said.startswith("gemm_reduce_scatter runs as 'torch'") and "P=8" in said
+    assert "backward: all_gather_gemm runs as 'torch'" in said
+
+
+def test_explain_refuses_what_cannot_be():
+    assert explained("gemm", 1, 1, 1)[0] == 2
+    code, said = explained("gemm_all_reduce", 1, 1, 1, "--backend", "fused")
+    assert code == 1 and "cannot carry out" in said

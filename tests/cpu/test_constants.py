@@ -1,0 +1,70 @@
+"""Every constant of a machine's file counts, and says where it is from."""
+
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+
+from overlap_gemm.spec import OPS
+from overlap_gemm.tuning.machine import SHIPPED, Machine, load
+from overlap_gemm.tuning.model import Facts
+from overlap_gemm.tuning.plan import predict_on
+
+TUNED = {
+    "mma_rate", "memory_rate", "link_rate", "bulk_rate", "copy_rate", "launch", "epilogue", "arrival", "step",
+}  # fmt: skip
+"""What `tune` measures; the others are told by their provenance."""
+
+NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]
+
+CALLS = [
+    Facts(op, m, n, k, "bf16", world)
+    for op, world, (m, n, k) in product(
+        OPS,
+        (2, 4),
+        [(1, 4096, 4096), (16, 8192, 28672), (512, 4096, 1024), (2048, 4096, 2048), (8192, 8192, 8192)],
+    )
+]
+
+
+def predictions(machine: Machine) -> list[tuple[str, float]]:
+    return [
+        way
+        for call in CALLS
+        for captured in (False, True)
+        for way in sorted(predict_on(call, machine, machine.archs[0], machine.sms, captured).ways.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return predictions(load("h200"))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_constant_that_is_neutralised_changes_what_is_predicted(name, expected):
+    """Seconds to none, rates and shares to what does not slow down: some call takes another time."""
+    machine = load("h200")
+    neutral = 1.0 if name in ("stream", "swap_ab_stream", "small_tile_rate") else 0.0
+    if name.endswith("_rate") and name != "small_tile_rate":
+        neutral = 2 * getattr(machine, name)
+    assert getattr(machine, name) != neutral
+    found = predictions(replace(machine, **{name: neutral}))
+    less = [(was, now) for was, now in zip(expected, found, strict=True) if was != now]
+    assert less, f"{name} = {getattr(machine, name)} might as well be {neutral}"
+    assert any(now[1] < was[1] for was, now in less)
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
+def test_a_file_says_where_what_is_not_tuned_is_from(file):
+    machine = load(file.stem)
+    assert set(machine.provenance) == set(NUMBERS) - TUNED
+    assert all(machine.provenance.values())
+    assert Machine.from_json(machine.to_json()).provenance == machine.provenance
+
+
+def test_a_file_without_a_constant_is_refused_by_its_name(tmp_path):
+    text = (SHIPPED / "h200.json").read_text().replace('"flag_step": 5.5e-6,', "", 1)
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ValueError, match="not a machine's constants.*flag_step"):
+        load(str(tmp_path / "mine.json"))

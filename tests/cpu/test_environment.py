@@ -1,0 +1,73 @@
+"""Numbers in the environment: with units, and refused with the rule."""
+
+import pytest
+
+from overlap_gemm.runtime import environment
+
+NAME = "OVERLAP_GEMM_ANYTHING"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("8589934592", 1 << 33),
+        ("8GB", 8 * 10**9),
+        ("8 GiB", 8 << 30),
+        ("8g", 8 * 10**9),
+        ("1.5 gib", 3 << 29),
+        ("500 MB", 500 * 10**6),
+        ("64KiB", 1 << 16),
+        (" 0 ", 0),
+        ("12b", 12),
+        ("1TiB", 1 << 40),
+        ("2TB", 2 * 10**12),
+        ("3MiB", 3 << 20),
+    ],
+)
+def test_sizes(monkeypatch, text, found):
+    monkeypatch.setenv(NAME, text)
+    assert environment.nbytes(NAME, 7) == found
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "8 Gibit", "GB", "8GBs", "1e9", "8,5GB", "0x10", "8 G B"])
+def test_what_is_no_size_is_refused_with_the_rule(monkeypatch, text):
+    monkeypatch.setenv(NAME, text)
+    with pytest.raises(ValueError, match=rf"{NAME} must be a number of bytes, .* 8GiB .*; got '{text}'"):
+        environment.nbytes(NAME, 7)
+
+
+def test_what_is_not_set_is_the_default(monkeypatch):
+    monkeypatch.delenv(NAME, raising=False)
+    assert environment.nbytes(NAME, 7) == 7 == environment.count(NAME, "SMs", 7)
+    assert environment.seconds(NAME) is None
+    assert environment.choice(NAME, ("a", "b")) == "a"
+
+
+@pytest.mark.parametrize(("text", "found"), [("0", 0.0), ("1.5", 1.5), ("1e3", 1000.0)])
+def test_seconds(monkeypatch, text, found):
+    monkeypatch.setenv(NAME, text)
+    assert environment.seconds(NAME) == found
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "inf", "nan", "1e10"])
+def test_what_are_no_seconds_is_refused_with_the_rule(monkeypatch, text):
+    monkeypatch.setenv(NAME, text)
+    with pytest.raises(
+        ValueError, match=rf"{NAME} must be a number of seconds, 0 for no limit; got '{text}'"
+    ):
+        environment.seconds(NAME)
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1.5"])
+def test_what_is_no_count_is_refused_with_the_rule(monkeypatch, text):
+    monkeypatch.setenv(NAME, text)
+    with pytest.raises(ValueError, match=rf"{NAME} must be a number of SMs, got '{text}'"):
+        environment.count(NAME, "SMs")
+
+
+def test_choices(monkeypatch):
+    monkeypatch.setenv(NAME, "b")
+    assert environment.choice(NAME, ("a", "b")) == "b"
+    monkeypatch.setenv(NAME, "c")
+    with pytest.raises(ValueError, match=f"{NAME} must be a or b, got 'c'"):
+        environment.choice(NAME, ("a", "b"))

@@ -1,0 +1,249 @@
+"""Rules of the host side that hold between calls: each of these fails when the rule's line is broken."""
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm import calls, ops
+from overlap_gemm.backends import copies, gather, plans, reach
+from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
+from overlap_gemm.integrations import torch_symm_mem
+from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
+from overlap_gemm.runtime import bootstrap, executor
+from overlap_gemm.runtime.group import LOCAL, Group, resolve
+from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
+from overlap_gemm.schedules import TileGrid
+from overlap_gemm.schedules.orders import OwnShardFirst, WorkList
+from overlap_gemm.spec import OPS
+from overlap_gemm.tuning import machine
+from overlap_gemm.tuning.machine import machine_for
+
+X, WEIGHT = torch.randn(6, 4), torch.randn(8, 4)
+
+# --- what a forward asks for holds for its gradient ---
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "dispatched"])
+@pytest.mark.parametrize("op", OPS)
+def test_deterministic_sums_are_those_of_the_gradient_too(op, plain, monkeypatch):
+    resolve(LOCAL).calls.clear()
+    seen, real = [], ops.choose
+    monkeypatch.setattr(ops, "choose", lambda problem, asked: seen.append(problem) or real(problem, asked))
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    with mock.patch("overlap_gemm.functional.is_plain", lambda *_: plain):
+        out = getattr(overlap_gemm, op)(x, weight, deterministic=True)
+    forward = len(seen)
+    out.sum().backward()
+    assert all(problem.deterministic for problem in seen), seen
+    assert len(seen) > forward or op == "gemm_all_reduce", "whose gradients are products"
+    resolve(LOCAL).calls.clear()
+
+
+# --- what every launch does, of whichever kind of plan ---
+
+
+class Device:
+    """An executor whose launches are noted; `captures` says of each whether a graph captures it."""
+
+    is_open = True
+
+    def __init__(self, *captures):
+        left = iter(captures)
+        self.order = SimpleNamespace(
+            lock=threading.RLock(), follow=lambda stream: next(left), next_call=lambda: 1
+        )
+
+    @contextmanager
+    def active(self, *used):
+        yield 0
+
+    @contextmanager
+    def fork(self):
+        yield 1
+
+
+class Given:
+    """Stands for a kernel's arguments."""
+
+    exchange = property(lambda self: self)
+
+    def of_call(self, number, signature):
+        return self
+
+    def _replace(self, **_):
+        return self
+
+
+def workspace():
+    memory = SimpleNamespace(local=torch.zeros(64, dtype=torch.uint8))
+    record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
+    return Workspace(Group("a", 0, 2), SizeClass(64, 64, 2, 2), memory, True, record)
+
+
+def tiles(device, space, launched):
+    shape = ExchangeShape.even(64, 64, 2)
+    plan = plans.Plan(device, None, shape, lambda *_: launched.append(1), 1, space, Given())
+    return lambda: plan.launch(X, WEIGHT, X, None)
+
+
+def gathered(device, space, launched):
+    product = gather.Product(lambda *_: launched.append(1), 1)
+    plan = gather.GatherPlan(device, (product,), space, Given(), 0, ())
+    return lambda: plan.launch(X, [WEIGHT], [X], [None], None)
+
+
+def copy_plan(device, space, launched):
+    return copies.CopyPlan(
+        device, space, Given(), lambda *_: launched.append(1), 0, 0, (), 0, X, ((1, X),)
+    )  # fmt: skip
+
+
+def copied(device, space, launched):
+    def launch():
+        with copy_plan(device, space, launched).call(X) as arrivals:
+            list(arrivals)
+
+    return launch
+
+
+def copied_beside(device, space, launched):
+    def launch():
+        with copy_plan(device, space, launched).beside(X[:0], lambda: None):
+            pass
+
+    return launch
+
+
+KINDS = [tiles, gathered, copied, copied_beside]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_workspace_that_a_graph_uses_stays_captured(kind):
+    """Freed after a later eager call, the graph would store into its peers' freed memory."""
+    space, launched = workspace(), []
+    launch = kind(Device(*[True] * 2, *[False] * 6), space, launched)
+    launch()
+    assert space.captured and launched
+    launch()
+    launch()
+    assert space.captured
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_eager_call_captures_nothing(kind):
+    space = workspace()
+    kind(Device(*[False] * 4), space, [])()
+    assert not space.captured
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_call_after_a_failed_one_raises_and_launches_nothing(kind):
+    space, launched = workspace(), []
+    record = [1, 1, Op.GEMM_REDUCE_SCATTER, Role.RECEIVE_PARTIAL, 3, 2, 4, 7, 0, 5, 0]
+    assert len(record) == RECORD_WORDS
+    space.record[:] = torch.tensor(record, dtype=torch.int32)
+    with pytest.raises(CommTimeoutError, match="rank 1 .* gave up on rank 2"):
+        kind(Device(False, False), space, launched)()
+    assert not launched
+
+
+# --- keys ---
+
+
+def test_a_call_depends_on_capture_and_on_the_emulator(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True)
+    states = set()
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        states.add(calls.state(on_gpu))
+    for emulation in (None, object(), object()):
+        monkeypatch.setattr(executor, "emulation", emulation)
+        states.add(calls.state(X))
+    with overlap_gemm.configured(reserve_sms=8):
+        states.add(calls.state(X))
+    assert len(states) == 6
+
+
+def test_what_a_group_reaches_is_not_another_groups_of_its_name(monkeypatch):
+    """torch numbers groups from 0 again when it is initialised again."""
+    monkeypatch.setattr(reach, "_known", {})
+    monkeypatch.setattr(reach, "_find_out", lambda group, device: reach.Reach(f"of {id(group)}", 0, None))
+    first, second = Group("0", 0, 2), Group("0", 0, 2)
+    for group in (first, second, first):
+        assert reach.reach_of(group, torch.device("cuda", 0)).arch == f"of {id(group)}"
+
+
+# --- constants ---
+
+
+def test_a_named_machine_of_another_architecture_is_not_taken(monkeypatch):
+    monkeypatch.setenv(machine.MACHINE_VARIABLE, "b200")
+    machine_for.cache_clear()
+    try:
+        assert machine_for("sm_100a").name == "NVIDIA B200"
+        assert machine_for("sm_90a").name == "NVIDIA H200"
+    finally:
+        machine_for.cache_clear()
+
+
+# --- shards and orders ---
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("columns", [8, 64, 136, 1000, 4096, 8200])
+def test_a_two_shots_owners_have_whole_tiles_and_as_few_as_cover_the_columns(columns, world):
+    shape = ExchangeShape.even(512, columns, world, "two_shot")
+    assert shape.is_by_columns and shape.shard % OWNED == 0
+    assert shape.shard * world >= columns > (shape.shard - OWNED) * world
+    assert ExchangeShape.even(512, columns, world, "reduce_scatter").shard == -(-512 // world)
+
+
+@pytest.mark.parametrize("owners", [1, 2, 4])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_gather_begins_with_the_own_shard_and_goes_on_as_they_arrive(rank, owners):
+    work, grid = WorkList(TileGrid(2, 3), rank, owners), 6
+    shards = [OwnShardFirst().place(t, work).shard for t in range(OwnShardFirst().num_tiles(work))]
+    wanted = [(rank + step) % owners for step in range(owners)]
+    assert shards == [shard for shard in wanted for _ in range(grid)]
+
+
+# --- integrations and launchers ---
+
+
+@pytest.mark.parametrize(("rows", "divides"), [(6, True), (5, False), (7, False)])
+def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monkeypatch):
+    """Torch refuses them; ours would cut them as `torch.chunk` does, and return another shape."""
+    said = []
+    monkeypatch.setattr(torch_symm_mem, "group_size", lambda group: 2)
+    monkeypatch.setattr(
+        torch_symm_mem, "_torchs", lambda op, A, why: said.append(why) or (lambda *_: "torch's")
+    )
+    monkeypatch.setattr(torch_symm_mem, "gemm_reduce_scatter", lambda A, B, **_: A)
+    out = torch_symm_mem._matmul_reduce_scatter(torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g", "auto")
+    assert isinstance(out, torch.Tensor) == divides
+    assert said == ([] if divides else [f"{rows} rows are not divisible by P=2"])
+
+
+def test_slurms_steps_and_jobs_do_not_meet(monkeypatch):
+    ports = []
+    monkeypatch.setattr(
+        bootstrap.dist, "TCPStore", lambda address, port, *_, **__: ports.append((address, port)) or "store"
+    )
+    steps = [(job, step) for job in (100, 101, 4711) for step in (0, 1, 2)]
+    for job, step in steps:
+        env = {
+            "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[3-4]",
+            "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_LOCALID": "0",
+        }  # fmt: skip
+        assert bootstrap._find_placement(env).launcher == "slurm"
+        bootstrap._find_placement({**env, "SLURM_PROCID": "0"})
+    assert ports[::2] == ports[1::2], "the ranks of a step meet"
+    assert len(set(ports)) == len(steps)
+    assert all(address == "node3" and 20000 <= port < 60000 for address, port in ports)
+    bootstrap._find_placement({**env, "MASTER_ADDR": "here", "MASTER_PORT": "7"})
+    assert ports[-1] == ("here", 7)

@@ -1,0 +1,114 @@
+"""Flags that nobody has raised for long: a workspace's calls are counted on, whatever tiles they have.
+
+Small calls raise the flags of few tiles. When a large one comes after many of them, the flags of its other
+tiles are as many calls old, and must not count as raised.
+"""
+
+import pytest
+import torch
+
+from cute_emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.device import flags
+from overlap_gemm.kernels.geometry import (
+    COMING_OFFSET,
+    CONTROL_BYTES,
+    ENTERED_OFFSET,
+    EPOCH_OFFSET,
+    READ_OFFSET,
+    RELAY_EPOCH_OFFSET,
+)
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, queue_launch
+from overlap_gemm.tuning.settings import configured
+
+from .test_sequences import ARCHS
+
+WAYS = {
+    "scatter": ("gemm_reduce_scatter", {}),
+    "one-shot": ("gemm_all_reduce", {"algorithm": "one_shot"}),
+    "two-shot": ("gemm_all_reduce", {"algorithm": "two_shot"}),
+    "output gather": ("gemm_all_gather", {}),
+    "gather by copies": ("all_gather_gemm", {"transport": "copy_engine"}),
+    "gather by kernel": ("all_gather_gemm", {"transport": "peer_bulk"}),
+    "LL": ("gemm_all_reduce", {"algorithm": "two_shot", "transport": "ll"}),
+}
+OLD = 2**31 + 6
+"""Calls: two to four days of serving."""
+
+
+def grow_old(held, epoch):
+    """As if calls like the last two had been made up to this one: of the words that these have written."""
+    words = held.memory.local[: held.size.zeroed].view(torch.int64)
+    more = epoch - words[EPOCH_OFFSET // 8].item()
+    assert words[EPOCH_OFFSET // 8] >= 2 and more % 2 == 0, "each parity has had a call"
+    for offset in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET, COMING_OFFSET):
+        words[offset // 8] += more * (words[offset // 8] != 0)
+    entered = words[ENTERED_OFFSET // 8 : READ_OFFSET // 8]
+    halves = (entered + more) & 0xFFFFFFFF | entered & ~0xFFFFFFFF
+    entered.copy_(torch.where(entered != 0, halves, entered))
+    for raised in (words[READ_OFFSET // 8 : CONTROL_BYTES // 8], words[CONTROL_BYTES // 8 :]):
+        raised += more * (raised != 0)
+
+
+def run(arch, way, age, network=False, ranks=2, starved=1):
+    """Small calls, as many as the age says, then a large one in which a rank lags; all judged."""
+    op, how = WAYS[way]
+    width = ranks if op in ("gemm_all_gather", "all_gather_gemm") else 1
+    small, large = (Case(op, m, n * width, 64, torch.bfloat16) for m, n in ((1, 8), (300, 128)))
+    lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+    with (
+        configured(**ARCHS[arch], **how),
+        Emulator(arch, ranks, schedule=lagging, num_sms=3, network=network) as emulator,
+        VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
+    ):
+        for calls in ([small, small], [small, small.with_seed(1), large, large.with_seed(2), small]):
+            queued = [(case, *queue_launch(case, world)) for case in calls]
+            world.synchronize()
+            verdicts = [judge(case, given, outs, torch.bfloat16) for case, given, outs in queued]
+            assert all(verdict.holds for verdict in verdicts), verdicts
+            if len(calls) == 2:
+                for held in workspaces():
+                    grow_old(held, age)
+        made = [held.memory.local[EPOCH_OFFSET:][:8].view(torch.int64).item() for held in workspaces()]
+    assert made == [age + 5] * ranks, "one workspace a rank, for small calls and large ones"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("way", "age"),
+    [
+        *((way, OLD) for way in WAYS),
+        ("scatter", 2**32 - 4),
+        ("two-shot", 2**46),
+        *(
+            pytest.param(way, age, marks=pytest.mark.slow)
+            for way in WAYS
+            for age in (2**31 - 4, 2**32 - 4, 2**33 + 2, 2**46)
+        ),
+    ],
+)
+def test_a_flag_left_alone_for_long_is_not_raised(arch, way, age):
+    run(arch, way, age)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way",
+    ["two-shot", "gather by kernel", *(pytest.param(w, marks=pytest.mark.slow) for w in list(WAYS)[:4])],
+)
+def test_nor_is_one_that_is_put(arch, way):
+    """NVSHMEM's signals, the flags of what is staged for them, and the pieces of a shard."""
+    op, how = WAYS[way]
+    WAYS["put"] = op, {name: value for name, value in how.items() if name != "transport"}
+    run(arch, "put", OLD, network=True)
+
+
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize("way", ["scatter", "two-shot", "output gather", "gather by copies"])
+def test_with_32_bits_it_would_be(monkeypatch, way):
+    """The control."""
+    monkeypatch.setattr(flags, "EPOCH_BITS", 32)
+    with pytest.raises((AssertionError, EmulatorError, CommTimeoutError)):
+        run("sm_90a", way, OLD)

@@ -1,0 +1,91 @@
+"""Products of 8-bit types, scaled by row and column: plain, and through the exchange of partial sums."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_emulator import Emulator
+from overlap_gemm.kernels.arch import ARCHS
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.transports import PeerBulk
+
+from .kernel_case import KernelCase, Workspaces
+
+SCALED = (RowColumnScale(),)
+CONFIGS = [
+    GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED),
+    GemmConfig("sm_90a", (128, 128), (2, 1), mma="cooperative", in_dtype="e4m3", epilogue=SCALED),
+    GemmConfig("sm_90a", (32, 64), mma="swap_ab", in_dtype="e5m2", epilogue=SCALED, k_split=2),
+    GemmConfig("sm_90a", (128, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED, fast_accum=True),
+    GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e5m2", slot_dtype="f32", out_dtype="f32"),
+    GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", epilogue=(*SCALED, Bias("bf16"))),
+    GemmConfig("sm_100a", (256, 128), (2, 1), mma="2cta", in_dtype="e4m3", epilogue=SCALED),
+    GemmConfig("sm_100a", (32, 64), mma="swap_ab", in_dtype="e4m3", epilogue=SCALED),
+]
+
+
+def launched(config, world, **sizes):
+    """One launch on every rank; what it was."""
+    case = KernelCase(config, world=world, **sizes)
+    with Emulator(config.arch, world, mode="random") as emulator:
+        transport = PeerBulk() if world > 1 else None
+        compiled = compile_kernel(make_kernel(config, transport))
+        exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
+        case.launch(emulator, compiled, exchanges, num_clusters=2)
+        emulator.run()
+    return case
+
+
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [(c, world) for c in CONFIGS for world in (1, 3) if world == 1 or not c.fast_accum],
+    ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
+)
+def test_rows_and_columns_are_scaled(config, world):
+    tile_m, tile_n = config.cluster_tile
+    launched(config, world, rows=tile_m + 9, cols=tile_n + 24, depth=336).check()
+
+
+def lost(fast_accum):
+    """What of positive sums over K = 28672 is lost, as a share."""
+    config = GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", fast_accum=fast_accum)
+    case = KernelCase(dataclasses.replace(config, out_dtype="f32", slot_dtype="f32"), 64, 128, 28672)
+    for operands in (case.a, case.b):
+        operands[0] = operands[0].float().abs().clamp(0.5, 2).to(torch.float8_e4m3fn)
+    with Emulator("sm_90a") as emulator:
+        case.launch(emulator, compile_kernel(make_kernel(case.config)))
+    exact = case.a[0].double() @ case.b[0].double().t()
+    return float((1 - case.outs[0].double() / exact).max())
+
+
+def test_long_sums_need_the_promotion():
+    assert 0 <= lost(fast_accum=False) < 2**-10
+    assert lost(fast_accum=True) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (
+            {"tile": (128, 128)},
+            "128 accumulators a thread; where sums are promoted .* room for 64",
+        ),
+        ({"a_major": "m"}, "a_major must be one of k; got m"),
+        ({"b_major": "n"}, "b_major must be one of k; got n"),
+        ({"out_dtype": "e4m3"}, "out_dtype for mma='pingpong' must be one of bf16, f16, f32; got e4m3"),
+        ({"in_dtype": "bf16", "fast_accum": True}, "fast_accum is for 8-bit types; got in_dtype='bf16'"),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_refused_by_rule(fields, rule):
+    base = {"arch": "sm_90a", "tile": (64, 128), "mma": "pingpong", "in_dtype": "e4m3"}
+    with pytest.raises(ValueError, match=rule):
+        GemmConfig(**{**base, **fields})
+
+
+def test_blackwell_takes_either_major():
+    assert not ARCHS["sm_100a"].bytes_k_major
+    config = GemmConfig("sm_100a", (128, 64), in_dtype="e4m3", a_major="m", b_major="n", epilogue=SCALED)
+    launched(config, 1, rows=144, cols=80, depth=192).check()

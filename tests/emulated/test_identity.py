@@ -1,0 +1,258 @@
+"""A call has an identity: ranks that are in different calls get an error by name, never a wrong result."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import overlap_gemm
+from cute_emulator import Emulator, Schedule
+from overlap_gemm.backends import gather, plans
+from overlap_gemm.kernels import call as kernel_call
+from overlap_gemm.runtime import identity
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.workspace import CommTimeoutError, MismatchedCallsError
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.tuning.settings import configured
+
+from .programs import NAMED, Call, Programs, Step
+from .test_sequences import ARCHS
+
+both = pytest.mark.parametrize("arch", ARCHS)
+
+WAYS = {
+    "scatter": ("gemm_reduce_scatter", ()),
+    "one-shot": ("gemm_all_reduce", (("algorithm", "one_shot"),)),
+    "two-shot": ("gemm_all_reduce", (("algorithm", "two_shot"),)),
+    "output gather": ("gemm_all_gather", ()),
+    "gather by copies": ("all_gather_gemm", (("transport", "copy_engine"),)),
+    "gather by kernel": ("all_gather_gemm", (("transport", "peer_bulk"),)),
+    "LL": ("gemm_all_reduce", (("algorithm", "one_shot"), ("transport", "ll"))),
+}
+
+
+def call_of(way, m, n, ranks, seed):
+    op, settings = WAYS[way]
+    width = ranks if op in ("gemm_all_gather", "all_gather_gemm") else 1
+    return Call(Case(op, m, n * width, 64, torch.bfloat16, seed=seed), settings)
+
+
+def run(arch, calls, programs, **options):
+    options = {"mode": "immediate", "num_sms": 3, **options}
+    return Programs(arch, calls, programs, fields=ARCHS[arch], **options).run()
+
+
+def steps(*numbers):
+    return [Step(number) for number in numbers]
+
+
+# --- another order ---
+
+
+@both
+@pytest.mark.parametrize(
+    "way", ["scatter", *(pytest.param(w, marks=pytest.mark.slow) for w in list(WAYS)[1:])]
+)
+def test_another_order_is_an_error_by_name(arch, way):
+    """As where a replay and a call run on streams of which neither waits for the other: in any order."""
+    calls = [call_of(way, 130, 64, 3, 0), call_of(way, 200, 64, 3, 1)]
+    found = run(arch, calls, [steps(0, 1), steps(1, 0), steps(0, 1)])
+    assert isinstance(found.error, MismatchedCallsError) and not found.wrong, found
+    assert "rows=130" in str(found.error) and "rows=200" in str(found.error)
+
+
+@pytest.mark.parametrize("ways", [("scatter", "output gather"), ("gather by copies", "gather by kernel")])
+def test_another_order_of_ops(ways):
+    calls = [call_of(way, 64 + 66 * i, 64, 2, i) for i, way in enumerate(ways)]
+    found = run("sm_90a", calls, [steps(0, 1), steps(1, 0)])
+    assert isinstance(found.error, MismatchedCallsError) and not found.wrong, found
+
+
+@pytest.mark.parametrize("way", ["gather by copies", "scatter"])
+def test_rows_that_only_some_ranks_have(way):
+    """Of one row rank 0 is the only owner: nobody would wait for the others' data."""
+    calls = [call_of(way, 1, 64, 3, 0), call_of(way, 200, 64, 3, 1)]
+    found = run("sm_90a", calls, [steps(0, 1), steps(1, 0), steps(0, 1)], schedule=lagging(1))
+    assert isinstance(found.error, MismatchedCallsError) and not found.wrong, found
+
+
+def lagging(rank):
+    return Schedule(starved=lambda found, cta, warp: found == rank, grids="random")
+
+
+# --- a call that one rank skips ---
+
+
+@both
+@pytest.mark.parametrize(
+    "way",
+    ["one-shot", "gather by copies", *(pytest.param(w, marks=pytest.mark.slow) for w in ("scatter", "LL"))],
+)
+def test_a_call_that_raised_on_one_rank_is_not_paired_with_its_next(arch, way):
+    """The two are alike, but for their data."""
+    calls = [call_of(way, 130, 64, 2, seed) for seed in range(3)]
+    found = run(arch, calls, [steps(0, 1, 2), [Step(0), Step(1, "skip"), Step(2)]])
+    assert isinstance(found.error, MismatchedCallsError) and not found.wrong, found
+    assert "after 1 that raised before their launch" in str(found.error)
+    assert found.finished == 2, "both ranks' first call"
+
+
+def test_a_call_that_raised_on_all_ranks_differs_in_nothing():
+    calls = [call_of("scatter", 130, 64, 2, seed) for seed in range(3)]
+    found = run("sm_90a", calls, [[Step(0), Step(1, "skip"), Step(2)]] * 2)
+    assert found.error is None and not found.wrong and found.finished == 4, found
+
+
+def test_arguments_that_do_not_fit_on_one_rank_count(monkeypatch):
+    """The op was entered there, and nothing launched."""
+    progress = identity.Progress()
+    for launched in (1, 0, 0):
+        error, before = ZeroDivisionError(), progress.launched
+        progress.launched += launched
+        for _ in range(2):  # an op called by an op
+            progress.raised(error, before)
+    assert (progress.launched, progress.skipped) == (1, 2)
+
+
+# --- the controls ---
+
+
+@pytest.mark.parametrize("what", ["the kind of call", "calls that raised"])
+def test_without_its_part_of_the_signature_a_wrong_result_is_returned(monkeypatch, what):
+    calls = [call_of("one-shot", 130 + 70 * i * (what == "the kind of call"), 64, 2, i) for i in range(2)]
+    if what == "the kind of call":
+        monkeypatch.setattr(plans, "signature_of", lambda *_: 0)
+        programs = [steps(0, 1), steps(1, 0)]
+    else:
+        monkeypatch.setattr(plans, "after_skipped", lambda signature, skipped: 0)
+        programs = [steps(0, 1), [Step(0, "skip"), Step(1)]]
+    found = run("sm_90a", calls, programs)
+    assert found.wrong, found
+
+
+@pytest.mark.usefixtures("changed_kernels")
+def test_without_the_comparison_a_wrong_result_is_returned(monkeypatch):
+    def epochs_alone(address, identity, bound, site):
+        kernel_call.wait_flag(address, identity & 1, bound, site)
+
+    monkeypatch.setattr(kernel_call, "wait_identity", epochs_alone)
+    calls = [call_of("gather by copies", 64 * (1 + i), 64, 2, i) for i in range(2)]
+    found = run("sm_90a", calls, [steps(0, 1), steps(1, 0)])
+    assert found.wrong or not isinstance(found.error, MismatchedCallsError), found
+
+
+# --- any sequence ---
+
+FAULTS = ("none", "none", "order", "skip", "all skip", "never", "dead")
+
+
+def drawn(arch, seed):
+    """(calls, programs, fault, options): six calls of any ops, and what one rank does otherwise."""
+    draw = random.Random(seed)
+    ranks, calls = draw.choice([2, 2, 3]), []
+    for number in range(6):
+        m = draw.choice([1, 2, ranks, 17, 64, 130, 200])
+        calls.append(
+            call_of(draw.choice(list(WAYS)), m, draw.choice([8, 64, 136]), ranks, 10 * seed + number)
+        )
+    streams = draw.choice([1, 1, 2])
+
+    def step(number):
+        own = (("reserve_sms", draw.choice([0, 1])),)
+        return Step(number, settings=own, stream=draw.randrange(streams))
+
+    programs = [[step(number) for number in range(6)] for _ in range(ranks)]
+    fault, odd, at = draw.choice(FAULTS), draw.randrange(ranks), draw.randrange(5)
+    program = programs[odd]
+    if fault == "order":
+        program[at], program[at + 1] = program[at + 1], program[at]
+    elif fault in ("skip", "never"):
+        program[at] = program[at]._replace(how=fault)
+    elif fault == "all skip":
+        for each in programs:
+            each[at] = each[at]._replace(how="skip")
+    options = {
+        "mode": draw.choice(["immediate", "random", "lazy"]),
+        "seed": seed,
+        "schedule": lagging(draw.randrange(ranks)),
+        "dead": odd if fault == "dead" else None,
+    }
+    alike = fault == "order" and calls[at].case.with_seed(0) == calls[at + 1].case.with_seed(0)
+    return calls, programs, "alike" if alike else fault, options
+
+
+def check_drawn(arch, seed):
+    calls, programs, fault, options = drawn(arch, seed)
+    if fault == "alike":  # calls that differ in their data alone: nobody could tell
+        return
+    found = run(arch, calls, programs, **options)
+    assert not found.wrong, (fault, found)
+    if fault in ("none", "all skip"):
+        assert found.error is None, (fault, found)
+        assert found.finished == len(programs) * (6 - (fault == "all skip")), found
+    else:
+        assert isinstance(found.error, NAMED), (fault, found)
+
+
+@both
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 150))]
+)
+def test_random_programs(arch, seed):
+    check_drawn(arch, seed)
+
+
+# --- a call of several products of which one fails ---
+
+
+class Failing:
+    """A product's kernel that cannot be launched."""
+
+    def __call__(self, *_):
+        raise RuntimeError("no launch")
+
+
+def test_a_second_product_that_fails_leaves_nobody_waiting(monkeypatch):
+    """The call that was begun ends, its peers' results are right, and the next call is not blamed."""
+    x, weight = torch.randn(130, 64).bfloat16(), torch.randn(2, 3, 64, 64).bfloat16()
+    launch, broken = gather.GatherPlan.launch, {"rank": 1}
+
+    def breaking(plan, own, weights, *rest):
+        if plan.workspace.group.rank == broken["rank"]:
+            first, second = plan.products
+            plan = replace(plan, products=(first, replace(second, gemm=Failing())))
+        return launch(plan, own, weights, *rest)
+
+    monkeypatch.setattr(gather.GatherPlan, "launch", breaking)
+    with (
+        configured(**ARCHS["sm_90a"]),
+        Emulator("sm_90a", 3, num_sms=3) as emulator,
+        VirtualWorld(3, emulator=emulator) as world,
+    ):
+        for transport in ("copy_engine", "peer_bulk"):
+            outs = []
+            for again in range(2):
+                broken["rank"] = None if again else 1
+                for rank, name in enumerate(world.names):
+                    own = x[44 * rank : 44 * rank + 44].clone()
+                    how = {"rows": 130, "group": name, "backend": "fused"}
+                    with configured(transport=transport):
+                        try:
+                            both_outs = overlap_gemm.all_gather_gemm(own, list(weight[:, rank]), **how)
+                        except RuntimeError as error:
+                            assert str(error) == "no launch" and rank == 1 and not again
+                            continue
+                    outs.append((rank, both_outs))
+            world.synchronize()
+            assert len(outs) == 5
+            for rank, found in outs:
+                for i, out in enumerate(found):
+                    exact = x.double() @ weight[i, rank].double().t()
+                    assert (out.double() - exact).abs().max() < 0.2
+
+
+def test_a_peer_that_never_comes_is_a_time_out():
+    calls = [call_of("scatter", 64, 64, 2, seed) for seed in range(2)]
+    found = run("sm_90a", calls, [steps(0, 1), [Step(0), Step(1, "never")]])
+    assert isinstance(found.error, CommTimeoutError) and not found.wrong, found

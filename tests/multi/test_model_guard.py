@@ -1,0 +1,176 @@
+"""What is put on a parallelized model and has no rule is refused by name, there or at the next forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap_gemm.parallel import parallelize, sees_shards
+from overlap_gemm.parallel.plan import UnknownModuleError
+from overlap_gemm.testing.models import tiny
+
+IDS = torch.arange(3, 9).view(1, 6)
+
+
+class Other(nn.Linear):
+    pass
+
+
+def adapter(kind, **options):
+    import peft
+
+    return getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
+
+
+def lora(**options):
+    return lambda model: __import__("peft").get_peft_model(model, adapter("Lora", r=2, **options))
+
+
+def kind(name, **options):
+    return lambda model: __import__("peft").get_peft_model(model, adapter(name, **options))
+
+
+def put(path, make):
+    parent, _, name = path.rpartition(".")
+    return lambda model: setattr(model.get_submodule(parent), name, make(model))
+
+
+Q = {"target_modules": ["q_proj"]}
+WHEN_PUT = {
+    "dora": (lora(use_dora=True, **Q), r"'model\.layers\.0\.self_attn\.q_proj': Dora is not carried"),
+    "pissa": (lora(init_lora_weights="pissa", **Q), r"init_lora_weights='pissa' needs the whole weight"),
+    "alora": (lora(alora_invocation_tokens=[1], **Q), r"q_proj': ALora is not carried"),
+    "ia3": (
+        kind("IA3", target_modules=["k_proj"], feedforward_modules=[]),
+        r"'model\.layers\.0\.self_attn\.k_proj' \(Linear\): adapters of the kind peft\.tuners\.ia3",
+    ),
+    "oft": (kind("OFT", r=2, oft_block_size=0, **Q), r"adapters of the kind peft\.tuners\.oft"),
+    "loha": (kind("LoHa", r=2, **Q), r"adapters of the kind peft\.tuners\.loha"),
+    "vera": (kind("Vera", r=2, **Q), r"q_proj.*adapters of the kind peft\.tuners\.vera"),
+    "adalora": (kind("AdaLora", total_step=9, **Q), r"adapters of the kind peft\.tuners\.adalora"),
+    "embedding": (lora(target_modules=["embed_tokens"]), r"'model\.embed_tokens' .*adapters of the kind"),
+    "tokens": (lora(trainable_token_indices=[3], **Q), r"'model\.embed_tokens' .*TrainableTokens"),
+    "saved-linear": (
+        lora(modules_to_save=["o_proj"], **Q), r"o_proj' .*modules_to_save is carried for .*not 'row'"
+    ),
+    "replaced": (
+        put("model.layers.1.mlp.up_proj", lambda _: Other(24, 22)),
+        r"'model\.layers\.1\.mlp\.up_proj' \(Other\): it has been put into a model that is parallelized",
+    ),
+    "replaced-layer": (
+        put("model.layers.0", lambda model: copy.deepcopy(model.model.layers[1])),
+        r"'model\.layers\.0' \(LlamaDecoderLayer\): it has been put into",
+    ),
+    "replaced-head": (put("lm_head", lambda _: nn.Linear(24, 97)), r"'lm_head' \(Linear\): it has"),
+    "replaced-norm": (put("model.norm", lambda _: nn.Identity()), r"'model\.norm' \(Identity\)"),
+    "sequential": (
+        put("model.layers.0.mlp", lambda model: nn.Sequential(model.model.layers[0].mlp, Other(24, 24))),
+        r"'model\.layers\.0\.mlp' \(Sequential\): it has been put",
+    ),
+}  # fmt: skip
+
+
+def see(*_):
+    """A hook that looks at what it is given."""
+
+
+def on(path, name, *arguments):
+    return lambda model: getattr(model.get_submodule(path), f"register_{name}")(*arguments)
+
+
+AT_FORWARD = {
+    "layer": (on("model.layers.1", "forward_hook", see), r"layers\.1' .*the hook <function see"),
+    "layer-before": (on("model.layers.0", "forward_pre_hook", see), r"layers\.0' .*the hook"),
+    "layer-backward": (on("model.layers.0", "full_backward_hook", see), r"'model\.layers\.0' .*hook"),
+    "projection": (on("model.layers.0.mlp.up_proj", "forward_hook", see), r"up_proj' .*the hook"),
+    "activation": (on("model.layers.0.mlp.act_fn", "forward_hook", see), r"act_fn' .*the hook"),
+    "norm-before": (on("model.norm", "forward_pre_hook", see), r"'model\.norm' .*the hook"),
+    "forward": (
+        lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: x),
+        r"'model\.layers\.0\.mlp' .*its forward has been replaced since",
+    ),
+}  # fmt: skip
+
+
+def refused(rank, size):
+    mesh = init_device_mesh("cpu", (size,))
+    for case, (change, words) in WHEN_PUT.items():
+        model = parallelize(tiny("llama", size), mesh, sequence_parallel=len(case) % 2 == 0)
+        with pytest.raises(UnknownModuleError, match=words):
+            change(model)
+            raise AssertionError(f"{case} was put there")
+    for change, words in AT_FORWARD.values():
+        model = parallelize(tiny("llama", size), mesh)
+        change(model)
+        with pytest.raises(UnknownModuleError, match=words):
+            model(IDS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_refused_by_name(ranks):
+    ranks(2).run(refused)
+
+
+def allowed(rank, size):
+    """What sees whole tensors, or says that it knows."""
+    mesh = init_device_mesh("cpu", (size,))
+    seen = []
+
+    def note(_module, _args, out):
+        seen.append((out[0] if isinstance(out, tuple) else out).shape[1])
+
+    model = parallelize(tiny("llama", size), mesh)
+    for path in ("model.embed_tokens", "model.norm", "lm_head"):
+        model.get_submodule(path).register_forward_hook(note)
+    model.model.layers[0].register_forward_hook(sees_shards(note))
+    model.model.layers[0].mlp.act_fn.forward = torch.compile(
+        model.model.layers[0].mlp.act_fn.forward, backend="eager"
+    )
+    model(IDS)
+    assert seen == [6, 3, 6, 6]
+    seen.clear()
+    model = parallelize(tiny("llama", size), mesh, sequence_parallel=False)
+    for path in ("model.layers.0", "model.layers.0.mlp", "model.layers.1.self_attn", "model.norm"):
+        model.get_submodule(path).register_forward_hook(note)
+    model(IDS)
+    assert seen == [6] * 4
+
+
+def test_allowed(ranks):
+    ranks(2).run(allowed)
+
+
+def before(rank, size):
+    """Adapters that were there before parallelize, and cannot be carried."""
+    import peft
+
+    mesh = init_device_mesh("cpu", (size,))
+    saved = {"modules_to_save": ["o_proj"], **Q}
+    for family, config, words in (
+        (
+            "llama",
+            adapter("Lora", use_dora=True, **Q),
+            r"q_proj' .*adapter 'default' DoraLinearVariant",
+        ),
+        ("llama", adapter("IA3", target_modules=["k_proj"], feedforward_modules=[]), "must be a plain nn"),
+        ("llama", adapter("Lora", target_modules=["embed_tokens"]), r"embed_tokens' .*must be an nn\.Emb"),
+        ("phi3", adapter("Lora", target_modules=["qkv_proj"]), r"no adapter of its kind .* 'packed'"),
+        ("llama", adapter("Lora", **saved), r"o_proj' .*no adapter of its kind .* 'row'"),
+    ):
+        model = peft.get_peft_model(tiny(family, size), config)
+        parameters = [id(parameter) for parameter in model.parameters()]
+        with pytest.raises(UnknownModuleError, match=words):
+            parallelize(model, mesh)
+        assert [id(parameter) for parameter in model.parameters()] == parameters
+    packed = parallelize(tiny("phi3", size), mesh)
+    with pytest.raises(ValueError, match=r"(?s)PackedLinear.* is not supported"):
+        lora(target_modules=["qkv_proj"])(packed)
+    with pytest.raises(UnknownModuleError, match=r"qkv_proj\.q' .*a packed projection's part"):
+        lora(target_modules=["q"])(packed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_refused_before(ranks):
+    ranks(2).run(before)

@@ -1,0 +1,238 @@
+"""What users compose: model, adapter, sequence parallelism, optimizer, wrapper, precision, generation, file.
+
+Every pair of values of two of these comes together in some row of `ROWS`, but for those in `NEVER`. A row
+trains two steps, generates and saves, with the unsharded model beside it.
+"""
+
+import copy
+import io
+import itertools
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.testing.models import VOCABULARY, tiny
+
+SINGLE = {"rtol": 2e-4, "atol": 2e-5}
+CHOICES = {
+    "family": ("llama", "mistral", "qwen2", "qwen3", "gemma3"),
+    "adapter": ("none", "first", "after", "all", "saved", "two", "dropout"),
+    "sequence": (True, False),
+    "optimizer": ("foreach", "fused", "sgd"),
+    "wrapper": ("none", "fsdp", "replicate", "recompute", "reentrant"),
+    "precision": ("double", "autocast"),
+    "generation": ("greedy", "sample", "beams"),
+    "file": ("whole", "pretrained", "dcp", "pickle"),
+}
+NEVER = {(("wrapper", wrapper), ("file", "pickle")) for wrapper in CHOICES["wrapper"] if wrapper != "none"}
+"""torch does not pickle what it wraps, nor transformers the hook that it has for recomputation."""
+
+
+def pairs(row):
+    return set(itertools.combinations(row.items(), 2))
+
+
+def covering():
+    """Rows in which every pair of values comes together; the same ones in every process."""
+    dice, names = random.Random(0), list(CHOICES)
+    left = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in CHOICES[a] for y in CHOICES[b]
+    } - NEVER
+    while left:
+        rows = [{name: dice.choice(values) for name, values in CHOICES.items()} for _ in range(200)]
+        row = max((row for row in rows if not pairs(row) & NEVER), key=lambda row: len(left & pairs(row)))
+        left -= pairs(row)
+        yield row
+
+
+ROWS = list(covering())
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def config_of(adapter):
+    from peft import LoraConfig
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(
+        r=3,
+        target_modules=targets if adapter in ("all", "two") else ["q_proj", "up_proj"],
+        modules_to_save=["norm"] if adapter == "saved" else None,
+        lora_dropout=0.3 if adapter == "dropout" else 0.0,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapt(model, adapter):
+    from peft import get_peft_model
+
+    if adapter == "none":
+        return model
+    torch.manual_seed(11)
+    model = get_peft_model(model, config_of(adapter))
+    if adapter == "two":
+        model.add_adapter("second", config_of("after"))
+        model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def built(row, size, mesh):
+    """The unsharded model and the sharded one."""
+    base = tiny(row["family"], size, dtype=torch.float32 if row["precision"] == "autocast" else torch.float64)
+    plain = adapt(copy.deepcopy(base), row["adapter"])
+    if row["adapter"] in ("first", "all"):
+        return plain, parallelize(copy.deepcopy(plain), mesh, sequence_parallel=row["sequence"])
+    return plain, adapt(parallelize(base, mesh, sequence_parallel=row["sequence"]), row["adapter"])
+
+
+def inner(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def optimizer_of(kind, model):
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-2, **{kind: True})
+
+
+def trains(row, pair, exact, apart):
+    optimizers = [optimizer_of(row["optimizer"], model) for model in pair]
+    recompute = row["wrapper"] in ("recompute", "reentrant")
+    if recompute:
+        for model in pair:
+            inner(model).enable_input_require_grads()
+            inner(model).gradient_checkpointing_enable({"use_reentrant": row["wrapper"] == "reentrant"})
+    for step in range(2):
+        torch.manual_seed(step)
+        ids = torch.randint(3, VOCABULARY, (2, 6 + step))
+        losses = []
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            low = row["precision"] == "autocast"
+            with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+                torch.manual_seed(step)
+                losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not apart:
+            tolerance = SINGLE if exact else {"rtol": 3e-2, "atol": 3e-2}
+            torch.testing.assert_close(losses[1], losses[0], **tolerance)
+    if recompute:
+        for model in pair:
+            inner(model).gradient_checkpointing_disable()
+            inner(model).disable_input_require_grads()
+    for (name, expected), found in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+        if exact:
+            torch.testing.assert_close(
+                whole(found), expected, **SINGLE, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def generates(row, pair):
+    ids = torch.arange(3, 13).view(2, 5)
+    options = {
+        "greedy": {"do_sample": False},
+        "sample": {"do_sample": True, "top_k": 0},
+        "beams": {"num_beams": 2, "do_sample": False},
+    }[row["generation"]]
+    texts = []
+    for model in pair:
+        torch.manual_seed(5)
+        texts.append(model.eval().generate(input_ids=ids, max_new_tokens=3, pad_token_id=0, **options))
+    assert torch.equal(*texts), texts
+
+
+def reloaded(row, pair, size, mesh, folder):
+    """A fresh model with what was saved of the sharded one."""
+    from peft import PeftModel
+
+    _, sharded = pair
+    if row["file"] == "pickle":
+        buffer = io.BytesIO()
+        torch.save(sharded, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+    fresh_plain, fresh = built(row, size, mesh)
+    for parameter in fresh.parameters():
+        parameter.data.zero_()
+    if row["file"] == "whole":
+        fresh_plain.load_state_dict(full_state_dict(sharded))
+        return fresh_plain.eval()
+    if row["file"] == "dcp":
+        dcp.save({"model": get_model_state_dict(sharded)}, checkpoint_id=folder)
+        state = {"model": get_model_state_dict(fresh)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(fresh, state["model"])
+        return fresh.eval()
+    sharded.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    base = tiny(row["family"], size, dtype=next(fresh.parameters()).dtype)
+    if row["adapter"] == "none":
+        return type(base).from_pretrained(folder, dtype=base.dtype).eval()
+    loaded = PeftModel.from_pretrained(base, folder)
+    if row["adapter"] == "two":
+        loaded.load_adapter(f"{folder}/second", "second")
+        loaded.base_model.set_adapter(["default", "second"])
+    return loaded.eval()
+
+
+def composes(rank, size, row, folder):
+    replicas = 2 if row["wrapper"] in ("fsdp", "replicate") else 1
+    mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("dp", "tp"))
+    pair = built(row, size // replicas, mesh["tp"])
+    if row["wrapper"] == "fsdp":
+        for layer in inner(pair[1]).model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(inner(pair[1]), mesh=mesh["dp"])  # whose forward it is that generation calls
+    elif row["wrapper"] == "replicate":
+        replicate(inner(pair[1]), mesh=mesh["dp"])
+    # With sequence parallelism dropout is of rows, and each rank draws for its own.
+    apart = row["adapter"] == "dropout" and row["sequence"]
+    exact = row["precision"] == "double" and not apart
+    trains(row, pair, exact, apart)
+    if not exact:
+        pair[0].load_state_dict(full_state_dict(pair[1]))
+    generates(row, pair)
+    ids = torch.arange(3, 13).view(2, 5)
+    with torch.no_grad():
+        found = reloaded(row, pair, size // replicas, mesh["tp"], folder)(input_ids=ids).logits
+        torch.testing.assert_close(found, pair[0](input_ids=ids).logits, **SINGLE)
+
+
+def run(ranks, tmp_path, row):
+    size = 4 if row["wrapper"] in ("fsdp", "replicate") else 2
+    ranks(size).run(composes, row, str(tmp_path))
+
+
+def name_of(row):
+    return "-".join(str(value) for value in row.values())
+
+
+@pytest.mark.parametrize("row", ROWS[:8], ids=name_of)
+def test_compositions(ranks, tmp_path, row):
+    run(ranks, tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS[8:], ids=name_of)
+def test_more_compositions(ranks, tmp_path, row):
+    run(ranks, tmp_path, row)
+
+
+def test_the_rows_are_enough():
+    assert 30 <= len(ROWS) <= 60

@@ -1,0 +1,182 @@
+"""transformers' Trainer and accelerate on parallelized models: the unsharded model's losses and weights."""
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from overlap_gemm.parallel import full_state_dict, parallelize
+from overlap_gemm.testing.models import VOCABULARY, tiny
+
+SETTINGS = {
+    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "report_to": [], "use_cpu": True,
+    "disable_tqdm": True, "save_only_model": True, "save_strategy": "no",
+}  # fmt: skip
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(VOCABULARY, (32, 13), generator=generator)
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+@contextlib.contextmanager
+def on_cpus():
+    """accelerate takes tensor parallelism on several GPUs, and refuses several CPUs; nothing else differs.
+
+    It reads a launcher's variables. Its state is a process's, and the next test begins anew.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    several = property(lambda accelerator: accelerator.num_processes > 1)
+    launched = dict(zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), (rank, rank, size), strict=True))
+    launched = {name: str(value) for name, value in launched.items()}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there already
+    try:
+        with (
+            mock.patch.dict(os.environ, launched if size > 1 else {}),
+            mock.patch.object(Accelerator, "multi_device", several),
+        ):
+            yield
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+
+def trained(kind, model, folder, resume=None, **settings):
+    from transformers import TrainingArguments
+
+    with on_cpus():
+        arguments = TrainingArguments(folder, **{**SETTINGS, **settings})
+        trainer = kind(model, arguments, train_dataset=samples())
+        trainer.train(resume_from_checkpoint=resume)
+        if arguments.save_strategy == "no":
+            trainer.save_model(folder)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return losses, norms
+
+
+def sharded(size, family="qwen3", **options):
+    model = tiny(family, 2, dtype=torch.float32)
+    return parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), **options)
+
+
+def plain_trainer(rank, size, folder, sequence_parallel):
+    from transformers import AutoModelForCausalLM, Trainer
+
+    if size == 1:
+        model = tiny("qwen3", 2, dtype=torch.float32)
+        return trained(Trainer, model, folder), model.state_dict()
+    model = sharded(size, sequence_parallel=sequence_parallel)
+    before = full_state_dict(model)
+    found = trained(Trainer, model, folder), full_state_dict(model)
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in found[1].items():
+        assert torch.equal(again[name], value), name
+    assert not torch.equal(before["lm_head.weight"], again["lm_head.weight"])
+    return found
+
+
+@pytest.fixture
+def expected(ranks, tmp_path):
+    """(losses, norms), weights of an unsharded Trainer."""
+    (found,) = ranks(1).run(plain_trainer, str(tmp_path / "plain"), True)
+    return found
+
+
+def same(found, expected):
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=1e-3)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_plain_trainer(ranks, tmp_path, expected, sequence_parallel):
+    """Batches, accumulation, clipping, the norm that it logs, and the weights that it saves."""
+    assert max(expected[0][1]) > SETTINGS["max_grad_norm"]  # it does clip
+    for found in ranks(2).run(plain_trainer, str(tmp_path / "tp"), sequence_parallel):
+        same(found, expected)
+
+
+def resumes(rank, size, folder, resume):
+    from overlap_gemm.integrations.trainer import TensorParallelTrainer
+
+    torch.manual_seed(5)
+    model = sharded(size)
+    if resume:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # all of it comes from the checkpoint
+    settings = {"save_only_model": False, "save_strategy": "steps", "save_steps": 2}
+    return trained(TensorParallelTrainer, model, folder, resume, **settings), full_state_dict(model)
+
+
+def test_training_goes_on_from_a_checkpoint(ranks, tmp_path, expected):
+    folder = str(tmp_path / "resumed")
+    for found in ranks(2).run(resumes, folder, None):
+        same(found, expected)
+    # And with another number of ranks.
+    for size in (2, 1):
+        for _, weights in ranks(size).run(resumes, folder, f"{folder}/checkpoint-2"):
+            for name, value in expected[1].items():
+                torch.testing.assert_close(weights[name], value, **CLOSE)
+
+
+def beside_fsdp(rank, size, folder):
+    from transformers import Trainer
+
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize(tiny("qwen3", 2, dtype=torch.float32), mesh["tp"])
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model.config.distributed_config.fsdp_size = 2  # who sums gradients: FSDP, over two
+    settings = {"per_device_train_batch_size": 1}
+    return trained(Trainer, model, folder, **settings), full_state_dict(model)
+
+
+@pytest.mark.slow
+def test_beside_fsdp(ranks, tmp_path, expected):
+    for found in ranks(4).run(beside_fsdp, str(tmp_path)):
+        same(found, expected)
+
+
+def by_accelerate(rank, size):
+    from accelerate import Accelerator, ParallelismConfig
+
+    plain = tiny("llama", 2)
+    model = parallelize(tiny("llama", 2), init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2, shuffle=False)
+    with on_cpus():
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=size))
+        model, optimizer, prepared = accelerator.prepare(model, optimizers[1], loader)
+        for batch, own in zip(loader, prepared, strict=True):
+            assert torch.equal(batch["input_ids"], own["input_ids"])  # every rank has all of it
+            plain(**batch).loss.backward()
+            accelerator.backward(model(**own).loss)
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            own_norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            own_norm = own_norm.full_tensor() if hasattr(own_norm, "full_tensor") else own_norm
+            torch.testing.assert_close(own_norm, norm, **CLOSE)
+            for each in (optimizers[0], optimizer):
+                each.step()
+                each.zero_grad()
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], **CLOSE)
+
+
+def test_accelerate_by_itself(ranks):
+    ranks(2).run(by_accelerate)

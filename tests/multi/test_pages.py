@@ -1,0 +1,100 @@
+"""The pages' snippets run as they stand, each alone, on two ranks: nothing is imported or made elsewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config
+
+import overlap_gemm
+from overlap_gemm.integrations import hugging_face, torch_symm_mem
+from overlap_gemm.testing.models import tiny
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/index.md": "emulator/tests/test_readme.py",
+    "docs/pipelines.md": "tests/emulated/test_pipelines_page.py",
+    "docs/tutorial.md": "test_readme.py",  # its blocks are one program
+    "docs/integrations/megatron.md": "test_megatron.py",
+}
+"""Pages whose snippets other tests run."""
+
+
+def pages():
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for file in sorted(file for file in files if "notes" not in file.parts):
+        for number, text in enumerate(re.findall(r"^```python\n(.*?)^```$", file.read_text(), re.M | re.S)):
+            yield file.relative_to(ROOT).as_posix(), number, text
+
+
+SNIPPETS = {f"{page}-{number}": text for page, number, text in pages() if page not in ELSEWHERE}
+
+
+def here(text, folder):
+    """The snippet for ranks on CPUs: small numbers, a small model, no GPU's kernel."""
+    text = re.sub(r"\b(8192|28672)\b", "64", text)
+    for name in ("out", "my-adapter"):  # folders that it writes
+        text = text.replace(f'"{name}"', repr(f"{folder}/{name}"))
+    return text.replace('"Qwen/Qwen3-8B"', repr(folder)).replace('backend="fused"', 'backend="decomposed"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model, saved as published ones are."""
+    path = tmp_path_factory.mktemp("model")
+    tiny("qwen3", 2, dtype=torch.float32).save_pretrained(path)
+    return str(path)
+
+
+def runs(rank, size, text):
+    environment = {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    # As a launcher says it; and what a snippet sets of torch's configuration goes with it.
+    # accelerate trains tensor-parallel models on several GPUs, and on CPUs only if it takes them for such.
+    several = property(lambda accelerator: accelerator.num_processes > 1)
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch("accelerate.Accelerator.multi_device", several),
+        torch._inductor.config.patch(),
+    ):
+        exec(compile(text, "snippet", "exec"), {"__name__": "__main__"})
+    overlap_gemm.finalize()
+    for integration in (hugging_face, torch_symm_mem):
+        integration.uninstall()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet(ranks, folder, snippet):
+    ranks(2).run(runs, here(SNIPPETS[snippet], folder))
+
+
+def test_no_page_is_left_out():
+    assert ELSEWHERE.keys() <= {page for page, _, _ in pages()}
+    assert len(SNIPPETS) >= 7
+
+
+def test_the_readmes_models_run_alone():
+    """As its comment says: with no launcher, and nothing of one in the environment."""
+    (text,) = (text for page, _, text in pages() if page == "README.md" and "LlamaForCausalLM" in text)
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launchers}
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 132])" in done.stdout
+
+
+def test_pages_install_from_the_checkout():
+    """The package is on no index: a name that pip would look up there is another's, or nobody's."""
+    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        if "notes" not in file.parts:
+            assert not re.findall(r"pip install[^\n`]*\boverlap-gemm\b", file.read_text()), file
