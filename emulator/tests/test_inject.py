@@ -70,6 +70,16 @@ def test_faults_choose_by_number():
         handoff(lambda m: m.faults.add(StoreFault("drop", skip=1)))
 
 
+def test_faults_choose_by_place():
+    """Data and flag are allocations of four bytes each."""
+    with pytest.raises(Deadlock):
+        handoff(lambda m: m.faults.add(StoreFault("drop", begin=0, end=4)))
+    with pytest.raises(Deadlock):
+        handoff(lambda m: m.faults.by_words("drop:flag:begin=0,end=1"))
+    assert handoff(lambda m: m.faults.add(StoreFault("drop", begin=1))) == 7
+    assert handoff(lambda m: m.faults.add(StoreFault("drop", end=0))) == 7
+
+
 def test_a_killed_rank_leaves_the_other_to_its_timeout():
     with pytest.raises(KernelTrap, match="rank 1"):
         handoff(lambda m: m.faults.kill(0), TIMEOUT)

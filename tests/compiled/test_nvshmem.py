@@ -31,7 +31,8 @@ def test_the_sm90_gemm_stays_free_of_nvshmem(config, op):
         kernel = make_kernel(config, Staged(), pattern=op)
     seen = inspect(partial(compile_kernel, kernel))
     assert "nvshmem" not in seen.ptx
-    assert seen.ptx.count("setmaxnreg") == 2
+    # Small accumulators leave every warp what it is launched with.
+    assert seen.ptx.count("setmaxnreg") == (0 if config.is_swap_ab else 2)
     assert ptx_findings(seen.ptx, exchanges=True) == []
     assert ptxas_findings(seen.report) == [], "C7506 and C7510 are what a linked NVSHMEM call brings"
-    assert seen.report.registers == 168
+    assert seen.report.registers <= 168 if config.is_swap_ab else seen.report.registers == 168

@@ -11,6 +11,14 @@ from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends import gather
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.kernels import all_gather
+from overlap_gemm.kernels.geometry import (
+    CONTROL_BYTES,
+    MAX_WORLD,
+    READ_OFFSET,
+    SENDERS_OFFSET,
+    SHARD_PIECES,
+    slots_offset,
+)
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.sharding import Shards
@@ -253,28 +261,16 @@ def test_its_workspace_is_its_own():
 # --- faults ---
 
 
-def flag_lines(world, engines=True):
-    """The lines of releases, in the kernels that are queued and, unless told otherwise, in copies."""
-    lines, submit = set(), world.emulator.machine.submit
-
-    def note(launch):
-        if engines or not launch.engine:
-            text = launch.ptx.splitlines()
-            lines.update(n for n, line in enumerate(text, 1) if "st.release.sys" in line)
-        submit(launch)
-
-    world.emulator.machine.submit = note
-    return lines
+FLAGS = {"begin": CONTROL_BYTES, "end": slots_offset(SHARD_PIECES * MAX_WORLD)}
+READ_WORDS = {"begin": READ_OFFSET, "end": SENDERS_OFFSET}
 
 
 @transports
 @both
 def test_a_lost_flag_is_named(arch, transport):
     with World(arch, 3, transport=transport) as world:
-        lines = flag_lines(world)
         world.call(192, 64, 64)
-        for line in lines:
-            world.emulator.faults.add(StoreFault("drop", 2, 1, line))
+        world.emulator.faults.add(StoreFault("drop", 2, 1, **FLAGS))
         with pytest.raises(CommTimeoutError) as caught:
             world.run()
     failure = caught.value.failure
@@ -285,10 +281,8 @@ def test_a_lost_flag_is_named(arch, transport):
 @both
 def test_a_lost_word_that_a_peer_has_read_is_named(arch):
     with World(arch, 3, transport="copy_engine") as world:
-        lines = flag_lines(world, engines=False)
         world.call(192, 64, 64)
-        for line in lines:
-            world.emulator.faults.add(StoreFault("drop", 2, 1, line))
+        world.emulator.faults.add(StoreFault("drop", 2, 1, **READ_WORDS))
         with pytest.raises(CommTimeoutError) as caught:
             world.run()
     assert (caught.value.failure.rank, caught.value.failure.source) == (1, 2)
@@ -299,12 +293,12 @@ def test_a_lost_word_that_a_peer_has_read_is_named(arch):
 @both
 def test_a_late_flag_does_no_harm(arch, transport):
     with World(arch, 3, transport=transport) as world:
-        lines = flag_lines(world)
         for _ in range(3):
             world.call(192, 64, 64)
-        for line in lines:
-            world.emulator.faults.add(StoreFault("delay", None, None, line, instructions=5000))
+        late = StoreFault("delay", end=FLAGS["end"], instructions=5000)
+        world.emulator.faults.add(late)
         world.run()
+        assert world.emulator.faults.hits()[0][1] >= 3 * 3 * 2
 
 
 @transports
@@ -330,7 +324,7 @@ def without_proxy_fence(patch):
 
 
 def without_readers(patch):
-    patch.setattr(all_gather, "await_peers", lambda *_: None)
+    patch.setattr(all_gather, "await_readers", lambda *_: None)
 
 
 @pytest.mark.usefixtures("changed_kernels")

@@ -30,6 +30,10 @@ LOADS_IN_FLIGHT = 8
 """Loads of 16 bytes that a lane has under way, whatever the number of ranks: each takes about a
 microsecond."""
 
+LOADS_BESIDE_A_RELAY = 4
+"""The same where a relay puts sums to some peers: there the relay is the bound, and with more loads two-shot
+kernels spill on sm_90a."""
+
 
 class Lane(NamedTuple):
     """One lane's part of a unit.
@@ -165,8 +169,8 @@ class Sums:
             self._sum_few(lane, extras, 2)
         elif world <= 4:
             self._sum_few(lane, extras, 4)
-        elif world <= LOADS_IN_FLIGHT:
-            self._sum_few(lane, extras, LOADS_IN_FLIGHT)
+        elif world <= self._in_flight:
+            self._sum_few(lane, extras, self._in_flight)
         else:
             self._sum_many(lane, extras)
 
@@ -174,7 +178,7 @@ class Sums:
     def _sum_few(self, lane: Lane, extras: Any, sources: cutlass.Constexpr) -> None:
         """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
         chunks = self.config.lane_chunks
-        window = min(LOADS_IN_FLIGHT // sources, chunks)
+        window = min(self._in_flight // sources, chunks)
         loaded = self._registers(sources, window)
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
@@ -189,15 +193,19 @@ class Sums:
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Any) -> None:
-        """Any number of ranks, `LOADS_IN_FLIGHT` of them at a time."""
+        """Any number of ranks, as many of them at a time as loads are under way."""
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
-            for first in cutlass.range(0, lane.world, LOADS_IN_FLIGHT, unroll=1):
-                loaded = self._registers(LOADS_IN_FLIGHT, 1)[(None, None, 0)]
+            for first in cutlass.range(0, lane.world, self._in_flight, unroll=1):
+                loaded = self._registers(self._in_flight, 1)[(None, None, 0)]
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
             self._store(lane, i, total, extras)
+
+    @property
+    def _in_flight(self) -> int:
+        return LOADS_BESIDE_A_RELAY if self.transport.puts and self.results else LOADS_IN_FLIGHT
 
     def _registers(self, sources: int, window: int) -> Any:
         return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])

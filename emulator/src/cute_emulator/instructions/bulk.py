@@ -137,7 +137,8 @@ def write_global(
         put = partial(_put_global, machine, chunks, data, merge)
         allocation = machine.memory.find(chunks.bounds[0], chunks.size)
         machine.report.stored(group.warp.grid.launch.rank, allocation.rank, data.nbytes)
-        if not (machine.faults.active and machine.faults.catches(group, line, "copy", allocation, put)):
+        faults, low = machine.faults, chunks.bounds[0]
+        if not (faults.active and faults.catches(group, line, "copy", allocation, low, put)):
             put()
 
 

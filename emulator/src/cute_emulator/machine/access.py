@@ -426,7 +426,7 @@ class Access:
                 notify(machine.watch, spread.granules(low))
 
         kind = "flag" if self.strong else "store"
-        if machine.faults.active and machine.faults.catches(group, self.line, kind, allocation, put):
+        if machine.faults.active and machine.faults.catches(group, self.line, kind, allocation, low, put):
             return
         if machine.held.active and allocation.rank != rank:
             high = low + spread.extent

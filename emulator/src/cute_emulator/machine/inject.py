@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 ACTIONS = ("drop", "delay", "duplicate")
 KINDS = ("store", "flag", "copy", "load")
-WORDS = (
-    "drop|delay|duplicate[:store|flag|copy|load][:source=R,target=R,line=N,skip=N,count=N,instructions=N], \
-kill:rank=R,after=N or stall:rank=R,begin=N,end=N"
-)
+WORDS = "drop|delay|duplicate[:store|flag|copy|load][:source=R,target=R,line=N,begin=N,end=N,skip=N,count=N,\
+instructions=N], kill:rank=R,after=N or stall:rank=R,begin=N,end=N"
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,8 @@ class StoreFault:
         source: Storing rank, or None for any.
         target: Rank whose memory it is, or None for any but the storing one.
         line: PTX line, or None for any.
+        begin: First byte of the target's allocation that counts, by the lowest byte of a store.
+        end: One past the last of them, or None for the allocation's end.
         skip: Matching stores to leave alone first.
         count: Stores to act on after that; None for all.
         instructions: Warp instructions until a late store is made.
@@ -44,6 +44,8 @@ class StoreFault:
     source: int | None = None
     target: int | None = None
     line: int | None = None
+    begin: int = 0
+    end: int | None = None
     skip: int = 0
     count: int | None = None
     instructions: int = 1 << 62
@@ -115,16 +117,22 @@ class Faults:
         self.active = True
 
     def catches(
-        self, group: Group, line: int, kind: str, allocation: Allocation, write: Callable[[], None]
+        self,
+        group: Group,
+        line: int,
+        kind: str,
+        allocation: Allocation,
+        low: int,
+        write: Callable[[], None],
     ) -> bool:
-        """Whether a store is not to be made now; a late one is kept."""
-        return self._catches(group, line, kind, allocation.rank, write, write)
+        """Whether a store, `low` its lowest address, is not to be made now; a late one is kept."""
+        return self._catches(group, line, kind, allocation.rank, low - allocation.base, write, write)
 
     def catches_load(
         self, group: Group, line: int, arrive: Callable[[], None], write: Callable[[], None]
     ) -> bool:
         """Whether a copy into shared memory is not to `arrive` now; repeated, it is only to `write`."""
-        return self._catches(group, line, "load", group.warp.grid.launch.rank, arrive, write)
+        return self._catches(group, line, "load", group.warp.grid.launch.rank, 0, arrive, write)
 
     def _catches(
         self,
@@ -132,6 +140,7 @@ class Faults:
         line: int,
         kind: str,
         target: int,
+        offset: int,
         late: Callable[[], None],
         again: Callable[[], None],
     ) -> bool:
@@ -139,6 +148,8 @@ class Faults:
         for n, fault in enumerate(self._stores):
             wanted, have = (fault.source, fault.target, fault.line), (source, target, line)
             if any(want not in (None, is_) for want, is_ in zip(wanted, have, strict=True)):
+                continue
+            if offset < fault.begin or (fault.end is not None and offset >= fault.end):
                 continue
             if fault.kind != kind and (fault.kind is not None or kind == "load"):
                 continue
