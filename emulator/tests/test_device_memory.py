@@ -106,6 +106,25 @@ assert empty.is_cuda and from_dlpack(empty).shape == (0, 4)
 assert str(from_dlpack(src).memspace) == str(cute.AddressSpace.gmem)
 """
 
+PINNED = """
+@cute.kernel
+def record(address: cutlass.Int64):
+    tid, _, _ = cute.arch.thread_idx()
+    word = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.gmem, assumed_align=4) + tid
+    cute.arch.store(word, cutlass.Int32(cute.arch.load(word, cutlass.Int32) + tid))
+
+@cute.jit
+def note(address: cutlass.Int64, stream: cuda.CUstream):
+    record(address).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+host = torch.ones(32, dtype=torch.int32, pin_memory=sys.argv[1] == "pinned")
+assert not host.is_cuda
+note(host.data_ptr(), stream())
+torch.cuda.synchronize()
+assert host.tolist() == list(range(1, 33))
+"""
+"""A kernel that knows host memory by its address alone."""
+
 COOPERATIVE = """
 from cutlass.base_dsl.common import DSLCudaRuntimeError
 run(32)
@@ -130,10 +149,25 @@ def test_a_cooperative_launch_of_the_dsl_runs_or_is_refused(tmp_path):
     _run(COOPERATIVE, tmp_path, "--num-sms", 2, "--collect", status=1)
 
 
-def _run(body, tmp_path, *options, status=0):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kernels_touch_pinned_host_memory(ranks, tmp_path):
+    _run(PINNED, tmp_path, "--ranks", ranks, words=["pinned"])
+
+
+def test_kernels_do_not_touch_other_host_memory(tmp_path):
+    script = _script(PINNED, tmp_path)
+    done = emulator_command(script, "pageable")
+    assert done.returncode == 1 and "MemoryFault" in done.stderr, done.stdout + done.stderr
+
+
+def _script(body, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT + body) + "\nprint('reached the end')\n")
-    done = emulator_command(*options, script)
+    return script
+
+
+def _run(body, tmp_path, *options, words=(), status=0):
+    done = emulator_command(*options, _script(body, tmp_path), *words)
     assert done.returncode == status and "reached the end" in done.stdout, done.stdout + done.stderr
 
 

@@ -89,6 +89,35 @@ def test_uninitialised_device_memory_is_poisoned(mode):
     assert torch.zeros(2, device="cuda").new_empty(4).isnan().all()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(8, pin_memory=True),
+        lambda: torch.zeros(8).pin_memory(),
+        lambda: torch.empty_like(torch.zeros(8, device="cuda"), device="cpu", pin_memory=True).zero_(),
+    ],
+)
+def test_pinned_memory_is_the_hosts_and_kernels_may_touch_it(mode, make):
+    tensor = make()
+    assert (tensor.device.type, tensor.is_cuda, tensor.is_pinned()) == ("cpu", False, True)
+    assert (tensor.data_ptr(), 32) in mode.adopted and tensor.tolist() == [0] * 8
+    assert tensor.pin_memory().data_ptr() == tensor.data_ptr()
+    assert not torch.zeros(8).is_pinned()
+
+
+def test_to_pin_memory_copies_it(mode):
+    plain = torch.ones(8)
+    pinned = plain.pin_memory()
+    plain.zero_()
+    assert pinned.tolist() == [1] * 8
+
+
+def test_nobody_waits_for_kernels_to_read_what_is_pinned(mode):
+    tensor, before = torch.zeros(8, pin_memory=True), mode.waits
+    tensor.tolist()
+    assert mode.waits == before
+
+
 def test_device_memory_is_adopted_once_and_by_storage(mode):
     tensor = torch.zeros(8, device="cuda")
     tensor[2:].view(3, 2).add_(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_emulator import clients
-from cute_emulator.errors import EmulatorError
+from cute_emulator.errors import EmulatorError, KernelTrap
 from cute_emulator.host.torch.turns import Turns
 
 
@@ -85,6 +85,38 @@ def test_an_error_of_the_device_reaches_the_caller():
 
     with pytest.raises(EmulatorError, match="deadlock"):
         run(2, lambda turns, rank: turns.wait_for_device(lambda: False), device)
+
+
+def test_a_trap_is_told_to_all_who_wait_and_no_launch_runs_any_more():
+    runs, told = [], []
+
+    def device():
+        runs.append(1)
+        raise KernelTrap("rank 0 trapped", line=7)
+
+    def body(turns, rank):
+        for _ in range(2):
+            with pytest.raises(KernelTrap, match="rank 0 trapped") as caught:
+                turns.wait_for_device(lambda: False)
+            told.append((rank, caught.value.line))
+
+    with pytest.raises(KernelTrap, match="rank 0 trapped"):
+        run(2, body, device)
+    assert sorted(told) == [(0, 7), (0, 7), (1, 7), (1, 7)] and len(runs) == 1
+
+
+def test_what_a_script_raises_after_a_trap_is_its_error():
+    def device():
+        raise KernelTrap("rank 0 trapped")
+
+    def body(turns, rank):
+        try:
+            turns.wait_for_device(lambda: False)
+        except RuntimeError:
+            raise KeyError("what the kernel left") from None
+
+    with pytest.raises(KeyError, match="what the kernel left"):
+        run(2, body, device)
 
 
 def test_a_collective_that_not_all_reach_is_named():

@@ -4,6 +4,8 @@ Torch has no switch for this, so a `TorchFunctionMode` keeps the fiction: a stor
 *marked* as device memory; marked tensors say ``cuda`` when asked for their device; copies between the two
 kinds are real copies, as on a GPU; results of operations on marked tensors are marked. Memory that is
 allocated uninitialised is poisoned. Marked storages begin at multiples of 256 bytes, as cudaMalloc's do.
+Pinned host memory is ordinary memory that kernels may touch by its address, as on a GPU; no operation waits
+for them before the host reads it.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ _SCALED_MM = getattr(torch, "_scaled_mm", None)
 _SCALED_GROUPED_MM = getattr(torch, "_scaled_grouped_mm_v2", None)
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-_PINNED = {torch.Tensor.is_pinned, torch.Tensor.pin_memory}
 _METADATA = {
     "__get__", "__dlpack__", "__dlpack_device__", "data_ptr", "size", "stride", "dim", "numel", "__len__",
     "element_size", "storage_offset", "untyped_storage", "is_contiguous", "dim_order", "view", "permute",
     "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "as_strided", "empty_like", "new_empty",
+    "_is_view",
 }  # fmt: skip
 """Names of functions that do not touch a tensor's data, or not that of their arguments."""
 _MARK = "_cute_emulator_device_memory"
+_PINNED = "_cute_emulator_pinned_memory"
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -64,6 +67,11 @@ def set_mark(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is host memory that kernels may touch."""
+    return hasattr(_storage(tensor), _PINNED)
+
+
 def plays_host_memory(tensor: object) -> bool:
     """Whether a script runs in which a tensor is an ordinary CPU tensor."""
     if not isinstance(tensor, torch.Tensor):
@@ -76,7 +84,7 @@ class CudaOnCpu(TorchFunctionMode):
     """The fiction, for the thread that enters it.
 
     Args:
-        adopt: Told of every storage that becomes device memory.
+        adopt: Told of every storage that becomes device memory or pinned host memory.
         current_device: Index of this thread's device.
         synchronize: Waits for this thread's launches; called before an operation touches device memory.
         capture: The CUDA graph that this thread captures, if any.
@@ -115,6 +123,13 @@ class CudaOnCpu(TorchFunctionMode):
             self._adopt(_storage(tensor))
         return set_mark(tensor)
 
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Makes a new host tensor's storage memory that kernels may touch; returns the tensor."""
+        self._align(tensor)
+        self._adopt(_storage(tensor))
+        setattr(_storage(tensor), _PINNED, True)
+        return tensor
+
     def _align(self, tensor: torch.Tensor) -> None:
         """Moves a new tensor's storage to where a device's allocator would put one."""
         storage = _storage(tensor)
@@ -141,9 +156,12 @@ class CudaOnCpu(TorchFunctionMode):
             return is_marked(args[0])
         if func is torch.Tensor.get_device:
             return self._current_device() if is_marked(args[0]) else -1
-        if func in _PINNED:
-            return args[0] if func is torch.Tensor.pin_memory else True
-        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.is_pinned:
+            return is_pinned(args[0])
+        if func is torch.Tensor.pin_memory:
+            return args[0] if is_pinned(args[0]) else self.pin(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return self.pin(func(*args, **kwargs))
         if "device" not in kwargs and func in _device_constructors():
             kwargs |= _default_device()
 

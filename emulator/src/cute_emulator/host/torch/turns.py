@@ -4,17 +4,22 @@ Only one rank's Python runs at a time, and a turn ends only where the rank would
 where the host waits for the device. So a run is deterministic, the DSL's compiler (which is one object) is
 never entered twice, and the machine runs exactly when no rank can go on without it. What a process has to
 itself changes with the turn (`process_state`).
+
+A kernel that traps ends the device for all ranks. As on a GPU, who waits for it is told by an exception,
+which a script may catch to look for what the kernel left behind; no launch runs any more. What else breaks a
+run off is the emulator's own verdict, and no script's to catch.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from cute_emulator.errors import EmulatorError
+from cute_emulator.errors import EmulatorError, KernelTrap
 from cute_emulator.host.torch import process_state
 
 IDLE_SECONDS = 300.0
@@ -50,6 +55,7 @@ class Turns:
         self._wants_device = [False] * ranks
         self._finished = [False] * ranks
         self._error: BaseException | None = None
+        self._trap: KernelTrap | None = None
         self._local = threading.local()
 
     @property
@@ -61,7 +67,8 @@ class Turns:
         """Runs one body per rank, to the end of all.
 
         Raises:
-            BaseException: The first that a body raised, or that the device did.
+            BaseException: The first that a body raised, or that the device did; a trap also where the bodies
+                that it was told to went on to their ends.
             EmulatorError: Nothing was done for too long; it says where each rank stands.
         """
         threads = [
@@ -76,17 +83,23 @@ class Turns:
                 thread.join(0.2)  # so that Ctrl-C is served
                 if watch.idle():
                     raise EmulatorError(self._where(threads))
-        if self._error is not None:
-            raise self._error
+        if error := self._error or self._trap:
+            raise error
 
     def block(self, ready: Callable[[], bool]) -> None:
         """Ends this rank's turn until `ready()`."""
         self._wait(ready, wants_device=False)
 
     def wait_for_device(self, done: Callable[[], bool]) -> None:
-        """Ends this rank's turn until its launches are `done()`."""
+        """Ends this rank's turn until its launches are `done()`.
+
+        Raises:
+            KernelTrap: A kernel, of whichever rank, executed `trap`, now or before.
+        """
         if not done():
-            self._wait(done, wants_device=True)
+            self._wait(lambda: self._trap is not None or done(), wants_device=True)
+            if self._trap is not None:
+                raise copy.copy(self._trap)  # each rank's has a traceback of its own
 
     def _wait(self, ready: Callable[[], bool], wants_device: bool) -> None:
         rank, state = self.rank, process_state.take()
@@ -145,6 +158,8 @@ class Turns:
         if chosen is None and any(self._wants_device):
             try:
                 self._run_device()
+            except KernelTrap as trap:
+                self._trap = trap
             except BaseException as error:
                 self._error = self._error or error
             chosen = self._next()
