@@ -1,16 +1,18 @@
 """Traces: what the machine tells, what is written, and that a kernel's roles can be read off it."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from cute_emulator.errors import Deadlock
 from cute_emulator.host.emulator import Emulator
+from cute_emulator.machine.clocks import BYTES, ISSUE, LATENCY
+from cute_emulator.run.scheduler import Schedule
 from cute_emulator.trace import Trace
 
-from .handwritten import aligned, run
+from .handwritten import aligned, launch, machine, module, run
 from .kernels import build
+from .kernels.gemm_sm90 import GemmSm90
 from .kernels.gemm_sm100 import LOAD_WARP, MMA_WARP, GemmSm100
 
 ROLES = {MMA_WARP: "mma", LOAD_WARP: "load"}
@@ -30,7 +32,6 @@ def traced(tmp_path_factory):
 def test_every_instruction_is_in_one_active_span(traced):
     trace, instructions = traced
     assert sum(s.instructions for s in trace.spans if s.kind == "active") == instructions
-    assert max(s.end for s in trace.spans) == instructions
     assert all(s.begin <= s.end for s in trace.spans)
 
 
@@ -84,7 +85,8 @@ def test_page(traced, tmp_path):
     ]
     rows = [row for group in data["groups"] for row in group["rows"]]
     assert sum(len(row["spans"]) for row in rows) == len(trace.spans)
-    assert sum(span[4] for row in rows for span in row["spans"]) == instructions == data["end"]
+    assert sum(span[4] for row in rows for span in row["spans"]) == instructions
+    assert data["end"] == max(s.end for s in trace.spans)
     assert {row["name"] for row in rows if row["separate"]} == {"load", "tensor", "store"}
     assert {span[2] for row in rows for span in row["spans"]} <= set(data["colours"])
     assert "warp 4 (mma)" in {row["name"] for row in rows}
@@ -92,22 +94,95 @@ def test_page(traced, tmp_path):
         Trace().save_html(tmp_path / "none.html")
 
 
-def test_waiting_is_named_and_closed_when_the_warp_goes_on():
-    trace = Trace(roles=lambda warp: "only")
-    grid = SimpleNamespace(number=1, launch=SimpleNamespace(rank=0))
-    group = SimpleNamespace(why="mbarrier 0x400")
-    warp = SimpleNamespace(grid=grid, cta=SimpleNamespace(ctaid=(0, 0, 0)), index=0, groups=[group])
-    trace.ran(warp, 10, 10)
-    group.why = ""
-    trace.ran(warp, 25, 5)
-    warp.groups = []
-    trace.ran(warp, 30, 5)
-    assert [(s.kind, s.begin, s.end, s.what, s.instructions) for s in trace.spans] == [
-        ("active", 0, 10, "", 10),
-        ("wait", 10, 20, "mbarrier 0x400", 0),
-        ("active", 20, 30, "", 10),
-    ]
-    assert trace.name(0) == "warp 0 (only)"
+WHO = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 5; mov.u32 %r2, %ctaid.x;\n"
+BUSY = "mov.b32 %r9, 500; BUSY: sub.s32 %r9, %r9, 1; setp.ne.s32 %p9, %r9, 0; @%p9 bra BUSY;\n"
+BARRIER = """
+mov.b32 %r8, bar; mbarrier.init.shared.b64 [%r8], 1; fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared.b64 %d9, [%r8], {nbytes};
+"""
+LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r{to}], [%d0], {nbytes}, [%r8];\n"
+WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%r8], 0; @!%p1 bra WAIT;\n"
+SMEM = ".shared .align 16 .b8 data[8192]; .shared .align 8 .b8 bar[8];"
+ALL_MODES = [("immediate", 0), ("random", 1), ("lazy", 0), ("lazy", 1)]
+
+
+def spans_of(body, args, *more, **options):
+    trace = Trace()
+    run(body, args, *more, trace=trace, **options)
+    return trace.spans
+
+
+@pytest.mark.parametrize(("mode", "seed"), ALL_MODES)
+def test_a_load_takes_its_latency_and_its_bytes_and_the_next_one_waits_for_its_unit(mode, seed):
+    source = aligned(4096)
+    body = "mov.b32 %r3, data; add.s32 %r4, %r3, 4096; setp.ne.u32 %p0, %r0, 0; @%p0 bra END;"
+    body += BARRIER.format(nbytes=8192) + LOAD.format(to=3, nbytes=4096) + LOAD.format(to=4, nbytes=4096)
+    spans = spans_of(WHO + body + WAIT + "END:", [source], SMEM, mode=mode, seed=seed)
+    first, second = sorted((s for s in spans if s.kind == "load"), key=lambda s: s.end)
+    (wait,) = (s for s in spans if s.kind == "wait")
+    busy = 4096 // BYTES["load"]
+    assert first.end - first.begin == busy + LATENCY["load"]
+    assert second.end - first.end == busy and wait.end == second.end
+    assert wait.what.startswith("mbarrier 0x") and wait.begin >= second.begin
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_model_gives_the_same_times_in_every_mode_and_schedule(arch, traced, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_DUMP_DIR", str(tmp_path))
+    ends = {max(s.end for s in traced[0].spans)} if arch == "sm_100a" else set()
+    gemm = {"sm_100a": GemmSm100, "sm_90a": GemmSm90}[arch]()
+    shape = (256, 64, 256) if arch == "sm_100a" else (256, 128, 256)
+    for mode, seed in ALL_MODES:
+        trace = Trace()
+        schedule = Schedule("random") if seed else None
+        with Emulator(arch, mode=mode, seed=seed, schedule=schedule, trace=trace):
+            build.call(build.compile_gemm(gemm), gemm, build.operands(gemm, *shape), 2)
+        ends.add(max(s.end for s in trace.spans))
+        places = {s.place for s in trace.spans}
+        assert len(places) == 2 and {min(s.begin for s in trace.spans if s.place == p) for p in places} == {0}
+    assert max(ends) - min(ends) <= max(ends) // 200, ends  # a look at a barrier more or less
+
+
+def test_who_comes_early_to_a_barrier_waits_for_who_comes_late():
+    body = WHO + "setp.ne.u32 %p0, %r1, 0; @%p0 bra MEET;" + BUSY + "MEET: bar.sync 0;"
+    spans = spans_of(body, [aligned(4)], block=(64, 1, 1))
+    (wait,) = (s for s in spans if s.kind == "wait")
+    late = next(s for s in spans if s.row == 0)
+    assert wait.row == 1 and wait.what.startswith("barrier 0 of")
+    assert 1500 * ISSUE < wait.end <= late.end and wait.begin < 20 * ISSUE
+
+
+def test_who_polls_a_flag_waits_until_it_was_stored():
+    body = WHO + "setp.ne.u32 %p0, %r2, 0; @%p0 bra LOOK;" + BUSY + "st.release.gpu.global.b32 [%d0], 1;"
+    body += (
+        "bra END; LOOK: ld.acquire.gpu.global.b32 %r5, [%d0]; setp.eq.b32 %p1, %r5, 0; @%p1 bra LOOK; END:"
+    )
+    spans = spans_of(body, [aligned(4)], grid=(2, 1, 1))
+    (wait,) = (s for s in spans if s.kind == "wait")
+    assert (wait.place[2][0], wait.what) == (1, "a flag") and wait.end > 1500 * ISSUE
+
+
+@pytest.mark.parametrize(("num_sms", "apart"), [(None, True), (1, False)])
+def test_ctas_overlap_where_there_are_sms_for_them(num_sms, apart):
+    """Each takes all of an SM's shared memory."""
+    options = {"grid": (2, 1, 1), "dynamic_smem": 200_000} | ({"num_sms": num_sms} if num_sms else {})
+    first, second = sorted(spans_of(WHO + BUSY, [aligned(4)], **options), key=lambda s: s.place)
+    assert (second.begin == first.begin == 0) if apart else (second.begin == first.end)
+
+
+def test_a_launch_begins_when_the_one_before_it_in_its_stream_has_ended_and_no_other():
+    trace = Trace()
+    out = aligned(4)
+    m = machine([out], trace=trace)
+    for stream in (1, 1, 2):
+        m.submit(launch(module(WHO + BUSY, 1), [out], stream=stream))
+    m.run()
+    by_launch = {s.place[0]: s for s in trace.spans}
+    begins = sorted(s.begin for s in by_launch.values())
+    assert begins == [0, 0, next(iter(by_launch.values())).end]
+    m.submit(launch(module(WHO, 1), [out]))
+    m.run()
+    assert trace.spans[-1].begin == max(s.end for s in by_launch.values())
 
 
 def test_a_run_that_breaks_off_shows_who_waited_for_what():

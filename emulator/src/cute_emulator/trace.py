@@ -1,7 +1,8 @@
 """What each warp and each asynchronous operation did when, as a Chrome/Perfetto trace and as a picture.
 
-Time is instruction time: the number of warp instructions the machine has executed so far. It orders events
-and shows who waits for whom; it is no estimate of the time a GPU would take::
+Time is that of a simple model (`machine.clocks`): each warp has a clock, async work a latency and a rate, and
+who waits goes on at the latest of what it waited for. It shows what overlaps; it is no estimate of the time a
+GPU would take::
 
     trace = Trace(roles={4: "mma", 5: "load"})
     with Emulator("sm_100a", trace=trace):
@@ -18,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cute_emulator.machine.clocks import Clocks, Place, Span
 from cute_emulator.machine.roles import Roles, role_of
 from cute_emulator.trace_html import page
-
-Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 
 _COLOURS = {
     "active": "#2a9d5c",
@@ -32,92 +32,22 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Span:
-    """One interval of one row.
-
-    Attributes:
-        place: launch, rank and CTA it belongs to.
-        row: warp number, or the kind of an asynchronous operation (`load`, `tensor`, `store`).
-        begin: instruction time.
-        end: instruction time, not before `begin`.
-        kind: `active`, `wait`, or as `row`.
-        what: what the warp waits for, or the operation.
-        instructions: warp instructions executed in it.
-    """
-
-    place: Place
-    row: int | str
-    begin: int
-    end: int
-    kind: str
-    what: str
-    instructions: int = 0
-
-
-@dataclass
-class _Open:
-    begin: int
-    what: str = ""
-    instructions: int = 0
-    waiting: bool = False
-
-
 @dataclass
 class Trace:
     """Records a run; give it to the emulator as `trace=`.
 
     Attributes:
         roles: names of warps by their number in the CTA, or a function of the number.
-        spans: what was recorded, in the order it ended.
+        clocks: the model of time that fills it.
     """
 
     roles: Roles = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list, repr=False)
-    _warps: dict[tuple[Place, int], _Open] = field(default_factory=dict, repr=False)
-    _issued: dict[int, int] = field(default_factory=dict, repr=False)
-    _now: int = field(default=0, repr=False)
+    clocks: Clocks = field(default_factory=Clocks, repr=False)
 
-    # -- called by the machine
-
-    def ran(self, warp: Any, end: int, instructions: int) -> None:
-        """A warp's turn ended at `end`, after `instructions` of its own."""
-        self._now = end
-        key = (_place(warp.grid, warp.cta), int(warp.index))
-        state = self._warps.get(key)
-        begin = end - instructions
-        if state is None or state.waiting:
-            if state is not None:
-                self._close(key, state, begin)
-            state = self._warps[key] = _Open(begin)
-        state.instructions += instructions
-        if all(group.why for group in warp.groups):
-            self._close(key, state, end)
-            del self._warps[key]
-            if warp.groups:
-                self._warps[key] = _Open(end, "; ".join(sorted({g.why for g in warp.groups})), waiting=True)
-
-    def issued(self, event: Any) -> None:
-        """An asynchronous operation was issued."""
-        self._issued[id(event)] = self._now
-
-    def happened(self, event: Any) -> None:
-        """An asynchronous operation took effect."""
-        begin = self._issued.pop(id(event), self._now)
-        place = _place(event.grid, event.owner)
-        row = "store" if event.kind in ("read", "write") else event.kind
-        self.spans.append(Span(place, row, begin, self._now, row, event.what))
-
-    def finish(self) -> None:
-        """A run is over: who has not ended, as where it broke off, is shown as far as it came."""
-        for key, state in self._warps.items():
-            self._close(key, state, self._now)
-        self._warps.clear()
-        self._issued.clear()
-
-    def _close(self, key: tuple[Place, int], state: _Open, end: int) -> None:
-        kind = "wait" if state.waiting else "active"
-        self.spans.append(Span(*key, state.begin, end, kind, state.what, state.instructions))
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, in the order it ended."""
+        return self.clocks.spans
 
     # -- output
 
@@ -129,7 +59,7 @@ class Trace:
         return f"warp {row} ({role})" if role else f"warp {row}"
 
     def chrome(self) -> dict[str, Any]:
-        """The trace in Chrome's JSON format; one instruction is shown as one microsecond."""
+        """The trace in Chrome's JSON format; one cycle of the model is shown as one microsecond."""
         events: list[dict[str, Any]] = []
         for pid, (place, rows) in enumerate(self._by_row().items()):
             launch, rank, cta = place
@@ -195,7 +125,7 @@ class Trace:
         labels = [f"rank {place[1]} CTA {place[2]}  {self.name(row)}" for place, row, _ in rows]
         axes.set_yticks(range(len(rows)), labels, fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlabel("instruction time (warp instructions executed by the machine)")
+        axes.set_xlabel("cycles of the model")
         axes.legend(
             handles=[Patch(color=c, label=k) for k, c in _COLOURS.items()],
             loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
@@ -210,10 +140,6 @@ class Trace:
         for span in sorted(self.spans, key=lambda s: (s.place, isinstance(s.row, str), str(s.row).zfill(3))):
             found.setdefault(span.place, {}).setdefault(span.row, []).append(span)
         return found
-
-
-def _place(grid: Any, cta: Any) -> Place:
-    return grid.number, grid.launch.rank, cta.ctaid if cta is not None else (0, 0, 0)
 
 
 def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:

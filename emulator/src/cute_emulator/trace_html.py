@@ -14,8 +14,8 @@ header { padding: 8px 12px; } h1 { font-size: 16px; margin: 0 0 4px; }
 #tip { position: fixed; display: none; max-width: 60em; padding: 4px 8px; background: #222; color: #fff;
        border-radius: 3px; pointer-events: none; }
 </style></head><body>
-<header><h1>__TITLE__</h1>One row per warp and kind of asynchronous work; time is warp instructions that
-the machine has executed. Wheel: zoom. Drag: move. Double click: all of it.<span id="keys"></span></header>
+<header><h1>__TITLE__</h1>One row per warp and kind of asynchronous work; time is cycles of a simple
+model. Wheel: zoom. Drag: move. Double click: all of it.<span id="keys"></span></header>
 <canvas id="view"></canvas><div id="tip"></div>
 <script>
 const data = __DATA__;

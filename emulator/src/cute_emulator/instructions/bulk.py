@@ -177,6 +177,7 @@ def copy_out(
         machine.memory.find(high, chunk)
     copies = chunks.copies(machine.memory)
     held: list[np.ndarray] = []
+    nbytes = chunk * len(chunks.addresses)
     what = f"the bulk store of line {ins.line}"
     grid.checks.smem_read(group, 1 << lane, cta, granules_of(where, chunk), what, ins.line)
     agent = group.warp.agent
@@ -199,9 +200,9 @@ def copy_out(
         write_global(group, ins.line, copies, held.pop(), merge)
         group.warp.bulk_waiters.wake()
 
-    first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line)
+    first = Event(read, grid, cta, f"{what} reading shared memory", "read", line=ins.line, size=nbytes)
     grid.engine.submit(first)
-    second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line))
+    second = grid.engine.submit(Event(write, grid, None, what, "write", (first,), ins.line, nbytes))
     group.warp.bulk.setdefault(lane, BulkGroups()).open.append(BulkStore(first, second, agent.issued))
 
 
@@ -366,7 +367,7 @@ def _copy_in(
         mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
         grid.checks.mbarrier_use(mbarrier, what, ins.line)
         copies_in(group, cta, where, chunk, mbarrier, ins.line)
-        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=ins.line))
+        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=ins.line, size=nbytes))
 
 
 @instruction("cp.async.bulk.prefetch")
@@ -395,6 +396,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, allowed: int) -> Any:
         warp = group.warp
         agent, checked = warp.agent, warp.grid.checks.shared is not None
+        clocks = warp.grid.checks.clocks
         for lane, groups in warp.bulk.items():
             if not mask >> lane & 1:
                 continue
@@ -405,6 +407,9 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
                     what = "source reads" if only_reads else "writes"
                     warp.bulk_waiters.park(group, f"the {what} of its bulk group {n} of {len(committed)}")
                     return BLOCK_RESULT
+            if clocks is not None:
+                for store in (store for stores in due for store in stores):
+                    clocks.join((store.read if only_reads else store.write).end, "its bulk groups")
             if only_reads and checked:
                 read = [store.clock for stores in due for store in stores]
                 agent.learn_nearby(bulk_reads(warp).number, max(read, default=0))

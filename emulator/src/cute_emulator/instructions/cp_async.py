@@ -63,7 +63,8 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
         cta.mark_stored(d >> 4, int(d.min()), int(d.max()), agent.id + COPY << 32 | unit.issued)
         if grid.checks.shared is not None:
             grid.checks.shared.copied_lanes(agent, cta, d, size, ins.line, unit)
-        event = grid.engine.submit(Event(copy, grid, cta, f"the cp.async of line {ins.line}", line=ins.line))
+        what = f"the cp.async of line {ins.line}"
+        event = grid.engine.submit(Event(copy, grid, cta, what, line=ins.line, size=int(take.sum())))
         group.warp.copies.open.append(event)
 
     return Op(run, (dst, src, size, source_size))
@@ -100,6 +101,9 @@ def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
         if not all(e.done for events, _ in due for e in events):
             copies.park(group, "its cp.async copies")
             return BLOCK_RESULT
+        clocks = warp.grid.checks.clocks
+        if clocks is not None:
+            clocks.join(max((e.end for events, _ in due for e in events), default=0), "its cp.async copies")
         for _, clock in due:
             copies.committed.popleft()
             warp.agent.learn_nearby(_unit(warp).number, clock)
@@ -117,7 +121,7 @@ def _cp_arrive(program: Any, f: Function, ins: Instruction) -> Op:
         grid, cta = group.warp.grid, group.warp.cta
         copies = group.warp.copies
         issued = [*(events for events, _ in copies.committed), copies.open]
-        before = tuple(e for events in issued for e in events if not e.done)
+        before = tuple(e for events in issued for e in events if not e.done or e.end)
         for lane in lane_list(mask):
             barrier = cta.mbarrier(one(address, 1 << lane) & WINDOW)
             grid.checks.mbarrier_known(group, barrier, ins.line)

@@ -164,7 +164,7 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
 
             land = partial(_land, cta, width, offset, data, function, signal)
             what = f"the {ins.parts[0]}.async of line {ins.line}"
-            grid.engine.submit(Event(land, grid, cta, what, line=ins.line))
+            grid.engine.submit(Event(land, grid, cta, what, line=ins.line, size=size))
 
     return Op(run, (address, values, barrier))
 
@@ -207,7 +207,7 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
                 target.mbarrier(signal | target.base).complete(16)
 
         what = f"the clusterlaunchcontrol.try_cancel of line {ins.line}"
-        grid.engine.submit(Event(answer, grid, cta, what, line=ins.line))
+        grid.engine.submit(Event(answer, grid, cta, what, line=ins.line, size=16))
 
     return Op(run, (address, barrier))
 

@@ -187,7 +187,8 @@ class _Products(Event):
     def __init__(self, group: Group, ins: Instruction, ctas: list[Cta], product: tcgen05.Mma) -> None:
         cta = group.warp.cta
         what = f"the tcgen05.mma of line {ins.line}"
-        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line)
+        size = 16 * product.shape.m * product.shape.n // len(ctas)  # K is 32 bytes, whatever the type
+        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line, size=size)
         self._group, self._ins, self._ctas = group, ins, ctas
         self._products = [product]
 

@@ -122,7 +122,7 @@ def _load_box(
         mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
         grid.checks.mbarrier_use(mbarrier, what, line)
         copies_in(group, cta, plan.smem, plan.chunk, mbarrier, line)
-        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=line))
+        grid.engine.submit(Event(land(cta, signalled), grid, cta, what, line=line, size=plan.box_bytes))
 
 
 def _gather_box(memory: Any, tmap: TensorMap, plan: Plan) -> np.ndarray:

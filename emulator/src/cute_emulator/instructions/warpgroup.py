@@ -176,7 +176,8 @@ class _Products(Event):
 
     def __init__(self, group: Group, ins: Instruction, product: Product) -> None:
         cta, what = group.warp.cta, f"the wgmma of line {ins.line}"
-        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line)
+        size = 16 * 4 * WARP_ROWS * product.shape.n  # K is 32 bytes, whatever the type
+        super().__init__(self._multiply, cta.grid, cta, what, "tensor", line=ins.line, size=size)
         self._group, self._ins = group, ins
         self._products = [product]
 
@@ -209,7 +210,7 @@ class _Products(Event):
             step = slice(n * shape.k, (n + 1) * shape.k)
             d = accumulator.matrix if product.reads_d else None
             accumulator.matrix = shape.accumulate(a[:, step], b[:, step], d, exact)
-            product.done = True
+            product.done, product.end = True, self.end
         for warp in cta.warps:
             warp.wgmmas.wake()
 
@@ -237,6 +238,9 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         if not all(p.done for p in due):
             state.park(group, "its wgmma groups")
             return BLOCK_RESULT
+        clocks = warp.grid.checks.clocks
+        if clocks is not None:
+            clocks.join(max((p.end for p in due), default=0), "its wgmma groups")
         if len(state.groups) > allowed:
             state.fenced = False
         if due and warp.grid.checks.shared is not None:

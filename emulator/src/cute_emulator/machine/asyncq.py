@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from cute_emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
-    from cute_emulator.trace import Trace
+    from cute_emulator.machine.clocks import Clocks
 
 Mode = Literal["immediate", "random", "lazy"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -46,6 +46,10 @@ class Event:
             bulk store); `lazy` mode goes by it.
         after: Events that must have happened before.
         line: PTX line of the instruction.
+        size: For the model of time (`clocks`): bytes, or products of 16 bits; 0 where it tells of others.
+        begin: Cycle of the model at which it was issued.
+        end: Cycle at which it is done; 0 where there is no model.
+        issuer: The CTA that issued it, where there is one.
         done: Whether it has happened.
         order: Number in the order of submission, from 1; 0 of an event of a queue.
         waits: How many of `after` have not happened.
@@ -59,6 +63,10 @@ class Event:
     kind: str = "load"
     after: tuple[Event, ...] = ()
     line: int = 0
+    size: int = 0
+    begin: int = field(default=0, init=False)
+    end: int = field(default=0, init=False)
+    issuer: Any = field(default=None, init=False)
     done: bool = field(default=False, init=False)
     order: int = field(default=0, init=False)
     waits: int = field(default=0, init=False)
@@ -87,13 +95,13 @@ class AsyncEngine:
         self._order = _ORDERS[seed % len(_ORDERS)]
         self.held: Event | None = None
         self.moved: Callable[[], None] = lambda: None
-        self.trace: Trace | None = None
+        self.clocks: Clocks | None = None
 
     def submit(self, event: Event) -> Event:
         """Adds an unordered event."""
         self.settle()
-        if self.trace is not None:
-            self.trace.issued(event)
+        if self.clocks is not None:
+            self.clocks.issued(event)
         if self.mode == "immediate" and all(e.done for e in event.after):
             self._do(event)
         else:
@@ -116,8 +124,8 @@ class AsyncEngine:
     def enqueue(self, queue: Any, event: Event) -> Event:
         """Adds an event that happens after the earlier ones of its queue."""
         self.settle()
-        if self.trace is not None:
-            self.trace.issued(event)
+        if self.clocks is not None:
+            self.clocks.issued(event)
         if self.mode == "immediate":
             self._do(event)
         else:
@@ -127,7 +135,7 @@ class AsyncEngine:
 
     def hold(self, queue: Any, event: Event) -> None:
         """Like `enqueue`, but what `immediate` mode would do now waits for `settle` and may grow."""
-        if self.mode == "immediate" and self.trace is None:
+        if self.mode == "immediate" and self.clocks is None:
             self.settle()
             self.held = event
         else:
@@ -174,19 +182,22 @@ class AsyncEngine:
         return event
 
     def _do(self, event: Event) -> None:
+        clocks = self.clocks
+        back = clocks.happens(event) if clocks is not None else 0
         try:
             event.run()
         except EmulatorError as error:
             error.line = error.line or event.line
             error.show(event.grid.program.module.text)
             raise
+        finally:
+            if clocks is not None:
+                clocks.now = back
         event.done = True
         for follower in event.followers:
             follower.waits -= 1
             if not follower.waits:
                 self._release(follower)
-        if self.trace is not None:
-            self.trace.happened(event)
         self.moved()
 
     @staticmethod

@@ -9,6 +9,7 @@ from cute_emulator.errors import EmulatorError
 from cute_emulator.machine.order import Snapshot, merge
 
 if TYPE_CHECKING:
+    from cute_emulator.machine.clocks import Clocks
     from cute_emulator.machine.order import Agent, Vector
     from cute_emulator.machine.warp import Group
 
@@ -43,10 +44,12 @@ class Waiters(Parked):
         known: Releases of the completed phases by agent.
         joint: All participants lie in the barrier's scope: their releases become one.
         inits: Initialised mbarriers that those who came to it had fenced.
+        clocks: The model of time, where there is one.
+        since: When the last phase was complete, by that model.
     """
 
     joint = False
-    __slots__ = ("arrivals", "inits", "known", "scope")
+    __slots__ = ("_reached", "arrivals", "clocks", "inits", "known", "scope", "since")
 
     def __init__(self, scope: str) -> None:
         super().__init__()
@@ -54,9 +57,17 @@ class Waiters(Parked):
         self.arrivals: dict[int, tuple[Snapshot, int]] = {}
         self.known: dict[int, tuple[Snapshot, int]] = {}
         self.inits: list[MBarrier] = []
+        self.clocks: Clocks | None = None
+        self.since = self._reached = 0
+
+    def reach(self) -> None:
+        """Somebody has come, or an operation has told of its end."""
+        if self.clocks is not None:
+            self._reached = max(self._reached, self.clocks.now)
 
     def publish(self) -> None:
         """A phase is complete: who waits for it sees its arrivals."""
+        self.since, self._reached = self._reached, 0
         if self.arrivals:
             if self.joint:
                 self.known = {0: (Snapshot.joined(s for s, _ in self.arrivals.values()), 0)}
@@ -144,6 +155,7 @@ class MBarrier(Waiters):
         self._advance()
 
     def _advance(self) -> None:
+        self.reach()
         if self.pending == 0 and self.tx == 0:
             self.publish()
             if self.passing:
@@ -198,6 +210,7 @@ class CountBarrier(Waiters):
         self.count = count
         self.arrived += threads
         self.votes[generation & 1] += votes
+        self.reach()
         if count and self.arrived > count:
             raise EmulatorError(f"{self.name}: {self.arrived} threads arrived where {count} take part")
         self.check()

@@ -27,6 +27,7 @@ from cute_emulator.numbers.lanes import lane_list
 if TYPE_CHECKING:
     from cute_emulator.errors import Report
     from cute_emulator.machine.barrier import CountBarrier, MBarrier, Waiters
+    from cute_emulator.machine.clocks import Clocks
     from cute_emulator.machine.memory import GlobalMemory
     from cute_emulator.machine.visibility import HeldStores
     from cute_emulator.machine.warp import Cta, Group, Warp
@@ -57,12 +58,14 @@ class Checks:
         shared: That of shared and tensor memory.
         sync: Releases visible in memory.
         held: Stores to other ranks that are held back until a release.
+        clocks: The model of time, where a trace is wanted.
     """
 
     def __init__(self, report: Report, enabled: frozenset[str], memory: GlobalMemory) -> None:
         self.report, self.enabled = report, enabled
         self.sync = SyncVariables()
         self.held: HeldStores | None = None
+        self.clocks: Clocks | None = None
         self.agents: dict[int, Agent] = {}
         self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
         self.shared = SharedRaces(report, "tmem-fence" in enabled) if "shared" in enabled else None
@@ -111,6 +114,8 @@ class Checks:
         agent, before = group.warp.agent, group.warp.grid.prerequisite
         if before is not None:
             agent.take_over(before.final)
+            if self.clocks is not None:
+                self.clocks.join(self.clocks.end(before), "the launch before")
 
     def clear(self) -> None:
         """A run is over: all of it is ordered before what follows."""
@@ -304,6 +309,8 @@ class Checks:
     def leave(self, group: Group, mask: int, barrier: Waiters, ins: Instruction) -> None:
         """A barrier let lanes go: an acquire unless it says `.relaxed`."""
         agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
+        if self.clocks is not None:
+            self.clocks.join(barrier.since, str(barrier).partition(" (")[0])
         if group.warp.unsynced.stores:
             group.warp.unsynced.acquire(mask, group.warp.live)
         for known in barrier.inits:
@@ -342,7 +349,10 @@ class Checks:
         agent, acquires, scope = group.warp.agent, "acquire" in ins.parts, scope_of(ins, "gpu")
         if acquires:
             group.warp.unsynced.acquire(mask, group.warp.live)
-        for place in self._places(group, mask, space, address):
+        places = self._places(group, mask, space, address)
+        if self.clocks is not None:
+            self.clocks.seen(places)
+        for place in places:
             self.sync.read(agent, place, scope, acquires, place in agent.stale)
         agent.stale = frozenset()
 
@@ -354,7 +364,10 @@ class Checks:
         if releases:
             group.warp.unsynced.release(mask)
         group.warp.agent.begin_strong_store()
-        for place in self._places(group, mask, space, address):
+        places = self._places(group, mask, space, address)
+        if self.clocks is not None:
+            self.clocks.stored(places)
+        for place in places:
             self.sync.write(group.warp.agent, place, scope, releases, False, mask)
 
     def atomic(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
@@ -372,7 +385,10 @@ class Checks:
         if acquires:
             group.warp.unsynced.acquire(mask, group.warp.live)
         agent.begin_strong_store()
-        for place in self._places(group, mask, space, address):
+        places = self._places(group, mask, space, address)
+        if self.clocks is not None:
+            self.clocks.stored(places)
+        for place in places:
             self.sync.read(agent, place, scope, acquires)
             self.sync.write(agent, place, scope, releases, True, mask)
 

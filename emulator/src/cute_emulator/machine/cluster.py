@@ -38,6 +38,7 @@ class Cluster:
             lambda: self.live_threads,
             "cluster",
         )
+        self.barrier.clocks = grid.checks.clocks
         self.parties: list[Party] = []
         self.warp_parties: list[tuple[int, int]] = []  # number and agent
         self.ctas: list[Cta] = []

@@ -28,10 +28,12 @@ class StreamEvent:
     Attributes:
         done: Whether everything before it has ended.
         history: What a stream that waits for it then has behind it.
+        time: When that was so, by the model of time.
     """
 
     done: bool = False
     history: History = field(default_factory=History)
+    time: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ class Streams:
                 queue.popleft()
                 self._last[stream] = None
                 item.done, item.history = True, self._checks.history(*stream)
+                if self._checks.clocks is not None:
+                    item.time = self._checks.clocks.stream(stream)
                 for other, waiting in self._queues.items():
                     if waiting and isinstance(waiting[0][1], _Wait) and waiting[0][1].event is item:
                         self._advance(other)
@@ -129,6 +133,8 @@ class Streams:
                 queue.popleft()
                 self._last[stream] = None
                 self._checks.learn(*stream, item.event.history)
+                if self._checks.clocks is not None:
+                    self._checks.clocks.passed(stream, item.event.time)
             else:
                 queue.popleft()
                 beside = last if item.programmatic and last is not None and last.triggers else None

@@ -366,7 +366,8 @@ class Cta:
         if not 0 <= number < 16:
             raise EmulatorError(f"{self}: barrier {number}; a CTA has barriers 0 to 15")
         if number not in self.named:
-            self.named[number] = CountBarrier(f"barrier {number} of {self}", lambda: 32 * self.live_warps)
+            new = CountBarrier(f"barrier {number} of {self}", lambda: 32 * self.live_warps)
+            self.named[number], new.clocks = new, self.grid.checks.clocks
         return self.named[number]
 
     def mbarrier(self, address: int) -> MBarrier:
@@ -387,6 +388,8 @@ class Cta:
     def warp_exited(self, warp: Warp) -> None:
         """Counts a warp out; the last one ends the CTA."""
         self.live_warps -= 1
+        if self.grid.checks.clocks is not None:
+            self.grid.checks.clocks.exited(warp)
         self.grid.scheduler.moved()
         if not self.live_warps:
             self.grid.cta_exited(self)

@@ -49,6 +49,7 @@ class Product:
         a_held: Each warp's registers of A by number, with what they held when it was issued.
         line: In the PTX.
         done: Whether it has been carried out.
+        end: When, by the model of time.
     """
 
     accumulator: Accumulator
@@ -61,6 +62,7 @@ class Product:
     a_held: list[dict[int, Any]] = field(default_factory=lambda: [{}, {}, {}, {}])
     line: int = 0
     done: bool = False
+    end: int = 0
 
     def continues(self, first: Product) -> bool:
         """Whether it adds a further K step to what an earlier one begins."""

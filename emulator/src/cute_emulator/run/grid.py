@@ -154,6 +154,8 @@ class Grid:
         for cta, sm in zip(cluster.ctas, sms, strict=True):
             cta.sm, cta.columns = sm, self.residency.columns(sm)
             for warp in cta.warps:
+                if self.checks.clocks is not None:
+                    self.checks.clocks.started(warp)
                 self.scheduler.live[id(warp)] = warp
                 self.scheduler.ready(warp)
 

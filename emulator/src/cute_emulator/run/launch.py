@@ -163,7 +163,8 @@ class Machine:
         self.residency = [Residency(n, schedule.grids, seed + rank) for rank, n in enumerate(each)]
         self.engines = [Residency(COPY_ENGINES) for _ in each]
         self.engine.moved = self.scheduler.moved
-        self.scheduler.trace = self.engine.trace = trace
+        self.clocks = None if trace is None else trace.clocks.of(arch)
+        self.scheduler.clocks = self.engine.clocks = self.checks.clocks = self.clocks
         self._roles: Roles = roles if roles is not None else trace.roles if trace is not None else {}
         self.faults = self.scheduler.faults
         self.held = self.scheduler.held = HeldStores(mode, seed)
@@ -229,6 +230,8 @@ class Machine:
             self.scheduler.tick = lambda: self._progress(self.scheduler.executed) if self._progress else None
         try:
             with np.errstate(all="ignore"):
+                if self.clocks is not None:
+                    self.clocks.begin()
                 self._streams.start()
                 self._fill()
                 self.scheduler.run()
@@ -239,8 +242,8 @@ class Machine:
                 sms.clear()
             self.scheduler.reset()
             self.engine.reset()
-            if self.scheduler.trace is not None:
-                self.scheduler.trace.finish()
+            if self.clocks is not None:
+                self.clocks.finish()
             self.watch.clear()
             self.checks.clear()
             self.held.clear()
@@ -259,6 +262,8 @@ class Machine:
         if beside is not None:
             grid.depend(beside)
         grid.finished, grid.triggered = self._finished, self._triggered
+        if self.clocks is not None:
+            self.clocks.launched(grid, beside)
         if not launch.engine:
             self.report.usage[grid.usage()] += 1
         grid.residency.enter(grid)
@@ -271,6 +276,8 @@ class Machine:
     def _finished(self, grid: Grid) -> None:
         # A kernel has ended only when its bulk stores have: the next in the stream sees them.
         self.engine.drain(grid)
+        if self.clocks is not None:
+            self.clocks.ended(grid)
         grid.is_over = True
         grid.over.wake()
         self._streams.ended(grid)

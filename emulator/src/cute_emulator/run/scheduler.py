@@ -12,13 +12,15 @@ from numpy import ndarray
 
 from cute_emulator.errors import Deadlock, EmulatorError, KernelTrap
 from cute_emulator.instructions.emit import BLOCK
+from cute_emulator.machine.clocks import CYCLES_PER_NS, Items
 from cute_emulator.machine.inject import Faults
 from cute_emulator.machine.visibility import HeldStores
 
 if TYPE_CHECKING:
     from cute_emulator.machine.asyncq import AsyncEngine
+    from cute_emulator.machine.clocks import Clocks
     from cute_emulator.machine.warp import Group, Warp
-    from cute_emulator.trace import Trace
+    from cute_emulator.translate.program import Program
 
 ORDERS = ("round_robin", "random")
 QUANTUM = 64  # items a warp runs before the next one
@@ -64,6 +66,8 @@ class Scheduler:
         executed: Warp instructions run.
         clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
         limit: Warp instructions, of all runs, after which one is broken off.
+        clocks: The model of time, where a trace is wanted.
+        ran: The items that ran of each program.
     """
 
     def __init__(self, engine: AsyncEngine, schedule: Schedule, seed: int) -> None:
@@ -82,7 +86,8 @@ class Scheduler:
         self.sleepers: list[tuple[int, int, Group]] = []
         self._begin_afresh()
         self.tick: Callable[[], None] | None = None
-        self.trace: Trace | None = None
+        self.clocks: Clocks | None = None
+        self.ran: dict[Program, Items] = {}
 
     def _begin_afresh(self) -> None:
         self._last_soft_wake = -1
@@ -129,8 +134,18 @@ class Scheduler:
 
     def sleep(self, group: Group, until: int) -> None:
         """Parks a group until the virtual clock reaches `until`."""
+        if self.clocks is not None:
+            slept = int(CYCLES_PER_NS * (until - self.clock))
+            self.clocks.join(self.clocks.now + slept, "nanosleep")
         self.sleepers.append((until, len(self.sleepers), group))
         group.park("nanosleep")
+
+    def items(self, program: Program) -> Items:
+        """A program's items, which tell those that ran."""
+        found = self.ran.get(program)
+        if found is None:
+            found = self.ran[program] = Items(program, self.clocks)
+        return found
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -157,10 +172,12 @@ class Scheduler:
                 if self.faults.holds(warp):
                     continue
             before = self.executed
+            if self.clocks is not None:
+                self.clocks.turn(warp)
             self._turn(warp, self.rng.randint(1, QUANTUM) if random_order else QUANTUM)
             self.clock += self.executed - before
-            if self.trace is not None:
-                self.trace.ran(warp, self.executed, self.executed - before)
+            if self.clocks is not None:
+                self.clocks.turn_ended(warp, self.executed - before)
             self.engine.step()
             self.held.step()
             if self.executed > self.limit:
@@ -180,7 +197,7 @@ class Scheduler:
             if len(group.R) != len(program.initial):
                 group.grow()
             alone = len(warp.groups) == 1
-            code, cost = program.code, program.cost
+            code, cost = self.items(program), program.cost
             others = () if alone else {g.pc for g in warp.groups if g is not group}
             bound = (
                 None

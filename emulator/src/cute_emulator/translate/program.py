@@ -304,7 +304,7 @@ class Program:
             mask, R = group.mask, group.R
             before = [R[slot] for slot in written] if written else ()
             group.mask = mask & ~taken
-            self.code[inside](group)
+            scheduler.items(self)[inside](group)
             scheduler.executed += self.cost[inside]
             for slot, old in zip(written, before, strict=True) if written else ():
                 R[slot] = group.warp.grid.joined(slot, group.mask, R[slot], old)
