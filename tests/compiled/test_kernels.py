@@ -5,9 +5,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from cutlass import cute
 
+from overlap_gemm.kernels import split
 from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
+from overlap_gemm.kernels.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings, report_of
 from overlap_gemm.kernels.visitors import Bias
@@ -124,6 +126,53 @@ def test_lint_notices(config, broken, finding, compiled):
     ptx = compiled(config, "reduce_scatter").ptx
     assert broken(ptx) != ptx
     assert any(finding in f for f in ptx_findings(broken(ptx), exchanges=True))
+
+
+GATHERS = [(True, True), (False, False)]
+"""(push, keep) of all-gather GEMMs."""
+
+
+@pytest.mark.parametrize("config", SMALLEST, ids=lambda c: c.name)
+@pytest.mark.parametrize(("push", "keep"), [GATHERS[0], pytest.param(*GATHERS[1], marks=pytest.mark.slow)])
+def test_gather_compiles_and_is_clean(config, push, keep):
+    kernel = make_gather_kernel(config, PeerBulk(), push=push, keep=keep, cooperative=True)
+    is_clean(inspect(partial(compile_kernel, kernel)))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_all_lanes_are_after_what_the_last_of_the_grid_has_seen(arch):
+    """It counts by one lane, and all of them raise flags at their peers: a shuffle orders no memory."""
+    config = next(c for c in SMALLEST if c.arch == arch)
+    kernel = make_gather_kernel(config, PeerBulk(), push=True, keep=True, cooperative=True)
+    ptx = inspect(partial(compile_kernel, kernel)).ptx
+    lines = ptx.splitlines()
+    counts = [
+        i
+        for i, line in enumerate(lines)
+        if "shfl.sync" in line and any("atom.global.acq_rel" in near for near in lines[i - 12 : i])
+    ]
+    assert len(counts) >= 2, "those who have sent, and those who have read"
+    for i in counts:
+        barrier = next(n for n in range(i, len(lines)) if "bar.warp.sync" in lines[n])
+        without = "\n".join(lines[:barrier] + lines[barrier + 1 :])
+        assert any("no bar.warp.sync" in finding for finding in ptx_findings(without, exchanges=True))
+
+
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_parts_of_k_wait_for_their_clusters_stores(parts, monkeypatch):
+    """Other CTAs of the cluster store and release: who waits for them acquires at their scope."""
+    config = GemmConfig(arch="sm_90a", mma="swap_ab", tile=(16, 64), k_split=parts)
+
+    def at_cluster_scope():
+        ptx = inspect(partial(compile_kernel, make_kernel(config, PeerBulk(), pattern="reduce_scatter"))).ptx
+        return [sum(word in line for line in ptx.splitlines()) for word in (WAIT, ARRIVE)]
+
+    assert at_cluster_scope() == [2, parts], "full and empty; the first part frees every other's"
+    monkeypatch.setattr(split, "_wait", cute.arch.mbarrier_wait)
+    assert at_cluster_scope() == [0, parts]
+
+
+WAIT, ARRIVE = "mbarrier.try_wait.parity.acquire.cluster", "mbarrier.arrive.release.cluster"
 
 
 def test_the_report_is_of_the_assembler_that_made_the_code():

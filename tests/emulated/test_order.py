@@ -7,7 +7,7 @@ import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import plans
-from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.kernels.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -16,6 +16,9 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
+
+ARCHS = {"sm_100a": {"mma": "1cta", "tile": (128, 64)}, "sm_90a": {"mma": "pingpong", "tile": (64, 128)}}
+both = pytest.mark.parametrize("arch", ARCHS)
 
 CASES = [
     Case("gemm_reduce_scatter", 256, 64, 64, torch.bfloat16),
@@ -126,6 +129,37 @@ def test_sms_that_are_left_to_others_change_no_bit():
         grids = [[plan.num_clusters for plan in side.plans.values()] for side in peers.sides()]
     assert grids == [[3, 2, 1]] * 2
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
+
+
+@both
+@pytest.mark.parametrize("way", ["scatter", "gather"])
+def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch):
+    """It registers the launch first, and where another one runs its peers hear nothing of it.
+
+    The second call's workspace is its own, so that what lies in it is of that call.
+    """
+    monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
+    case = {
+        "scatter": Case("gemm_reduce_scatter", 512, 128, 64, torch.bfloat16, seed=1),
+        "gather": Case("all_gather_gemm", 256, 128, 64, torch.bfloat16, seed=1),
+    }[way]
+    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    with (
+        configured(**ARCHS[arch], shard_transport="copy_engine"),
+        Emulator(arch, 2, num_sms=8) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+    ):
+        with pytest.raises(OverlappingCallsError) as caught:
+            calls_on_streams(world, [(CASES[0], 0), (case, 1)])
+        failed = caught.value.failure
+        assert failed.expected == 2
+        used = [held for held in workspaces() if held.group.rank != failed.rank]
+        words = [held.memory.local[: held.size.zeroed].view(torch.int64) for held in used]
+        entered = [
+            (of[ENTERED_OFFSET // 8 : READ_OFFSET // 8].view(2, -1)[:, failed.rank] != 0).any().item()
+            for of in words
+        ]
+    assert entered == [True, False]
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["another-class", "same-class"])

@@ -115,6 +115,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
                 findings.append(f"line {number}: released at .{release[1]} scope; a peer needs .sys")
             if unwaited:
                 findings.append(f"line {number}: released after a bulk store without a full wait_group")
+    findings += _shuffles_for_barriers(lines)
     comm = [i for i, line in enumerate(lines) if re.match(r"cp\.async\.bulk\.(commit|wait)_group", line)]
     if comm and any("elect.sync" in line for line in lines[comm[0] : comm[-1]]):
         findings.append("elect.sync inside the comm lane's branch: it would wait for lanes that never come")
@@ -134,6 +135,27 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
             findings.append("nothing is released to a peer")
         if any("ld.global.nc" in line for line in lines):
             findings.append("a non-coherent load: slots change while the kernel runs")
+    return findings
+
+
+def _shuffles_for_barriers(lines: list[str]) -> list[str]:
+    """Shuffles that tell a warp what one lane's atomic has acquired, with no barrier of the warp behind them.
+
+    A shuffle orders no memory: what other lanes release then would come before what that lane has acquired.
+    """
+    findings: list[str] = []
+    acquired, told = False, 0
+    for number, line in enumerate(lines, 1):
+        if line.startswith("bar.warp.sync"):
+            acquired, told = False, 0
+        elif line.startswith("shfl.sync") and acquired:
+            acquired, told = False, number
+        elif line.startswith(("atom.", "ret")) or ".release" in line:
+            if told:
+                findings.append(
+                    f"line {told}: a shuffle tells of an acquire, and no bar.warp.sync follows it"
+                )
+            acquired, told = line.startswith("atom.global.acq_rel"), 0
     return findings
 
 
