@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES
 from overlap_gemm.testing.ranks import Ranks, rank_pools
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -13,10 +14,7 @@ PRELOAD = (
     "overlap_gemm.nn",
     "overlap_gemm.parallel",
     "overlap_gemm.parallel.lora",
-    *(
-        f"transformers.models.{family}.modeling_{family}"
-        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-    ),
+    *(f"transformers.models.{family}.modeling_{family}" for family in (*FAMILIES, *MORE_FAMILIES)),
 )
 
 

@@ -69,7 +69,9 @@ def loads_and_goes_on(rank, size, family, folder):
     same_weights(fresh, plain)
 
 
-@pytest.mark.parametrize(("family", "before", "after"), [("phi3", 2, 3), ("gemma3", 3, 1)])
+@pytest.mark.parametrize(
+    ("family", "before", "after"), [("phi3", 2, 3), ("gemma3", 3, 1), ("mixtral", 2, 3), ("llama4", 3, 2)]
+)
 def test_distributed_checkpoint_for_another_number_of_ranks(ranks, tmp_path, family, before, after):
     ranks(before).run(saves, family, str(tmp_path))
     ranks(after).run(loads_and_goes_on, family, str(tmp_path))

@@ -37,6 +37,7 @@ def put(path, make):
     return lambda model: setattr(model.get_submodule(parent), name, make(model))
 
 
+EXPERTS = ["experts.gate_up_proj"]
 Q = {"target_modules": ["q_proj"]}
 WHEN_PUT = {
     "dora": (lora(use_dora=True, **Q), r"'model\.layers\.0\.self_attn\.q_proj': Dora is not carried"),
@@ -154,8 +155,9 @@ def before(rank, size):
             adapter("Lora", use_dora=True, **Q),
             r"q_proj' .*adapter 'default' DoraLinearVariant",
         ),
-        ("llama", adapter("IA3", target_modules=["k_proj"], feedforward_modules=[]), "must be a plain nn"),
-        ("llama", adapter("Lora", target_modules=["embed_tokens"]), r"embed_tokens' .*must be an nn\.Emb"),
+        ("llama", adapter("IA3", target_modules=["k_proj"], feedforward_modules=[]), r"k_proj' .*kind .*ia3"),
+        ("llama", adapter("Lora", target_modules=["embed_tokens"]), r"embed_tokens' .*kind .*Embedding"),
+        ("mixtral", adapter("Lora", target_parameters=EXPERTS), r"experts' .*kind .*ParamWrapper are not"),
         ("phi3", adapter("Lora", target_modules=["qkv_proj"]), r"no adapter of its kind .* 'packed'"),
         ("llama", adapter("Lora", **saved), r"o_proj' .*no adapter of its kind .* 'row'"),
     ):
@@ -164,6 +166,9 @@ def before(rank, size):
         with pytest.raises(UnknownModuleError, match=words):
             parallelize(model, mesh)
         assert [id(parameter) for parameter in model.parameters()] == parameters
+    mixture = parallelize(tiny("mixtral", size), mesh)
+    with pytest.raises(UnknownModuleError, match=r"experts' .*kind .*ParamWrapper are not"):
+        lora(target_parameters=EXPERTS)(mixture)
     packed = parallelize(tiny("phi3", size), mesh)
     with pytest.raises(ValueError, match=r"(?s)PackedLinear.* is not supported"):
         lora(target_modules=["qkv_proj"])(packed)

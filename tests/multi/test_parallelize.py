@@ -26,6 +26,9 @@ def whole_gradients(model):
         path, _, _ = name.removesuffix(".weight").rpartition(".")
         if path.endswith(("qkv_proj", "gate_up_proj")):
             packed.setdefault(f"{path}.weight", []).append(whole(parameter.grad))
+        elif name.endswith("experts.gate_up_proj"):  # gates and ups are apart
+            dim = 2 if "llama4" in type(model).__module__ else 1
+            gradients[name] = whole(parameter.grad).flatten(dim, dim + 1)
         else:
             gradients[name] = whole(parameter.grad)
     return {**gradients, **{name: torch.cat(pieces) for name, pieces in packed.items()}}
@@ -107,7 +110,7 @@ SHARED_SLOW = [
     (world, heads, sequence, family)
     for world, heads in ((4, 2), (4, 1), (2, 1))
     for sequence in (True, False)
-    for family in ("gemma3", "qwen2", "granite")
+    for family in ("gemma3", "qwen2", "granite", "llama4")
 ]
 
 

@@ -17,10 +17,10 @@ SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 WRAPPED = ("base_layer", "original_module")
 """The names by which peft's wrappers hold what they wrap."""
 
-ADAPTED = ("column", "row", "head")
+ADAPTED = ("column", "row", "head", "shared column", "shared row")
 """Roles of modules that may have LoRA."""
 
-COPIED = ("embedding", "norm", "head norm", "final norm", "head")
+COPIED = ("embedding", "norm", "head norm", "spread norm", "final norm", "head")
 """Roles of modules that may be in `modules_to_save`."""
 
 

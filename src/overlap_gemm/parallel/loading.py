@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..backends.base import BackendName
-from .model import Logits, Model, packed_linears, parallelize
+from .experts import put_together, set_apart
+from .model import Logits, Model, mixed_experts, packed_linears, parallelize
 
 
 def from_pretrained(
@@ -58,7 +59,10 @@ def from_pretrained(
 
     def distribute(model: nn.Module, *_: Any) -> nn.Module:
         model.tie_weights()  # transformers does when they are loaded, and parallelize must know
-        return parallelize(model, mesh, sequence_parallel=sequence_parallel, logits=logits, backend=backend)
+        parallelize(model, mesh, sequence_parallel=sequence_parallel, logits=logits, backend=backend)
+        for _name, experts in mixed_experts(model):
+            put_together(experts)
+        return model
 
     # Named and placed as the original: transformers looks conversions of checkpoints up by these names.
     lent: Any = type(
@@ -78,6 +82,8 @@ def from_pretrained(
         **{"use_safetensors": True, **loading},
     )
     model.__class__ = original
+    for _, experts in mixed_experts(model):
+        set_apart(experts)
     return model
 
 

@@ -115,8 +115,8 @@ def _shard(layer: Any, name: str) -> None:
     place = place_of(base)
     assert place is not None
     sharding, style = place.sharding, base.forward.style
-    is_row = place.role == "row"
-    by_rows = sharding.sequence_parallel and place.role != "head"
+    is_row = place.role in ("row", "shared row")
+    by_rows = sharding.sequence_parallel and place.role in ("column", "row")
     down, up = layer.lora_A[name], layer.lora_B[name]
     cut, whole = (down, up) if is_row else (up, down)
     if by_rows and not is_row:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..backends.base import BackendName
 from ..backends.select import check_name, preferring
 from .adapters import bases, forbid_sums, is_lora
-from .experts import PLACEMENTS, ExpertsForward, GatherTokens, KeepTokens
+from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
@@ -31,7 +31,7 @@ from .parts import (
     SequenceLength,
 )
 from .places import Sharding, Watch, give_places
-from .plan import Role, head_dim, kv_heads, plan
+from .plan import PAIRED, Role, features_dim, head_dim, kv_heads, plan
 from .stacks import describe
 from .styles import (
     ColwiseForward,
@@ -43,7 +43,8 @@ from .styles import (
 )
 
 FORWARDS = (
-    ColwiseForward, EmbeddingForward, ExpertsForward, ReplicatedForward, RowwiseForward, SpreadNormForward,
+    ColwiseForward, EmbeddingForward, ExpertsForward, ReplicatedForward, RouterForward, RowwiseForward,
+    SpreadNormForward,
 )  # fmt: skip
 """Those of modules that hold parameters; they take local tensors for DTensors."""
 
@@ -61,10 +62,11 @@ def parallelize(
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
-    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text), Phi3, OLMo2, Granite, Mixtral and Qwen3-MoE,
-    `...ForCausalLM` or the decoder alone, and refuses whatever module it has no rule for. Every rank calls it
-    with the same model; rank 0's weights are taken. Afterwards every parameter is a DTensor, and every rank
-    gives the model the same inputs and gets the same outputs, those of the unsharded model.
+    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text), Phi3, OLMo2, Granite, Mixtral, Qwen3-MoE and
+    Llama 4 (text), `...ForCausalLM` or the decoder alone, and refuses whatever module it has no rule for.
+    Every rank calls it with the same model; rank 0's weights are taken. Afterwards every parameter is a
+    DTensor, and every rank gives the model the same inputs and gets the same outputs, those of the unsharded
+    model.
 
     Attention and MLP are sharded by heads and features, embedding and head by vocabulary (tied, if they
     were). P must divide the number of query heads; of key/value heads it must divide the number, or be a
@@ -157,6 +159,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     }
     for name, packed in packed_linears(model):
         state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
+    for name, experts in mixed_experts(model):
+        dim = features_dim(experts)
+        state[f"{name}.{PAIRED}"] = state[f"{name}.{PAIRED}"].flatten(dim, dim + 1)
     return state
 
 
@@ -215,20 +220,23 @@ class _Builder:
                 module.register_forward_hook(KeepTokens(self.group))
             case "router":  # it sees all tokens
                 self._distribute(module)
-                module.forward = ReplicatedForward(module, None)
+                module.forward = RouterForward(module)
             case "experts":
-                self._distribute(module, PLACEMENTS)
+                set_apart(module)
+                self._distribute(module, placements(module))
                 module.forward = ExpertsForward(module, self.group)
             case "shared head":
                 self._distribute(module)
                 module.forward = SharedHeadForward(module, self.mesh, self.column, kv_heads(self.config))
-            case "column":
+            case "column" | "shared column":
                 parallelize_module(module, self.mesh, self.column)
             case "packed":  # a PackedLinear, by now
                 for part in module.children():
                     parallelize_module(part, self.mesh, self.column)
             case "row":
                 parallelize_module(module, self.mesh, self.row)
+            case "shared row":
+                parallelize_module(module, self.mesh, OverlapRowwiseParallel(backend=self.backend))
             case "head":
                 parallelize_module(module, self.mesh, self.head)
 
@@ -280,6 +288,13 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
 
 
+def mixed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The experts of a parallelized model, by name."""
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), ExpertsForward):
+            yield name, module
+
+
 def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` of the whole tensors: by itself it would write this rank's shards."""
     if kwargs.get("state_dict") is None:
@@ -303,6 +318,10 @@ def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: An
         if whole is not None:
             for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):
                 state[f"{prefix}{name}.{part}.weight"] = rows
+    for name, experts in mixed_experts(model):
+        key, dim = f"{prefix}{name}.{PAIRED}", features_dim(experts)
+        if key in state and state[key].ndim < experts.gate_up_proj.ndim:
+            state[key] = state[key].unflatten(dim, (2, -1))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):

@@ -100,7 +100,7 @@ def give_places(module: nn.Module, roles: dict[str, Role], sharding: Sharding, n
 
 def _part(role: Role | None, sequence_parallel: bool) -> Part:
     match role:
-        case "decoder" | "embedding" | "head" | "router" | "experts":
+        case "decoder" | "embedding" | "head" | "router" | "experts" | "shared expert":
             return "none"
         case "final norm":
             return "input" if sequence_parallel else "none"

@@ -12,16 +12,17 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora
+from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora, why_not_peft
 
 Role: TypeAlias = Literal[
     "decoder", "embedding", "layer", "attention", "mlp", "norm", "head norm", "final norm", "column",
-    "packed", "row", "head", "shared head", "spread norm", "mixture", "router", "experts",
+    "packed", "row", "head", "shared head", "spread norm", "mixture", "router", "experts", "shared expert",
+    "shared column", "shared row",
 ]  # fmt: skip
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral",
-    "qwen3_moe",
+    "qwen3_moe", "llama4_text",
 )  # fmt: skip
 """The `config.model_type` of what is tested, in tests/multi/test_parallelize.py."""
 
@@ -47,9 +48,22 @@ ROLES: dict[str, Role] = {
     "layers.*.mlp.down_proj": "row",
     "layers.*.mlp.gate": "router",
     "layers.*.mlp.experts": "experts",
+    "layers.*.mlp.shared_expert": "shared expert",
+    "layers.*.mlp.shared_expert.gate_proj": "shared column",
+    "layers.*.mlp.shared_expert.up_proj": "shared column",
+    "layers.*.mlp.shared_expert.down_proj": "shared row",
     "norm": "final norm",
 }
-"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies beside the decoder."""
+"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies beside the decoder.
+
+Of a shared expert, through which all tokens go, the linears see all tokens, whatever lies between the layers.
+"""
+
+ALIASES = {".feed_forward": ".mlp", ".mlp.router": ".mlp.gate"}
+"""Llama 4's names for the same."""
+
+PAIRED = "gate_up_proj"
+"""The parameter that holds gates and ups."""
 
 GROUPED_BYTES = 16
 """Rows of torch's grouped products are multiples of it."""
@@ -57,7 +71,7 @@ GROUPED_BYTES = 16
 PROJECTIONS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "attention": (("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")),
     "mlp": (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
-    "mixture": (("gate", "experts"),),
+    "mixture": (("gate", "experts"), ("router", "experts", "shared_expert")),
 }
 """The linears that a module of a role must have: one of these sets."""
 
@@ -91,12 +105,14 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
             continue
         role: Role | None = "decoder" if module is inner else "head" if name == "lm_head" else None
         if name.startswith(prefix):
-            role = role or ROLES.get(re.sub(r"\blayers\.\d+", "layers.*", name.removeprefix(prefix)))
+            role = role or ROLES.get(_path(name.removeprefix(prefix)))
         role = _told_by_module(role, name, module, model.config, ranks)
         if role is not None:
             if is_adapter(module):
                 _check_adapter(name, module, role)
                 within = f"{name}."
+            elif type(module).__module__.startswith("peft."):
+                _refuse(name, module, why_not_peft(module, role) or "")
             for base in bases(module):
                 _CHECKS[role](name, base, model.config, ranks)
                 if "forward" in vars(base):
@@ -114,6 +130,13 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
         if needed not in roles.values():
             _refuse("", model, f"it has no {needed}")
     return roles
+
+
+def _path(name: str) -> str:
+    path = re.sub(r"\blayers\.\d+", "layers.*", name)
+    for theirs, ours in ALIASES.items():
+        path = path.replace(theirs, ours)
+    return path
 
 
 def _told_by_module(role: Role | None, name: str, module: Any, config: Any, ranks: int) -> Role | None:
@@ -217,6 +240,12 @@ def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     _check_projections(name, module, "mlp")
 
 
+def _check_shared_expert(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mlp")
+    if hasattr(module, "gate_up_proj"):
+        _refuse(name, module, "a shared expert with a packed projection is in none of the families tested")
+
+
 def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
     _check_projections(name, module, "mixture")
     if noise := getattr(module, "jitter_noise", 0):
@@ -231,21 +260,17 @@ def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:
 
 def _check_experts(name: str, module: Any, config: Any, ranks: int) -> None:
     parameters = {key: list(value.shape) for key, value in module.named_parameters()}
-    experts, inner, hidden = (
-        getattr(module, key, None) for key in ("num_experts", "intermediate_dim", "hidden_dim")
-    )
-    wanted = {"gate_up_proj": [experts, 2 * (inner or 0), hidden], "down_proj": [experts, hidden, inner]}
+    wanted = expert_shapes(module)
     if parameters != wanted:
-        _refuse(
-            name,
-            module,
-            f"experts must have gate_up_proj [E, 2I, H] and down_proj [E, H, I], got {parameters}",
-        )
-    own, rest = divmod(module.intermediate_dim, ranks)
+        _refuse(name, module, f"experts must have {wanted}, got {parameters}")
+    dim = features_dim(module)
+    inner = parameters[PAIRED][dim] // 2
+    own, rest = divmod(inner, ranks)
     if rest:
         _refuse(name, module, f"the {inner} features of an expert are not divisible by P={ranks}")
     size = own * module.down_proj.element_size()
-    if size % GROUPED_BYTES and getattr(config, "_experts_implementation", None) == "grouped_mm":
+    is_grouped = dim == 1 and getattr(config, "_experts_implementation", None) == "grouped_mm"
+    if size % GROUPED_BYTES and is_grouped:
         why = f"a rank's {own} features of an expert are {size} bytes, no multiple of {GROUPED_BYTES}, "
         _refuse(
             name, module, why + "as torch's grouped product wants: experts_implementation='eager' does not"
@@ -263,9 +288,24 @@ def _check_projections(name: str, module: nn.Module, role: Role) -> None:
 
 
 def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
-    for part in ("self_attn", "mlp"):
-        if not isinstance(getattr(module, part, None), nn.Module):
+    for part, *aliases in (("self_attn",), ("mlp", "feed_forward")):
+        if not any(isinstance(getattr(module, key, None), nn.Module) for key in (part, *aliases)):
             _refuse(name, module, f"a decoder layer must have {part}")
+
+
+def features_dim(experts: Any) -> int:
+    """Where `gate_up_proj` has its 2I: 1 in [E, 2I, H], 2 in Llama 4's [E, H, 2I]."""
+    return 2 if hasattr(experts, "expert_dim") else 1
+
+
+def expert_shapes(experts: Any) -> dict[str, list[Any]]:
+    """What transformers makes the parameters of a family's experts."""
+    count = getattr(experts, "num_experts", None)
+    if features_dim(experts) == 2:
+        inner, hidden = experts.expert_dim, getattr(experts, "hidden_size", None)
+        return {PAIRED: [count, hidden, 2 * inner], "down_proj": [count, inner, hidden]}
+    inner, hidden = getattr(experts, "intermediate_dim", 0), getattr(experts, "hidden_dim", None)
+    return {PAIRED: [count, 2 * inner, hidden], "down_proj": [count, hidden, inner]}
 
 
 def kv_heads(config: Any) -> int:
@@ -296,4 +336,7 @@ _CHECKS: dict[Role, Callable[[str, Any, Any, int], None]] = {
     "mixture": _check_mixture,
     "router": _check_router,
     "experts": _check_experts,
+    "shared expert": _check_shared_expert,
+    "shared column": _check_linear,
+    "shared row": _check_linear,
 }

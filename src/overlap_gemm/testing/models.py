@@ -7,7 +7,7 @@ from torch import nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 
-MORE_FAMILIES = ("olmo2", "granite", "mixtral", "qwen3_moe")
+MORE_FAMILIES = ("olmo2", "granite", "mixtral", "qwen3_moe", "llama4")
 """Further ones, for the tests of what every family does."""
 
 VOCABULARY = 97
@@ -38,6 +38,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
+    "llama4": {
+        "intermediate_size": 12,
+        "intermediate_size_mlp": 22,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 5,
+        "floor_scale": 3,
+        "attention_bias": True,
+    },
 }
 
 
@@ -53,7 +64,8 @@ def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **optio
     import transformers
 
     kv_heads = ranks if ranks > 1 else 2
-    name = {"gemma3": "Gemma3Text", "qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
+    named = {"gemma3": "Gemma3Text", "qwen3_moe": "Qwen3Moe", "llama4": "Llama4Text"}
+    name = named.get(family, family.capitalize())
     config = getattr(transformers, f"{name}Config")(
         **{
             "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2,
