@@ -210,6 +210,16 @@ def test_the_gemm_leaves_the_relay_an_sm_and_stays_free_of_nvshmem(fields):
             assert "nvshmem" in relay.ptx and "wgmma" not in relay.ptx
 
 
+def test_a_signal_by_itself_is_behind_a_fence():
+    """NVSHMEM's orders nothing: what the calling thread has observed is released by the fence."""
+    with far_apart(2, num_sms=5) as world:
+        text = launched(world, (512, 256, 64))[0][1].ptx.partition(".entry")[2]
+    signals = text.split("nvshmemx_signal_op;")[:-1]
+    assert signals
+    for before in signals:
+        assert "fence.acq_rel.sys;" in before[before.rindex("$L__") :], before[-2000:]
+
+
 def test_a_device_without_room_for_both_is_refused():
     with far_apart(2, num_sms=1) as world, pytest.raises(ValueError, match="no room beside the relay"):
         right(case(*SHAPES["even"]), world, 1)

@@ -1,29 +1,36 @@
 """Mutants of host code: the meaning of one place changed, to see whether the tests notice.
 
-    for mutant in mutants(file):
-        assert killed(mutant, ["tests/cpu/test_peers.py"])
+    with ForkedTests() as runs:
+        for mutant in mutants(file):
+            assert noticed_by(mutant, ["tests/cpu/test_peers.py"], runs)
 
 What is changed: comparisons, `and` and `or`, `not`, `min` and `max`, arithmetic, numbers, truth values, `|=`,
 calls made for their effect. A mutant that no test notices is either equivalent to the original or shows a
 test that is missing. For kernels there is ``cute_emulator.mutate``.
+
+    python -m overlap_gemm.testing.mutants tests/cpu/host_mutants.json 8
+
+tries eight mutants of each file in `NOTICED_BY` and writes who noticed them. Those that the data has are not
+tried again, but for survivors without a reason ("why", written by hand); so it may be stopped at any time.
 """
 
 import ast
 import copy
-import os
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from .forked import ForkedTests
 
 PACKAGE = Path(__file__).parents[1]
-CHECKOUT = PACKAGE.parents[1]
-LIMIT = 300.0
-"""Seconds that the tests of a mutant may take; one that hangs has been noticed."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -32,6 +39,26 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
+RULES = "tests/cpu/test_host_rules.py"
+NOTICED_BY = {
+    "calls.py": ["tests/cpu/test_calls.py", RULES],
+    "sharding.py": ["tests/cpu/test_sharding.py"],
+    "runtime/agree.py": ["tests/multi/test_disagree.py", "tests/multi/test_one_rank_fails.py"],
+    "runtime/bootstrap.py": [RULES, "tests/cpu/test_alone.py", "tests/multi/test_launchers.py"],
+    "runtime/compile_cache.py": ["tests/cpu/test_compile_cache.py"],
+    "runtime/environment.py": ["tests/cpu/test_environment.py"],
+    "runtime/peers.py": ["tests/cpu/test_peers.py", RULES, "tests/multi/test_one_rank_fails.py"],
+    "runtime/symmetric.py": ["tests/cpu/test_workspace.py", "tests/multi/test_one_rank_fails.py"],
+    "runtime/workspace.py": ["tests/cpu/test_workspace.py", RULES, "tests/multi/test_one_rank_fails.py"],
+    "backends/reach.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_reach.py"],
+    "backends/select.py": ["tests/cpu/test_select.py", "tests/cpu/test_fused_backend.py"],
+    "backends/torch_backend.py": ["tests/cpu/test_select.py", "tests/multi/test_ops.py"],
+    "backends/plans.py": [RULES, "tests/cpu/test_fused_backend.py", "tests/multi/test_one_rank_fails.py"],
+    "tuning/machine.py": [RULES, "tests/cpu/test_select.py", "tests/cpu/test_tune_command.py"],
+    "tuning/settings.py": ["tests/cpu/test_settings.py"],
+}
+"""Files of the package, and the tests to ask for their mutants, those that take longest last."""
+
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -42,18 +69,20 @@ class Mutant:
     Attributes:
         file: Of the package, relative to it.
         line: Of the place.
+        column: Of the place.
         what: What was changed, as code: before and after.
         text: The whole changed file.
     """
 
     file: str
     line: int
+    column: int
     what: str
     text: str
 
     def __str__(self) -> str:
         """Stable as long as the file's code is."""
-        return f"{self.file}:{self.line} {self.what}"
+        return f"{self.file}:{self.line}:{self.column} {self.what}"
 
 
 def mutants(file: str) -> list[Mutant]:
@@ -64,11 +93,12 @@ def mutants(file: str) -> list[Mutant]:
     for number in range(places):
         changed = copy.deepcopy(tree)
         node, change = next(place for i, place in enumerate(_changes(changed)) if i == number)
-        line, before = getattr(node, "lineno", 0), _short(node)
+        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+        before = _short(node)
         change()
         text = ast.unparse(ast.fix_missing_locations(changed))
-        found.append(Mutant(file, line, f"{before} -> {_short(node)}", text))
-    return sorted(found, key=lambda mutant: mutant.line)
+        found.append(Mutant(file, line, column, f"{before} -> {_short(node)}", text))
+    return sorted(found, key=lambda mutant: (mutant.line, mutant.column))
 
 
 def sample(file: str, count: int) -> list[Mutant]:
@@ -82,28 +112,42 @@ def edited(file: str, before: str, after: str) -> Mutant:
     text = (PACKAGE / file).read_text()
     assert text.count(before) == 1, f"{file} has {text.count(before)} times: {before}"
     line = text[: text.index(before)].count("\n") + 1
-    return Mutant(file, line, f"{before.strip()} -> {after.strip()}", text.replace(before, after))
+    return Mutant(file, line, 0, f"{before.strip()} -> {after.strip()}", text.replace(before, after))
 
 
-def killed(mutant: Mutant, tests: Sequence[str]) -> bool:
-    """Whether tests fail, or do not end, with a mutant in the package's place."""
+def noticed_by(mutant: Mutant, tests: Sequence[str], runs: ForkedTests) -> str | None:
+    """The first of some test files that fails, or does not end, with a mutant in the package's place."""
     with tempfile.TemporaryDirectory(prefix="overlap-gemm-mutant-") as folder:
         source = Path(folder) / "overlap_gemm"
-        shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PACKAGE, source)
         (source / mutant.file).write_text(mutant.text)
-        paths = [folder, str(CHECKOUT / "emulator" / "src"), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=CHECKOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                capture_output=True,
-                timeout=LIMIT,
-            )
-        except subprocess.TimeoutExpired:
-            return True
-    return done.returncode != 0
+        for compiled in (source / mutant.file).parent.glob(f"__pycache__/{Path(mutant.file).stem}.*"):
+            compiled.unlink()
+        return next((test for test in tests if runs.fail(folder, test)), None)
+
+
+def try_all(data: Path, count: int) -> None:
+    """Tries mutants of every file, and keeps in `data` who noticed which, as the module says."""
+    known: dict[str, dict[str, Any]] = {}
+    if data.exists():
+        every = json.loads(data.read_text())["mutants"]
+        known = {one["mutant"]: one for one in every if one["noticed_by"] or one.get("why")}
+    found: list[dict[str, Any]] = list(known.values())
+    with ForkedTests(limit=120) as runs:
+        for file, tests in NOTICED_BY.items():
+            for mutant in sample(file, count):
+                if str(mutant) not in known:
+                    found.append({"mutant": str(mutant), "noticed_by": noticed_by(mutant, tests, runs)})
+                    print(*found[-1].values(), flush=True)
+                    _keep(data, found)
+
+
+def _keep(data: Path, found: list[dict[str, Any]]) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=PACKAGE, capture_output=True, text=True
+    )
+    report = {"commit": commit.stdout.strip(), "date": str(date.today()), "mutants": found}
+    data.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], object]]]:
@@ -149,3 +193,7 @@ def _is_text(node: ast.BinOp) -> bool:
 def _short(node: ast.AST) -> str:
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+if __name__ == "__main__":
+    try_all(Path(sys.argv[1]), int(sys.argv[2]))
