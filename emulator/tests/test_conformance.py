@@ -1,18 +1,42 @@
 """Every pair of the conformance suite: the bug is found, its mended twin is left alone."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from cute_emulator.conformance import CASES, findings
 from cute_emulator.conformance.__main__ import main
-from cute_emulator.errors import KINDS
+from cute_emulator.errors import KINDS, EmulatorError
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bug_is_found_and_its_mended_twin_is_not(case):
     assert set(findings(case.broken, case.strict)) & set(case.kinds)
     assert findings(case.mended, case.strict) == []
+
+
+FIRST = (
+    "no ",
+    "too narrow scopes",
+    "the reader has seen no completion of",
+    "not coherent",
+)
+"""Words with which a finding about order begins: what is missing."""
+ORDER = {
+    "race", "shared-race", "proxy-fence", "lane-race", "tmem-fence", "wgmma-fence", "wgmma-registers",
+    "nc-load", "exit-pending",
+}  # fmt: skip
+
+
+def test_a_finding_about_order_begins_with_what_is_missing():
+    said = {}
+    for case in {case.rule: case for case in CASES}.values():
+        with contextlib.suppress(EmulatorError):
+            for finding in case.broken.run(strict=case.strict).report.findings:
+                said.setdefault(finding.kind, []).append(finding.message)
+    assert len(said.keys() & ORDER) >= 7
+    assert all(m.startswith(FIRST) for kind in said.keys() & ORDER for m in said[kind]), said
 
 
 def test_names_are_unique_and_kinds_exist():

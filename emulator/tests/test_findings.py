@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_emulator import errors
 from cute_emulator.errors import EmulatorError, KernelTrap, MemoryFault
+from cute_emulator.host.emulator import Emulator
 from cute_emulator.machine.checks import CHECKS
+from cute_emulator.machine.memory import Named
 from cute_emulator.machine.roles import parse_roles
 from cute_emulator.run.launch import Machine
 from cute_emulator.source import excerpt
+from cute_emulator.testing import emulator_command
 from cute_emulator.trace import Trace
 
 from .handwritten import aligned, launch, module, run
@@ -185,3 +189,53 @@ def test_a_bounded_wait_that_runs_out_because_nothing_goes_on_shows_where_the_ot
         error.value
     )
     assert shown == waits
+
+
+NAMES = """
+import cutlass.cute as cute, torch
+from cutlass.cute.runtime import from_dlpack
+
+@cute.kernel
+def kernel(x: cute.Tensor, y: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    if thread % 32 == 5:
+        y[3, 2] = x[thread, 0] + thread
+
+@cute.jit
+def go(x: cute.Tensor, y: cute.Tensor):
+    kernel(x, y).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+x, y = torch.ones(64, 4, device="cuda"), torch.zeros(4, 8, device="cuda").T
+go(from_dlpack(x), from_dlpack(y))
+"""
+
+
+def test_a_race_names_the_lane_and_the_tensors_element(tmp_path):
+    (tmp_path / "names.py").write_text(NAMES)
+    done = emulator_command("--collect", tmp_path / "names.py")
+    (line,) = (one for one in done.stderr.splitlines() if "[race]" in one)
+    assert "(element [3, 2] of argument 1, " in line, line
+    assert "by rank 0 CTA (0, 0, 0) warp 1 lane 5, line" in line
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "bits", "offset", "said"),
+    [
+        ((8, 4), (4, 1), 32, 4 * 14, "element [3, 2] of x"),
+        ((8, 4), (1, 8), 32, 4 * 19, "element [3, 2] of x"),
+        ((2, 3, 4), (100, 4, 1), 16, 2 * (100 + 6), "element [1, 1, 2] of x"),
+        ((2, 3, 4), (100, 4, 1), 16, 2 * 50, ""),
+        ((4,), (1,), 32, 16, ""),
+        ((4,), (1,), 32, -4, ""),
+        ((1, 64), (1, 1), 4, 3, "element [0, 6] of x"),
+    ],
+)
+def test_elements_by_address(shape, strides, bits, offset, said):
+    assert Named("x", 4096, bits, shape, strides).element(4096 + offset) == said
+
+
+def test_symmetric_memory_is_named_as_it_was_made():
+    with Emulator(ranks=2) as emu:
+        flags = emu.symmetric((4, 8), torch.int32, name="flags")
+        spot = emu.machine.memory.spot(flags[1].data_ptr() + 4 * 19)
+    assert "(element [2, 3] of flags, flags of rank 1 [" in spot

@@ -124,7 +124,7 @@ def test_a_lagging_rank(starved):
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_either_alias_fence_taken_out_is_found(arch, part, monkeypatch, changed_kernels):
     monkeypatch.setattr(part, "alias_fence", lambda: None)
-    with pytest.raises(EmulatorError, match="alias-fence.*no fence.proxy.alias lies between"):
+    with pytest.raises(EmulatorError, match="alias-fence.*no fence.proxy.alias between"):
         run(OP, arch, 2, (64, 128, 64), transport="nvls", num_sms=2)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from cute_emulator import check_command, mutate_command
 from cute_emulator.commands import (
+    Also,
     Arch,
     Arguments,
     Ignore,
@@ -65,6 +66,7 @@ def run(
     num_sms: NumSms = None,
     schedule: Annotated[str, typer.Option(help=f"How warps take turns: {SCHEDULES}.")] = "round_robin",
     strict: Strict = False,
+    also: Also = None,
     limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
     keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
     roles: RoleNames = "",
@@ -93,7 +95,7 @@ def run(
                 f"{picture.with_suffix('.html')}, which needs nothing"
             )
         recorder = Trace(roles=names) if trace or picture else None
-        options = Setting.of(mode, seed, schedule).options(strict)
+        options = Setting.of(mode, seed, schedule).options(strict, also or ())
         options |= {
             "num_sms": num_sms,
             "limit": limit,

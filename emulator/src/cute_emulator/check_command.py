@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cute_emulator.commands import (
+    Also,
     Arch,
     Arguments,
     Ignore,
@@ -102,6 +103,7 @@ def main(
     warps: Warps = 0,
     limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
     strict: Strict = False,
+    also: Also = None,
     roles: RoleNames = "",
     ignore: Ignore = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
@@ -117,7 +119,12 @@ def main(
         for setting in settings(seeds, ranks, warps):
             begin = time.perf_counter()
 
-            options = {**setting.options(strict), "num_sms": num_sms, "limit": limit, "roles": names}
+            options = {
+                **setting.options(strict, also or ()),
+                "num_sms": num_sms,
+                "limit": limit,
+                "roles": names,
+            }
             options["ignore"] = ignore or ()
             with as_user_error():
                 emulator = Emulator(arch, ranks, **options)
@@ -133,6 +140,7 @@ def main(
             words += ["--num-sms", str(num_sms)] if num_sms else []
             words += ["--limit", str(limit)]
             words += ["--strict"] if strict else []
+            words += [word for name in also or () for word in ("--also", name)]
             words += ["--roles", roles] if roles else []
             words += [word for kind in ignore or () for word in ("--ignore", kind)]
             outcome.command = shlex.join([*words, script, *(arguments or [])])

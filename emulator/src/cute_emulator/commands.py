@@ -12,6 +12,7 @@ import typer
 
 from cute_emulator.errors import EmulatorError
 from cute_emulator.host.replace import environment
+from cute_emulator.machine.checks import OPTIONAL_CHECKS
 from cute_emulator.run.launch import SM_COUNT
 
 # Their arguments and options.
@@ -21,6 +22,7 @@ Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")
 Ranks = Annotated[int, typer.Option(help="Run the script once per rank.")]
 NumSms = Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")]
 Strict = Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")]
+Also = Annotated[list[str] | None, typer.Option(help=f"A further check: {', '.join(OPTIONAL_CHECKS)}.")]
 Warps = Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")]
 RoleNames = Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")]
 Ignore = Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,13 @@ class Setting:
                 return f"starve:{what}{which}"
         return "shuffled" if self.shuffled else "round_robin"
 
-    def options(self, strict: bool = True) -> dict[str, Any]:
-        """The arguments of `Emulator` that make it so; `strict` adds the checks that kernels may break."""
+    def options(self, strict: bool = True, also: Sequence[str] = ()) -> dict[str, Any]:
+        """The arguments of `Emulator` that make it so.
+
+        Args:
+            strict: Adds the checks that kernels may break.
+            also: Further checks by name.
+        """
         parties = (self.starved_rank, self.starved_cta, self.starved_warp)
 
         def starved(rank: int, cta: tuple[int, int, int], warp: int) -> bool:
@@ -82,7 +88,7 @@ class Setting:
             starved=None if parties == (None, None, None) else starved,
             grids="random" if self.shuffled else "submission",
         )
-        checks = CHECKS + STRICT_CHECKS if strict else CHECKS
+        checks = CHECKS + (STRICT_CHECKS if strict else ()) + tuple(also)
         return {"mode": self.mode, "seed": self.seed, "schedule": schedule, "checks": checks}
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from cute_emulator.host.dsl.hardware_info import hardware_info
 from cute_emulator.host.dsl.runtime_api import KernelCall
 from cute_emulator.host.dsl.seam import SEAM
 from cute_emulator.host.graphs import Capture
-from cute_emulator.host.memory import Symmetric, SymmetricHeap, extent, poison_
+from cute_emulator.host.memory import Symmetric, SymmetricHeap, extent, named, poison_
 from cute_emulator.host.network import Network
 from cute_emulator.host.registry import ARGUMENT, Registry
 from cute_emulator.machine.asyncq import Mode
@@ -191,6 +191,7 @@ class Emulator:
         finally:
             with self._lock:
                 pending, self._pending = self._pending, []
+                self.machine.memory.arguments.clear()
             for item in pending:
                 self._registry.release(item.keys)
         if len(self.report.findings) > before and not self._collect:
@@ -262,6 +263,8 @@ class Emulator:
                 if where[1]
             )
             self._pending.append(_Pending(rank, keys, tensors))
+            for n, tensor in enumerate(tensors):
+                self.machine.memory.arguments.append(named(tensor, f"argument {n}"))
             self.machine.submit(
                 Launch(
                     self._rewrite(call.ptx) if self._rewrite is not None else call.ptx,
@@ -338,6 +341,7 @@ class Emulator:
         with self._lock:
             self._registry.hold(address, nbytes, rank=rank, name=name)
             self._registry.keep_alive(tensor)
+            self.machine.memory.named.append(named(tensor, name))
         return tensor
 
     def empty(
@@ -361,6 +365,7 @@ class Emulator:
                 return symmetric
             for rank, address in enumerate(symmetric.addresses):
                 self.machine.memory.register(address, symmetric.nbytes, rank, name, kind="symmetric")
+                self.machine.memory.named.append(named(symmetric[rank], name))
             self.machine.memory.register_multicast(
                 symmetric.multicast, symmetric.nbytes, list(symmetric.addresses)
             )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.machine.memory import Named
 
 ALIGNMENT = 512
 """Bytes; that of NVSHMEM's own symmetric heap."""
@@ -27,16 +28,24 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 def extent(tensor: Any) -> tuple[int, int]:
     """(address, bytes) that the elements of a torch tensor or a DSL runtime tensor span."""
-    if isinstance(tensor, torch.Tensor):
-        shape, strides, bits = tuple(tensor.shape), tensor.stride(), tensor.element_size() * 8
-        address = tensor.data_ptr()
-    else:
-        shape, strides, bits = _flat(tensor.shape), _flat(tensor.stride), tensor.element_type.width
-        address = tensor.data_ptr
+    address, bits, shape, strides = layout(tensor)
     if math.prod(shape) == 0:
         return address, 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     return address, -(-(last + 1) * bits // 8)
+
+
+def named(tensor: Any, name: str) -> Named:
+    """A torch tensor or a DSL runtime tensor, for findings."""
+    return Named(name, *layout(tensor))
+
+
+def layout(tensor: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Address, bits of an element, extents and strides of a torch tensor or a DSL runtime tensor."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.data_ptr(), tensor.element_size() * 8, tuple(tensor.shape), tensor.stride()
+    width: int = tensor.element_type.width
+    return tensor.data_ptr, width, _flat(tensor.shape), _flat(tensor.stride)
 
 
 def _flat(tree: Any) -> tuple[int, ...]:

@@ -118,7 +118,9 @@ class Access:
             shared = cta.grid.checks.shared
             if shared is not None:
                 agent = group.warp.agent
-                shared.word(agent, cta, self.line, self.strong, offset, self.size, False, self.publishes)
+                shared.word(
+                    agent, cta, self.line, self.strong, offset, self.size, False, self.publishes, mask
+                )
                 if (group.warp.unsynced.stores or agent.doubts) and not self.strong:
                     self._lanes_met(group, cta, mask, offset, offset, offset)
             view, i = cta.mem[self.width], offset >> self.shift
@@ -130,7 +132,7 @@ class Access:
         shared = cta.grid.checks.shared
         if shared is not None:
             agent = group.warp.agent
-            shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, False, self.publishes)
+            shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, False, self.publishes, mask)
             if (group.warp.unsynced.stores or agent.doubts) and not self.strong:
                 offsets = lanes.offsets if mask == FULL else lanes.offsets[lane_index(mask)]
                 self._lanes_met(group, cta, mask, offsets, lanes.lowest, lanes.highest)
@@ -154,7 +156,9 @@ class Access:
             shared = cta.grid.checks.shared
             if shared is not None:
                 agent = group.warp.agent
-                shared.word(agent, cta, self.line, self.strong, offset, self.size, False, self.publishes)
+                shared.word(
+                    agent, cta, self.line, self.strong, offset, self.size, False, self.publishes, mask
+                )
             out[:, lane] = cta.rows(self.width, 1)[offset >> self.shift : (offset >> self.shift) + self.count]
         return out[0] if self.count == 1 else tuple(out)
 
@@ -230,7 +234,7 @@ class Access:
                 self._lanes_met(group, None, mask, at, low, low + spread.extent - self.size)
             unknown = machine.races.read(
                 group.warp.agent, self.line, self.strength, allocation, low, spread, self.publishes,
-                self.multicast, self.incoherent,
+                self.multicast, self.incoherent, mask,
             )  # fmt: skip
         if machine.held.active and allocation.rank != group.warp.grid.launch.rank:
             machine.held.touch(group.warp.grid.launch.rank, allocation, low, low + spread.extent)
@@ -347,7 +351,7 @@ class Access:
                 cta, offset = self._other_cta(group, mask, address)
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
-                shared.word(agent, cta, self.line, self.strong, offset, self.size, True, self.publishes)
+                shared.word(agent, cta, self.line, self.strong, offset, self.size, True, self.publishes, mask)
                 if not self.strong:
                     end = offset + self.size
                     group.warp.unsynced.add(
@@ -369,7 +373,7 @@ class Access:
                 return
             agent, shared = group.warp.agent, cta.grid.checks.shared
             if shared is not None:
-                shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, True, self.publishes)
+                shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, True, self.publishes, mask)
                 if not self.strong:
                     end = lanes.highest + self.size
                     at = lanes.offsets, lanes.lowest, end
@@ -407,7 +411,7 @@ class Access:
         if machine.races is not None:
             machine.races.write(
                 group.warp.agent, self.line, self.strength, allocation, low, spread,
-                lambda: np.array_equal(view[where], data), self.multicast,
+                lambda: np.array_equal(view[where], data), self.multicast, mask,
             )  # fmt: skip
             if not self.strong:
                 at = low if len(spread.offsets) == 1 else spread.offsets + low

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _AWAIT = {
     "load": "wait at its mbarrier before the end",
     "tensor": "wait at its mbarrier before the end",
-    "read": "wait with cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
-    "write": "wait with cp.async.bulk.wait_group 0 before the end",
+    "read": "cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
+    "write": "cp.async.bulk.wait_group 0 before the end",
 }
 """How a CTA waits for what it would leave behind; `exit` ends the thread and releases barriers, no more."""
 SYS = SCOPES.index("sys")
@@ -168,9 +168,9 @@ class Checks:
                 writer = owner.warp
                 self.report.add(
                     "proxy-fence",
-                    f"{what} issued by {group.warp} {verb} shared {at:#x} of {cta}, which {writer} wrote "
-                    f"{'with cp.async' if epoch >> 32 & COPY == COPY else 'through the generic proxy'}: no "
-                    "fence.proxy.async lies between",
+                    f"no fence.proxy.async between: {what} issued by {group.warp} {verb} shared {at:#x} of "
+                    f"{cta}, which {writer} wrote "
+                    f"{'with cp.async' if epoch >> 32 & COPY == COPY else 'through the generic proxy'}",
                     line,
                 )
                 return
@@ -204,8 +204,8 @@ class Checks:
         if not barrier.fenced and "mbarrier" in self.enabled:
             self.report.add(
                 "mbarrier-init",
-                f"{what} (line {self.report.place(line)}) uses {barrier}, but no fence.mbarrier_init "
-                "followed its init",
+                f"no fence.mbarrier_init after the init: {what} (line {self.report.place(line)}) uses "
+                f"{barrier}",
                 line,
                 key=barrier.address,
             )
@@ -220,8 +220,8 @@ class Checks:
         if agent.vector.get(owner.id, 0) < clock and agent.nearby.get(owner.party, 0) < clock:
             self.report.add(
                 "mbarrier-race",
-                f"line {self.report.place(line)} of {group.warp} uses {barrier}, but nothing orders it after "
-                f"the mbarrier.init by {owner.warp}: no barrier lies between",
+                f"no barrier between: line {self.report.place(line)} of {group.warp} uses {barrier}, after "
+                f"its mbarrier.init by {owner.warp}",
                 line,
                 key=(line, "known"),
                 other=initialised,
@@ -245,9 +245,9 @@ class Checks:
             kind, warp = found
             self.report.add(
                 "tmem-unwaited",
-                f"{what} (line {self.report.place(line)}) uses columns {first}..{first + columns - 1} of "
-                f"{cta}, where a tcgen05.{kind} of warp {warp} has not been waited for with "
-                f"tcgen05.wait::{kind}",
+                f"no tcgen05.wait::{kind} of warp {warp} before: {what} (line {self.report.place(line)}) "
+                f"uses columns {first}..{first + columns - 1} of {cta}, which a tcgen05.{kind} of that "
+                "warp accesses",
                 line,
             )
 
@@ -258,8 +258,8 @@ class Checks:
         if "wgmma" in self.enabled:
             self.report.add(
                 "wgmma-fence",
-                f"the wgmma of line {self.report.place(line)} of {warp} uses registers that other "
-                "instructions may access, with no wgmma.fence before it",
+                f"no wgmma.fence before: the wgmma of line {self.report.place(line)} of {warp} uses "
+                "registers that other instructions may access",
                 line,
             )
 
@@ -271,8 +271,8 @@ class Checks:
         if "wgmma" in self.enabled:
             self.report.add(
                 "wgmma-registers",
-                f"{warp} has changed registers of {what} of the wgmma of line {self.report.place(line)} "
-                "before a wgmma.wait_group that covers it",
+                f"no wgmma.wait_group between: {warp} has changed registers of {what} of the wgmma of line "
+                f"{self.report.place(line)}, which is in flight",
                 line,
                 key=(line, what),
             )
@@ -412,8 +412,8 @@ class Checks:
         for event in cta.pending.values():
             self.report.add(
                 "exit-pending",
-                f"{cta} exits while {event.what} has not happened, and its end waits for nothing: "
-                f"{_AWAIT[event.kind]}",
+                f"no {_AWAIT[event.kind]}: {cta} exits while {event.what} has not happened, and its end "
+                "waits for nothing",
                 event.line,
                 key=event.what,
             )
@@ -429,8 +429,8 @@ class Checks:
             ):
                 self.report.add(
                     "exit-remote",
-                    f"{cta} exits, and nothing orders that after {agent.warp} accesses its shared memory: "
-                    "no cluster barrier, nor another release and acquire, lies between",
+                    f"no cluster barrier, nor another release and acquire, between: {cta} exits after "
+                    f"{agent.warp} accesses its shared memory",
                     line,
                     key=(cta.rank_in_cluster, agent.warp.index),
                 )

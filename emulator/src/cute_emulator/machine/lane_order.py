@@ -259,11 +259,11 @@ def _tell(report: Report, warp: Warp, who: str, store: LaneStore, lane: int, at:
         writer, why = f"lane {lane}", "no bar.warp.sync between"
     else:
         writer = f"lane {lane} of {store.warp}"
-        why = "what it acquired was released by other lanes, with no bar.warp.sync between"
+        why = "no bar.warp.sync before other lanes released what it acquired"
     report.add(
         "lane-race",
-        f"{who} in line {report.place(line)} {where}, which {writer} wrote in line "
-        f"{report.place(store.line)}: {why}",
+        f"{why}: {who} in line {report.place(line)} {where}, which {writer} wrote in line "
+        f"{report.place(store.line)}",
         line,
         key=(line, store.line),
         other=store.line,

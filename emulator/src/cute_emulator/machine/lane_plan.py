@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cute_emulator.numbers.lanes import lane_list
+
 _COUNT = np.arange(32)
 Places = slice | NDArray[np.int64]
 
@@ -20,6 +22,27 @@ Places = slice | NDArray[np.int64]
 def parts(first: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Numbers of the `count` parts of each of some things, in order, by the number of its first part."""
     return (first[:, None] + _COUNT[:count]).reshape(-1)
+
+
+class Lanes(NamedTuple):
+    """The lanes of an access that is being judged, for messages.
+
+    Attributes:
+        mask: Which.
+        offsets: Where each begins, or one for all.
+        size: Bytes of each.
+    """
+
+    mask: int
+    offsets: NDArray[np.int64]
+    size: int
+
+    def at(self, low: int, end: int) -> str:
+        """The first of them that touches some bytes: ` lane 3`."""
+        hit = (self.offsets < end) & (self.offsets + self.size > low)
+        lanes = lane_list(self.mask)
+        number = int(hit.argmax()) if len(self.offsets) == len(lanes) else 0
+        return f" lane {lanes[number]}"
 
 
 class LanePlan(NamedTuple):

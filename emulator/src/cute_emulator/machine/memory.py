@@ -85,6 +85,34 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class Named:
+    """A tensor that a finding may name.
+
+    Attributes:
+        name: What it is called.
+        address: Of its first element.
+        bits: Of an element.
+        shape: Extents.
+        strides: In elements.
+    """
+
+    name: str
+    address: int
+    bits: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def element(self, address: int) -> str:
+        """Which element lies at an address; empty where none does."""
+        left, index = (address - self.address) * 8 // self.bits, [0] * len(self.shape)
+        for n in sorted(range(len(self.shape)), key=lambda n: -self.strides[n]):
+            if self.shape[n] > 1 and self.strides[n] > 0:
+                index[n] = min(left // self.strides[n], self.shape[n] - 1)
+                left -= index[n] * self.strides[n]
+        return "" if left or address < self.address else f"element {index} of {self.name}"
+
+
+@dataclass(frozen=True)
 class Multicast:
     """A multicast range: one address that stands for the same bytes in several ranks' memory."""
 
@@ -101,6 +129,8 @@ class GlobalMemory:
         self._live: dict[int, Allocation] = {}
         self._freed: list[Allocation] = []
         self._multicast: list[Multicast] = []
+        self.named: list[Named] = []
+        self.arguments: list[Named] = []  # of calls that have not ended
 
     def register(
         self, address: int, nbytes: int, rank: int = 0, name: str = "", kind: str = "device"
@@ -191,6 +221,12 @@ class GlobalMemory:
         allocation = self.find(address, nbytes)
         start = address - allocation.base
         return allocation.raw[start : start + nbytes]
+
+    def spot(self, address: int) -> str:
+        """An address in words: the element there, of a tensor that has a name, and the allocation."""
+        elements = (tensor.element(address) for tensor in (*self.named, *reversed(self.arguments)))
+        element = next(filter(None, elements), "")
+        return f"{address:#x} ({', '.join(filter(None, (element, str(self.lookup(address)))))})"
 
     # -- chunks, for tiled async operations ------------------------------------------------------
 

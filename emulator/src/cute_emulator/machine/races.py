@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cute_emulator.machine.lane_plan import parts
+from cute_emulator.machine.lane_plan import Lanes, parts
 from cute_emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
 from cute_emulator.source import place
 
@@ -96,6 +96,7 @@ class RaceDetector:
         self.report, self.memory, self.agents = report, memory, agents
         self._shadows: dict[int, Shadow] = {}
         self.keeps_reads = False
+        self._lanes: tuple[Lanes, int] | None = None  # of the access that is judged, and the lowest address
         self._by_multicast = False  # whether there has been an access by a multicast address
 
     def clear(self) -> None:
@@ -114,6 +115,7 @@ class RaceDetector:
         rmw: bool = False,
         multicast: bool = False,
         incoherent: bool = False,
+        mask: int = 1,
     ) -> list[int]:
         """A generic read; `rmw`: that of a read-modify-write.
 
@@ -127,6 +129,7 @@ class RaceDetector:
             rmw: See above.
             multicast: Whether by a multicast address.
             incoherent: Whether by `ld.global.nc`.
+            mask: The lanes.
 
         Returns:
             Epochs of the writes it finds that nothing orders before it.
@@ -134,6 +137,7 @@ class RaceDetector:
         shadow = self._shadow_for_read(agent, allocation)
         if shadow is None:
             return []
+        self._lanes = Lanes(mask, spread.offsets, spread.size), low
         cells = self._cells_of(shadow, allocation, low, spread)
         writes = shadow.writes
         unknown = self._check(agent, line, strength, allocation, shadow, writes, cells, "read", "written")
@@ -158,9 +162,11 @@ class RaceDetector:
         spread: Spread,
         repeats: Callable[[], bool] | None = None,
         multicast: bool = False,
+        mask: int = 1,
     ) -> None:
         """A generic write, arguments as for `read`; `repeats` tells whether it changes nothing."""
         epoch = agent.epoch if strength == WEAK else agent.strong_epoch
+        self._lanes = Lanes(mask, spread.offsets, spread.size), low
         shadow = self._shadow_for_write(allocation)
         cells = self._cells_of(shadow, allocation, low, spread)
         self._write(agent, epoch, line, strength, allocation, shadow, cells, repeats, multicast)
@@ -177,7 +183,7 @@ class RaceDetector:
         multicast: bool = False,
     ) -> None:
         """The destination write of the bulk store that an agent issued last, in chunks."""
-        epoch = agent.id + BULK << 32 | agent.issued
+        epoch, self._lanes = agent.id + BULK << 32 | agent.issued, None
         for allocation, where in self.memory.spans(addresses, chunk, bounds):
             shadow = self._shadow_for_write(allocation)
             cells = self._cells(shadow, allocation, addresses[where], chunk)
@@ -199,7 +205,7 @@ class RaceDetector:
         whole = self.memory.lookup(bounds[0])
         if whole is not None and bounds[1] + chunk <= whole.end and not self._shadow_for_read(agent, whole):
             return
-        addresses = places()
+        addresses, self._lanes = places(), None
         for allocation, where in self.memory.spans(addresses, chunk, bounds) if len(addresses) else ():
             shadow = self._shadow_for_read(agent, allocation)
             if shadow is None:
@@ -312,18 +318,22 @@ class RaceDetector:
             if strength != WEAK and theirs != WEAK:
                 if includes(min(strength, theirs), owner.warp, agent.warp):
                     continue
-                why = f"both are strong, but at .{SCOPES[strength]} and .{SCOPES[theirs]} scope"
+                why = f"too narrow scopes, .{SCOPES[strength]} scope after .{SCOPES[theirs]} scope"
             elif epoch >> 32 & BULK:
-                why = "the bulk store's completion was not waited for (full wait_group) and passed on"
+                why = "no full wait_group for the bulk store, passed on"
             else:
-                why = "no release/acquire of sufficient scope orders them"
+                why = "no release and acquire of sufficient scope between"
             index = cells.start + at if isinstance(cells, slice) else int(cells[at])
             theirs_ptx = owner.warp.grid.program.module.text
-            what = f"{verb} of {allocation.base + index * shadow.granule:#x} ({allocation}) by {agent.warp}"
+            address = allocation.base + index * shadow.granule
+            what = f"{verb} of {self.memory.spot(address)} by {agent.warp}"
+            if self._lanes is not None:
+                lanes, low = self._lanes
+                what += lanes.at(address - low, address - low + shadow.granule)
             self.report.add(
                 "race",
-                f"{what}, line {self.report.place(line)}, is not ordered after it was {other_verb} by "
-                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}: {why}",
+                f"{why}: {what}, line {self.report.place(line)}, after it was {other_verb} by "
+                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}",
                 line,
                 key=(line, mark >> 4, verb),
                 other=mark >> 4,
@@ -347,9 +357,9 @@ class RaceDetector:
             theirs = int(writes[1][cells][int(np.flatnonzero(found == epoch)[0])]) >> 4
             self.report.add(
                 "nc-load",
-                f"the ld.global.nc of line {self.report.place(line)} by {agent.warp} reads {allocation}, "
-                f"which {owner.warp} of the same kernel wrote in line {self.report.place(theirs)}: its cache "
-                "is not coherent, and no fence or barrier makes it so",
+                "not coherent, whatever fence or barrier lies between: the ld.global.nc of line "
+                f"{self.report.place(line)} by {agent.warp} reads {allocation}, which {owner.warp} of the "
+                f"same kernel wrote in line {self.report.place(theirs)}",
                 line,
                 key=(line, theirs),
                 other=theirs,
@@ -374,15 +384,19 @@ class RaceDetector:
             owner = self.agents.get((epoch >> 32) & OWN)
             if owner is None or not agent.knows(epoch, owner) or agent.has_aliased(epoch, owner):
                 continue
-            mark = int(marks[others][np.flatnonzero(epochs == epoch)[0]])
+            first = int(np.flatnonzero(epochs == epoch)[0])
+            mark = int(marks[others][first])
+            at = (
+                allocation.base + int(_numbers(cells)[others][first]) * self._shadows[allocation.base].granule
+            )
             theirs_ptx = owner.warp.grid.program.module.text
             names = ("its own address", "a multicast address")
             self.report.add(
                 "alias-fence",
-                f"{verb} of {allocation} by {agent.warp}, line {self.report.place(line)}, through "
+                f"no fence.proxy.alias between: {verb} of {self.memory.spot(at)} by {agent.warp}, line "
+                f"{self.report.place(line)}, through "
                 f"{names[multicast]}, after it was {other_verb} by {owner.warp}, line "
-                f"{place(theirs_ptx, mark >> 4)}, through {names[not multicast]}: no fence.proxy.alias lies "
-                "between the two",
+                f"{place(theirs_ptx, mark >> 4)}, through {names[not multicast]}",
                 line,
                 key=(line, mark >> 4, verb),
                 other=mark >> 4,
@@ -405,12 +419,13 @@ class RaceDetector:
                 continue
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(shadow.writes[1][cells][at])
+            where = allocation.base + int(_numbers(cells)[at]) * shadow.granule
             theirs_ptx = owner.warp.grid.program.module.text
             self.report.add(
                 "proxy-fence",
-                f"the async {verb} of line {self.report.place(line)} by {agent.warp} {verb}s {allocation}, "
-                f"which {owner.warp} wrote in line {place(theirs_ptx, mark >> 4)} through the generic proxy: "
-                "no fence.proxy.async lies between the two",
+                f"no fence.proxy.async between: the async {verb} of line {self.report.place(line)} by "
+                f"{agent.warp} {verb}s {self.memory.spot(where)}, which {owner.warp} wrote in line "
+                f"{place(theirs_ptx, mark >> 4)} through the generic proxy",
                 line,
                 key=(line, mark >> 4, verb),
                 other=mark >> 4,

@@ -34,8 +34,10 @@ from cute_emulator.machine.cells import (
     Where,
     entry_of,
 )
+from cute_emulator.machine.lane_plan import Lanes
 from cute_emulator.machine.order import STRONG
 from cute_emulator.machine.races import distinct
+from cute_emulator.numbers.lanes import FULL
 
 if TYPE_CHECKING:
     from cute_emulator.errors import Report
@@ -56,7 +58,7 @@ class Party:
 
     what: str
     agent: int | None = None
-    hint: str = "no barrier, nor release and acquire, orders them"
+    hint: str = "no barrier, nor release and acquire, between"
 
 
 class Unit:
@@ -95,15 +97,16 @@ class SharedRaces:
 
     def __init__(self, report: Report, strict: bool = False) -> None:
         self.report, self.strict = report, strict
+        self._lanes: Lanes | None = None
 
     # -- ordinary accesses -----------------------------------------------------------------------
 
     def lanes(
         self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool,
-        publishes: bool = False,
+        publishes: bool = False, mask: int = FULL,
     ) -> None:  # fmt: skip
         """Lanes of a warp access `size` bytes each; `publishes`: by a strong store or a read-modify-write."""
-        cells = cta.cells
+        cells, self._lanes = cta.cells, Lanes(mask, plan.offsets, size)
         where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
         self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
@@ -161,9 +164,10 @@ class SharedRaces:
         size: int,
         store: bool,
         publishes: bool = False,
+        mask: int = 1,
     ) -> None:
         """One lane, or all at one place, access `size` bytes."""
-        cells = cta.cells
+        cells, self._lanes = cta.cells, Lanes(mask, np.array([offset]), size)
         if cells.regions:
             cells.dissolve(offset, offset + size)
         if size >= 16:
@@ -205,7 +209,7 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int, slot: int = 0
     ) -> None:
         """A unit is told by a warp to read chunks of 16 bytes; ordinary writes are the proxy check's."""
-        cells, mine = cta.cells, entry_of(party, clock, line, False)
+        cells, mine, self._lanes = cta.cells, entry_of(party, clock, line, False), None
         regions = cells.exactly(chunks)
         if regions is not None:
             for at, region in regions:
@@ -219,7 +223,7 @@ class SharedRaces:
 
     def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
         """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
-        cells, mine = cta.cells, entry_of(party, clock, line, False)
+        cells, mine, self._lanes = cta.cells, entry_of(party, clock, line, False), None
         regions = cells.exactly(chunks)
         if regions is not None:
             for at, region in regions:
@@ -241,7 +245,7 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], size: int, line: int, unit: Unit
     ) -> None:
         """Lanes of a warp tell `cp.async` to write `size` bytes each."""
-        cells = cta.cells
+        cells, self._lanes = cta.cells, None
         where = cells.of_lanes(offsets, int(offsets.min()), int(offsets.max()), size)
         self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
         cells.raw[where] = PACK.pack(entry_of(unit.number, unit.issued, line, False), 0, 0)
@@ -278,6 +282,7 @@ class SharedRaces:
         unit: Unit | None = None, frees: bool = False,
     ) -> None:  # fmt: skip
         """A warp (`unit` None) or a pipe accesses cells `[quarter of the lanes, half of these, column]`."""
+        self._lanes = None
         if unit is None:
             mine = entry_of(agent.party, agent.vector[agent.id], line, False)
             agent.touched = True
@@ -341,11 +346,11 @@ class SharedRaces:
             return
         theirs = entry >> 1 & LINE_MASK
         where = f"tensor memory of {cta}" if tensor else f"shared {at:#x} of {cta}"
+        lane = "" if self._lanes is None else self._lanes.at(at, at + 1)
         self.report.add(
             "shared-race",
-            f"{verb} of {where} by {agent.warp}, line {self.report.place(line)}, is not ordered after it was "
-            f"{'written' if was_write else 'read'} by {party.what}, line {self.report.place(theirs)}: "
-            f"{party.hint}",
+            f"{party.hint}: {verb} of {where} by {agent.warp}{lane}, line {self.report.place(line)}, after "
+            f"it was {'written' if was_write else 'read'} by {party.what}, line {self.report.place(theirs)}",
             line,
             key=(line, theirs, verb),
             other=theirs,

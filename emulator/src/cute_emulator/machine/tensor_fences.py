@@ -74,8 +74,8 @@ def check(report: Report, agent: Agent, entries: Iterable[int], line: int, stric
         theirs = entry >> 1 & LINE_MASK
         report.add(
             "tmem-fence",
-            f"line {report.place(line)} of {agent.warp} uses tensor memory that {parties[number].what} used "
-            f"in line {report.place(theirs)}: no tcgen05.fence::{missing}",
+            f"no tcgen05.fence::{missing} between: line {report.place(line)} of {agent.warp} uses tensor "
+            f"memory that {parties[number].what} used in line {report.place(theirs)}",
             line,
             key=(line, theirs),
             other=theirs,
