@@ -54,7 +54,7 @@ def keep(group: Group, key: Hashable, value: T) -> T:
     return value
 
 
-def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None) -> bool:
+def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], *others: Tensor | Sequence[Tensor] | None) -> bool:
     """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
 
     torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, autocast, DTensors and other
@@ -71,9 +71,10 @@ def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | Sequen
         or torch.is_autocast_enabled(where)
     ):
         return False
-    if type(weight) in _PLAIN:
-        return bias is None or type(bias) in _PLAIN
-    return _all_plain(weight) and (bias is None or _all_plain(bias))
+    for given in (weight, *others):
+        if given is not None and type(given) not in _PLAIN and not _all_plain(given):
+            return False
+    return True
 
 
 def needs_grad(*given: Any) -> bool:

@@ -2,29 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import lowering, ops
-from .autocast import autocast, autocast_call
+from .autocast import autocast
 from .backends.base import BackendName, Problem
 from .backends.select import Choice, choose, preferring
-from .calls import is_plain, keep, layouts, needs_grad, state
+from .dispatch import call_op, with_scales
 from .lowering import (
     Lowered,
-    is_capturing,
     lower_all_gather_gemm,
     lower_gemm_all_gather,
     lower_gemm_all_reduce,
     lower_gemm_reduce_scatter,
 )
-from .options import CallOptions, Length
-from .registered import Bound, Registered
-from .runtime import agree
-from .runtime.group import Group, GroupLike, find, group_name, resolve
-from .spec import ARGUMENTS, OPS, op_named
+from .options import CallOptions, GatherOptions, Length
+from .runtime.group import GroupLike, group_name, resolve
+from .spec import op_named
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Length",
@@ -41,16 +41,9 @@ def all_gather_gemm(
     x_shard: Tensor,
     weight: Tensor,
     *,
-    group: GroupLike = None,
     bias: Tensor | None = None,
     return_gathered: Literal[False] = False,
-    backend: BackendName = "auto",
-    rows: Length = None,
-    dim: int = 0,
-    save_gathered: bool = False,
-    columns: Length = None,
-    deterministic: bool | None = None,
-    reserve_sms: int | None = None,
+    **options: "Unpack[GatherOptions]",
 ) -> Tensor: ...
 
 
@@ -59,16 +52,9 @@ def all_gather_gemm(
     x_shard: Tensor,
     weight: Tensor,
     *,
-    group: GroupLike = None,
     bias: Tensor | None = None,
     return_gathered: Literal[True],
-    backend: BackendName = "auto",
-    rows: Length = None,
-    dim: int = 0,
-    save_gathered: bool = False,
-    columns: Length = None,
-    deterministic: bool | None = None,
-    reserve_sms: int | None = None,
+    **options: "Unpack[GatherOptions]",
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,16 +63,9 @@ def all_gather_gemm(
     x_shard: Tensor,
     weight: Sequence[Tensor],
     *,
-    group: GroupLike = None,
     bias: Sequence[Tensor] | None = None,
     return_gathered: Literal[False] = False,
-    backend: BackendName = "auto",
-    rows: Length = None,
-    dim: int = 0,
-    save_gathered: bool = False,
-    columns: Length = None,
-    deterministic: bool | None = None,
-    reserve_sms: int | None = None,
+    **options: "Unpack[GatherOptions]",
 ) -> list[Tensor]: ...
 
 
@@ -95,16 +74,9 @@ def all_gather_gemm(
     x_shard: Tensor,
     weight: Sequence[Tensor],
     *,
-    group: GroupLike = None,
     bias: Sequence[Tensor] | None = None,
     return_gathered: Literal[True],
-    backend: BackendName = "auto",
-    rows: Length = None,
-    dim: int = 0,
-    save_gathered: bool = False,
-    columns: Length = None,
-    deterministic: bool | None = None,
-    reserve_sms: int | None = None,
+    **options: "Unpack[GatherOptions]",
 ) -> tuple[list[Tensor], Tensor]: ...
 
 
@@ -113,16 +85,9 @@ def all_gather_gemm(
     x_shard: Tensor,
     weight: Tensor | Sequence[Tensor],
     *,
-    group: GroupLike = None,
     bias: Tensor | Sequence[Tensor] | None = None,
     return_gathered: bool,
-    backend: BackendName = "auto",
-    rows: Length = None,
-    dim: int = 0,
-    save_gathered: bool = False,
-    columns: Length = None,
-    deterministic: bool | None = None,
-    reserve_sms: int | None = None,
+    **options: "Unpack[GatherOptions]",
 ) -> Any: ...
 
 
@@ -140,6 +105,9 @@ def all_gather_gemm(
     columns: Length = None,
     deterministic: bool | None = None,
     reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -168,6 +136,9 @@ def all_gather_gemm(
             for `gemm_reduce_scatter`.
         reserve_sms: SMs that fused kernels leave to others on this rank, for the gradient's, too; None: what
             `configured` or ``OVERLAP_GEMM_RESERVE_SMS`` says. Other backends take what their libraries take.
+        scale_x: As for `gemm_reduce_scatter`, of this rank's shard.
+        scale_w: As for `gemm_reduce_scatter`, or one per weight if `weight` is a list.
+        out_dtype: As for `gemm_reduce_scatter`.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
@@ -180,11 +151,23 @@ def all_gather_gemm(
     """
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
+    scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
     single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
     options = CallOptions(
-        backend, deterministic, reserve_sms, dim, rows, columns, None, return_gathered, kept, single
+        backend,
+        deterministic,
+        reserve_sms,
+        dim,
+        rows,
+        columns,
+        None,
+        return_gathered,
+        kept,
+        single,
+        out_dtype,
     )
-    return call_op(ops.all_gather_gemm, lower_all_gather_gemm, x_shard, weights, biases, group, options)
+    lower, scales = lower_all_gather_gemm, (scale_x, scales_w)
+    return call_op(ops.all_gather_gemm, lower, x_shard, weights, biases, group, options, *scales)
 
 
 def gemm_reduce_scatter(
@@ -198,6 +181,9 @@ def gemm_reduce_scatter(
     k: Length = None,
     deterministic: bool | None = None,
     reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
@@ -216,6 +202,11 @@ def gemm_reduce_scatter(
         deterministic: True keeps `auto` to backends that sum in rank order; None asks
             `torch.are_deterministic_algorithms_enabled()`. The same on every rank.
         reserve_sms: As for `all_gather_gemm`.
+        scale_x: Where x and weight are float8_e4m3fn or float8_e5m2: float32, `[M, ..., 1]`, an element per
+            row of x, or one element. This rank's own rows' scales, whatever other ranks have.
+        scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. See docs/fp8.md.
+        out_dtype: Of result and bias where operands have scales: bfloat16 (which None means), float16 or
+            float32.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
@@ -223,8 +214,9 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k)
-    return call_op(ops.gemm_reduce_scatter, lower_gemm_reduce_scatter, x, weight, bias, group, options)
+    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype)
+    lower, scales = lower_gemm_reduce_scatter, (scale_x, scale_w)
+    return call_op(ops.gemm_reduce_scatter, lower, x, weight, bias, group, options, *scales)
 
 
 def gemm_all_reduce(
@@ -237,6 +229,9 @@ def gemm_all_reduce(
     k: Length = None,
     deterministic: bool | None = None,
     reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
@@ -252,6 +247,9 @@ def gemm_all_reduce(
         k: As for `gemm_reduce_scatter`.
         deterministic: As for `gemm_reduce_scatter`.
         reserve_sms: As for `all_gather_gemm`.
+        scale_x: As for `gemm_reduce_scatter`.
+        scale_w: As for `gemm_reduce_scatter`.
+        out_dtype: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -259,8 +257,9 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, k=k)
-    return call_op(ops.gemm_all_reduce, lower_gemm_all_reduce, x, weight, bias, group, options)
+    options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype)
+    lower, scales = lower_gemm_all_reduce, (scale_x, scale_w)
+    return call_op(ops.gemm_all_reduce, lower, x, weight, bias, group, options, *scales)
 
 
 def gemm_all_gather(
@@ -273,6 +272,9 @@ def gemm_all_gather(
     columns: Length = None,
     deterministic: bool | None = None,
     reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -286,6 +288,9 @@ def gemm_all_gather(
         columns: N; as `rows` of `all_gather_gemm`.
         deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
         reserve_sms: As for `all_gather_gemm`.
+        scale_x: As for `gemm_reduce_scatter`.
+        scale_w: As for `gemm_reduce_scatter`.
+        out_dtype: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -293,8 +298,9 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, columns=columns)
-    return call_op(ops.gemm_all_gather, lower_gemm_all_gather, x, weight, bias, group, options)
+    options = CallOptions(backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype)
+    lower, scales = lower_gemm_all_gather, (scale_x, scale_w)
+    return call_op(ops.gemm_all_gather, lower, x, weight, bias, group, options, *scales)
 
 
 def explain(
@@ -309,6 +315,9 @@ def explain(
     k: Length = None,
     dim: int = 0,
     deterministic: bool | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> Choice:
     """Which backend would carry out `op(x, weight, ...)`, and why.
@@ -326,6 +335,9 @@ def explain(
         k: As for the op.
         dim: As for the op.
         deterministic: As for the op.
+        scale_x: As for the op.
+        scale_w: As for the op.
+        out_dtype: As for the op.
         **_: The op's other arguments, on which the choice does not depend.
 
     Returns:
@@ -335,112 +347,18 @@ def explain(
         ValueError, TypeError: As the op.
     """
     spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
-    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
-    x, weights, _biases = autocast(x, weights, [])
+    weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
     ranks, several = group_name(group), spec.gathers_operand
     dim = dim if "m" in (spec.x, spec.out) else 0
-    options = CallOptions(backend, deterministic, None, dim, rows, columns, k)
+    options = CallOptions(backend, deterministic, None, dim, rows, columns, k, out_dtype=out_dtype)
+    options, scales = with_scales(options, scale_x, scale_w)
+    if not scales:
+        x, weights, _biases = autocast(x, weights, [])
     lower: Callable[..., Lowered] = getattr(lowering, f"lower_{spec.name}")
-    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options)
-    problem = Problem.of(spec.name, *lowered.extents, x, resolve(ranks), deterministic, backend)
+    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options, scales)
+    types = (weights[0].dtype, options.out_dtype) if scales else (None, None)
+    problem = Problem.of(spec.name, *lowered.extents, x, resolve(ranks), deterministic, backend, scaled=types)
     choice = choose(problem, backend)
-    if spec.dual:  # the gradient's exchange moves a tensor of the same size the other way
+    if spec.dual and not scales:  # the gradient's exchange moves a tensor of the same size the other way
         choice = replace(choice, backward=choose(replace(problem, op=spec.dual), preferring(backend)))
     return choice
-
-
-class _Prepared(NamedTuple):
-    """All that calls of one kind have in common: a call is this and its tensors."""
-
-    bound: Bound
-    lowered: Lowered
-
-    def __call__(self, x: Tensor, weight: Any, bias: Any) -> Any:
-        bound, lowered = self
-        if lowered.dim is not None:
-            x = lowered.flatten(x)
-        run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
-        result = run(x, weight, bias)
-        return result if lowered.finish is None else lowered.finish(result)
-
-
-class _Asking(NamedTuple):
-    """The same for calls whose sharded extent the ranks must ask each other for, every time."""
-
-    op: Registered
-    lower: Callable[..., Lowered]
-    group: Group
-    options: CallOptions
-    facts: agree.Facts
-
-    def __call__(self, x: Tensor, weight: Any, bias: Any) -> Any:
-        length = x.shape[self.options.dim] if OPS[self.op.name].gathers_operand else weight.shape[0]
-        name, what = self.op.name, ASKED[self.op.name]
-        total = agree.total_length(name, what, length, x.device, self.group, self.facts)
-        told = self.options.told(what, total)
-        return call_op(self.op, self.lower, x, weight, bias, self.group.name, told)
-
-
-ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
-"""The option that says the extent which ranks ask each other for where callers do not say it."""
-
-
-def call_op(
-    op: Registered,
-    lower: Callable[..., Lowered],
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    group: GroupLike,
-    options: CallOptions,
-) -> Any:
-    """Calls an op: at once where nobody but autograd looks, else through torch's dispatcher.
-
-    Args:
-        op: It.
-        lower: Makes a call of it.
-        x: The user's.
-        weight: The user's, or a list.
-        bias: The user's, or a list.
-        group: The user's.
-        options: The user's.
-    """
-    if not is_plain(x, weight, bias):
-        x, weight, bias = autocast_call(x, weight, bias)
-        lowered = lower(group_name(group), x, weight, bias, options)
-        through = getattr(torch.ops.overlap_gemm, op.name)
-        result = through(lowered.flatten(x), weight, bias, *lowered.arguments)
-        return result if lowered.finish is None else lowered.finish(result)
-    ranks = find(group)
-    launched = ranks.progress.launched
-    try:
-        try:
-            key = (op.name, layouts(x, weight, bias), options, state(x))
-            prepared = ranks.calls.get(key)
-        except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
-            lower(ranks.name, x, weight, bias, options.equal(ASKED.get(op.name)))
-            raise
-        if prepared is None:
-            prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, options))
-        return prepared(x, weight, bias)
-    except BaseException as error:
-        ranks.progress.raised(error, launched)
-        raise
-
-
-def _prepare(
-    op: Registered,
-    lower: Callable[..., Lowered],
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    group: Group,
-    options: CallOptions,
-) -> _Prepared | _Asking:
-    asked = ASKED.get(op.name)
-    extent = getattr(options, asked) if asked else ()
-    if extent is None and group.size > 1 and not is_capturing(x):
-        facts = lower(group.name, x, weight, bias, options.equal(ASKED.get(op.name))).facts
-        return _Asking(op, lower, group, options, facts)
-    lowered = lower(group.name, x, weight, bias, options)
-    return _Prepared(op.bound((lowered.flatten(x), weight, bias), lowered.arguments), lowered)

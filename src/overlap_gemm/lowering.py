@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .backends.scaling import DEPTH, FLOAT8, OUT_DTYPES
 from .backends.select import check_name
 from .options import CallOptions, Length
 from .runtime import agree
@@ -18,6 +19,9 @@ from .tuning.settings import check_reserve_sms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
+
+Scales: TypeAlias = tuple[Any, ...]
+"""Those of x and of the weight, or of each weight in a list; empty where operands have none."""
 
 
 class Lowered(NamedTuple):
@@ -43,13 +47,26 @@ class Lowered(NamedTuple):
         """X as the op takes it."""
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
+    def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
+        """The scales as the op takes them."""
+        if self.dim is not None and scale_x.numel() != 1:
+            scale_x = scale_x.movedim(self.dim, 0)
+        if isinstance(scale_w, Tensor):
+            return scale_x.reshape(-1), scale_w.reshape(-1)
+        return scale_x.reshape(-1), [scale.reshape(-1) for scale in scale_w]
+
 
 def lower_all_gather_gemm(
-    group: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], options: CallOptions
+    group: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    options: CallOptions,
+    scales: Scales = (),
 ) -> Lowered:
     """`functional.all_gather_gemm`."""
     op = ALL_GATHER_GEMM.name
-    dim = _check(op, group, x, weights, biases, options)
+    dim = _check(op, group, x, weights, biases, options, scales)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     width, unit = x.shape[-1], math.prod(inner)
     facts = _facts(
@@ -78,12 +95,12 @@ def lower_all_gather_gemm(
 
 
 def lower_gemm_reduce_scatter(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.gemm_reduce_scatter`."""
     op = GEMM_REDUCE_SCATTER.name
     biases = [] if bias is None else [bias]
-    dim = _check(op, group, x, [weight], biases, options)
+    dim = _check(op, group, x, [weight], biases, options, scales)
     across = _across(op, "k", options.k, x.shape[-1], group)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     unit, columns = math.prod(inner), weight.shape[0]
@@ -100,21 +117,21 @@ def lower_gemm_reduce_scatter(
 
 
 def lower_gemm_all_reduce(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.gemm_all_reduce`."""
     op, biases = GEMM_ALL_REDUCE.name, [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, options)
+    _check(op, group, x, [weight], biases, options, scales)
     columns, across = weight.shape[0], _across(op, "k", options.k, x.shape[-1], group)
     return _lower_replicated(x, columns, across, (across, *options.passed(group)))
 
 
 def lower_gemm_all_gather(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.gemm_all_gather`."""
     op, biases = GEMM_ALL_GATHER.name, [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, options)
+    _check(op, group, x, [weight], biases, options, scales)
     rows = math.prod(x.shape[:-1])
     facts = _facts(op, x, x.shape[-1], biases, options, rows=rows)
     total = total_extent(op, "columns", options.columns, weight.shape[0], x, group, facts)
@@ -122,10 +139,10 @@ def lower_gemm_all_gather(
 
 
 def lower_column_parallel_gemm(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions
+    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`nn.column_parallel_gemm`, whose forward is this rank's own affair."""
-    _check("column_parallel_gemm", group, x, [weight], [] if bias is None else [bias], options)
+    _check("column_parallel_gemm", group, x, [weight], [] if bias is None else [bias], options, scales)
     return _lower_replicated(x, weight.shape[0], None, options.passed(group))
 
 
@@ -150,7 +167,8 @@ def _facts(
 ) -> agree.Facts:
     return (
         ("op", op), ("dtype", x.dtype), ("features", features), ("bias", len(biases) > 0),
-        ("backend", options.backend), ("deterministic", options.deterministic), *others.items(),
+        ("backend", options.backend), ("deterministic", options.deterministic),
+        ("out_dtype", options.out_dtype), *others.items(),
     )  # fmt: skip
 
 
@@ -161,6 +179,7 @@ def _check(
     weights: list[Tensor],
     biases: list[Tensor],
     options: CallOptions,
+    scales: Scales = (),
 ) -> int:
     """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
 
@@ -169,7 +188,11 @@ def _check(
     """
     dim = options.dim
     try:
-        _check_operands(op, x, weights, biases)
+        _check_operands(op, x, weights, biases, scales)
+        if scales:
+            _check_scaled(op, x, weights, biases, options, *scales)
+        elif options.out_dtype is not None:
+            raise ValueError(f"{op}: out_dtype={options.out_dtype} is for operands with scales")
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {_shape(x)}, got {dim}"
@@ -189,26 +212,31 @@ def _check(
     return dim % x.ndim
 
 
-def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales) -> None:
     if not weights:
         raise ValueError(f"{op}: weight is an empty list")
     if biases and len(biases) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many biases or none, got {len(biases)}")
     named = [("x", x), *(("weight", weight) for weight in weights), *(("bias", bias) for bias in biases)]
+    if scales:
+        named += [("scale_x", scales[0]), *(("scale_w", scale) for scale in _each(scales[1]))]
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{op}: {name} must be a strided tensor, got one of layout {tensor.layout}")
-        if tensor.dtype != x.dtype or tensor.device != x.device:
+        if tensor.device != x.device or (tensor.dtype != x.dtype and not scales):
             raise TypeError(
                 f"{op}: operands must share dtype and device, got x {x.dtype} on {x.device} and "
                 f"{name} {tensor.dtype} on {tensor.device}"
             )
         if not torch.compiler.is_compiling() and _has_tangent(tensor):
             raise TypeError(f"{op}: {name} has a tangent, but there is no forward mode AD of it")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: dtype must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+    if x.dtype not in (FLOAT8 if scales else DTYPES):
+        hint = "; of 8 bits with scale_x and scale_w alone" if x.dtype in FLOAT8 else ""
+        those = "with scales must be one of" if scales else "must be one of"
+        known = ", ".join(map(str, FLOAT8 if scales else DTYPES))
+        raise TypeError(f"{op}: dtype {those} {known}, got {x.dtype}{hint}")
     if x.ndim < 2:
         raise ValueError(f"{op}: x must be [M, ..., K], got {_shape(x)}")
     for weight in weights:
@@ -221,6 +249,63 @@ def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tens
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"{op}: bias must be [{weight.shape[0]}] for weight {_shape(weight)}, got {_shape(bias)}"
+            )
+
+
+def _each(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _check_scaled(
+    op: str,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    options: CallOptions,
+    scale_x: Tensor,
+    scale_w: Any,
+) -> None:
+    """What operands with scales must be beside all that `_check_operands` asks of any."""
+    scales = _each(scale_w)
+    if len(scales) != len(weights):
+        raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
+    if options.keep:
+        raise ValueError(f"{op}: return_gathered and save_gathered are for operands without scales")
+    if options.out_dtype not in OUT_DTYPES:
+        raise TypeError(
+            f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {options.out_dtype}"
+        )
+    for name, given, dtypes in (
+        ("weight", weights, tuple(FLOAT8)),
+        ("bias", biases, (options.out_dtype,)),
+        ("scale_x", [scale_x], (torch.float32,)),
+        ("scale_w", scales, (torch.float32,)),
+    ):
+        for tensor in given:
+            if tensor.dtype not in dtypes:
+                raise TypeError(
+                    f"{op}: {name} must be {' or '.join(map(str, dtypes))} beside x {x.dtype} and out_dtype="
+                    f"{options.out_dtype}, got {tensor.dtype}"
+                )
+    if x.shape[-1] % DEPTH:
+        raise ValueError(f"{op}: K of operands with scales must be a multiple of {DEPTH}, got {x.shape[-1]}")
+    for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
+        if matrix.numel() and matrix.stride(-1) != 1:
+            raise ValueError(
+                f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
+                f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
+            )
+    rows = [*x.shape[:-1], 1]
+    if scale_x.numel() != 1 and list(scale_x.shape) != rows:
+        raise ValueError(
+            f"{op}: scale_x must have one element, or be {rows}, one per row of x; got {_shape(scale_x)}"
+        )
+    for scale, weight in zip(scales, weights, strict=True):
+        columns = weight.shape[0]
+        if scale.numel() != 1 and list(scale.shape) not in ([columns, 1], [1, columns]):
+            raise ValueError(
+                f"{op}: scale_w must have one element, or be [{columns}, 1] or [1, {columns}], one per row "
+                f"of weight {_shape(weight)}; got {_shape(scale)}"
             )
 
 

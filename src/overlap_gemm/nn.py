@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from . import moves, ops
 from .backends.base import BackendName
+from .dispatch import call_op
 from .functional import (
     Length,
     all_gather_gemm,
-    call_op,
     gemm_all_gather,
     gemm_all_reduce,
     gemm_reduce_scatter,

@@ -59,6 +59,7 @@ def _choose(
     shards: Callable[[int], Shards],
     options: Passed,
     keep: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Chosen:
     """Chooses the backend, in debug mode after all ranks have compared notes.
 
@@ -73,11 +74,15 @@ def _choose(
         shards: P -> the division that the backend wants.
         options: As the ops take them.
         keep: As for `Problem`.
+        out_dtype: As for `Problem`; what runs takes scales then.
     """
     backend, reserve_sms = options.backend, options.reserve_sms
     ranks = resolve(options.group)
-    problem = Problem.of(op.name, rows, features, across, x, ranks, options.deterministic, backend, keep)
     several = isinstance(bias, (list, tuple))
+    scaled = (None, None) if out_dtype is None else ((weight[0] if several else weight).dtype, out_dtype)
+    problem = Problem.of(
+        op.name, rows, features, across, x, ranks, options.deterministic, backend, keep, scaled
+    )
     facts = (
         *vars(problem).items(),
         ("chunk", shards(ranks.size).chunk),
@@ -96,7 +101,7 @@ def _choose(
         run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
-    extents = f"M={rows} width={features} {x.dtype} P={ranks.size}"
+    extents = f"M={rows} width={features} {problem.types} P={ranks.size}"
     name = choice.backend.name
     greet = agree.greeting(ranks, x.device, facts) if choice.backend.greets else None
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, greet))
@@ -133,15 +138,26 @@ def _bind_all_gather_gemm(
     keep_gathered: bool,
     across: int | None,
     *passed: Any,
+    **scaled: Any,
 ) -> Run:
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
     options = Passed(*passed)
     carry_out = _choose(
-        ALL_GATHER_GEMM, x, weights, biases, rows, x.shape[1], across, shards, options, keep_gathered
+        ALL_GATHER_GEMM,
+        x,
+        weights,
+        biases,
+        rows,
+        x.shape[1],
+        across,
+        shards,
+        options,
+        keep_gathered,
+        **scaled,
     ).run
 
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-        gathered, outs = carry_out(x, weights, biases)
+    def run(x: Tensor, *others: Any) -> list[Tensor]:
+        gathered, outs = carry_out(x, *others)
         return [new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
 
     return run
@@ -265,11 +281,17 @@ all_gather_gemm_gradients = Registered(
 
 
 def _bind_gemm_reduce_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, across: int | None, *passed: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk: int,
+    across: int | None,
+    *passed: Any,
+    **scaled: Any,
 ) -> Run:
-    rows, columns = x.shape[0], weight.shape[0]
+    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, across, shards, Passed(*passed)).run
+    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, across, shards, options, **scaled).run
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -315,17 +337,19 @@ gemm_reduce_scatter = Registered(
 
 
 def _bind_gemm_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *passed: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *passed: Any, **scaled: Any
 ) -> Run:
-    rows, columns = x.shape[0], weight.shape[0]
+    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, across, shards, Passed(*passed)).run
+    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, across, shards, options, **scaled).run
 
 
-def _bind_gemm_all_gather(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *passed: Any) -> Run:
-    rows, depth = x.shape
+def _bind_gemm_all_gather(
+    x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *passed: Any, **scaled: Any
+) -> Run:
+    (rows, depth), options = x.shape, Passed(*passed)
     shards = lambda p: Shards.even(columns, p)  # noqa: E731
-    return _choose(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, Passed(*passed)).run
+    return _choose(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, options, **scaled).run
 
 
 def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

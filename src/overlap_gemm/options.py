@@ -1,8 +1,14 @@
 """What a call may be told in addition to its tensors: one list for users, schema, cache and peers."""
 
-from typing import Any, Literal, NamedTuple, TypeAlias, get_type_hints
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
+import torch
+from torch import Tensor
+
+from .backends.base import BackendName
 from .backends.select import preferring
+from .runtime.group import GroupLike
 
 Length: TypeAlias = int | Literal["equal"] | None
 """A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
@@ -56,6 +62,7 @@ class CallOptions(NamedTuple):
         return_gathered: Return the gathered operand as well.
         keep: Keep it, for the caller or for backward.
         single: Whether there is one weight, not a list.
+        out_dtype: Of the result, where operands have scales; else None.
     """
 
     backend: str = "auto"
@@ -68,10 +75,12 @@ class CallOptions(NamedTuple):
     return_gathered: bool = False
     keep: bool = False
     single: bool = True
+    out_dtype: torch.dtype | None = None
 
-    def passed(self, group: str) -> Passed:
-        """What an op takes of it."""
-        return Passed(group, self.backend, self.deterministic, self.reserve_sms, self.dim)
+    def passed(self, group: str) -> tuple[Any, ...]:
+        """What an op takes of it: `Passed`, and where operands have scales what `scaled` adds."""
+        passed = Passed(group, self.backend, self.deterministic, self.reserve_sms, self.dim)
+        return passed if self.out_dtype is None else (*passed, self.out_dtype)
 
     def told(self, argument: str, length: Length) -> "CallOptions":
         """The same with an extent over all ranks."""
@@ -80,3 +89,19 @@ class CallOptions(NamedTuple):
     def equal(self, argument: str | None) -> "CallOptions":
         """Those of a call that asks nobody for this extent."""
         return self.told(argument, "equal") if argument else self
+
+
+class GatherOptions(TypedDict, total=False):
+    """The keywords of `functional.all_gather_gemm` that its overloads share."""
+
+    group: GroupLike
+    backend: BackendName
+    rows: Length
+    dim: int
+    save_gathered: bool
+    columns: Length
+    deterministic: bool | None
+    reserve_sms: int | None
+    scale_x: Tensor | None
+    scale_w: Tensor | Sequence[Tensor] | None
+    out_dtype: torch.dtype | None

@@ -42,6 +42,7 @@ class Registered:
         backward: Callable[..., tuple[Any, ...]],
     ) -> None:
         self.name = schema.partition("(")[0]
+        self.schema, self.fake = schema, fake
         self.bind, self.save, self.backward = bind, save, backward
         parameters = schema.partition(" ->")[0].split(",")
         tensors, others = sum("Tensor" in p for p in parameters), sum("Tensor" not in p for p in parameters)

@@ -12,22 +12,26 @@ import pytest
 import overlap_gemm
 from overlap_gemm import nn, parallel, pipelines
 
+SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None")
+"""What every op takes last."""
+
 SIGNATURES = {
     "all_gather_gemm": (
         "x_shard", "weight", "*", "group=None", "bias=None", "return_gathered=False", "backend='auto'",
         "rows=None", "dim=0", "save_gathered=False", "columns=None", "deterministic=None", "reserve_sms=None",
+        *SCALED,
     ),
     "gemm_reduce_scatter": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "dim=0", "k=None",
-        "deterministic=None", "reserve_sms=None",
+        "deterministic=None", "reserve_sms=None", *SCALED,
     ),
     "gemm_all_reduce": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "k=None", "deterministic=None",
-        "reserve_sms=None",
+        "reserve_sms=None", *SCALED,
     ),
     "gemm_all_gather": (
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "columns=None",
-        "deterministic=None", "reserve_sms=None",
+        "deterministic=None", "reserve_sms=None", *SCALED,
     ),
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),

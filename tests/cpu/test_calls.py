@@ -122,7 +122,7 @@ def test_sms_left_to_others_reach_the_backend_in_both_passes(op, way, monkeypatc
     if way == "compiled":
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    with mock.patch("overlap_gemm.functional.is_plain", lambda *_: way == "plain"):
+    with mock.patch("overlap_gemm.dispatch.is_plain", lambda *_: way == "plain"):
         for reserve in (8, None, 3):
             x = X.clone().requires_grad_()
             call(x, reserve).sum().backward()
@@ -239,7 +239,7 @@ def test_gradients_are_those_of_torchs_dispatcher(op):
                 for t, need in zip((X, WEIGHT, BIAS), wanted, strict=True)
             ]
             with (
-                mock.patch("overlap_gemm.functional.is_plain", lambda *_, plain=plain: plain),
+                mock.patch("overlap_gemm.dispatch.is_plain", lambda *_, plain=plain: plain),
                 mock.patch.object(Bound, "with_gradient", lambda self, *t: past(self, *t)),
             ):
                 out = call(given[0], given[1], bias=given[2])

@@ -14,7 +14,7 @@ from overlap_gemm.backends import plans
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.compiled import transport_for
 from overlap_gemm.backends.fused import Fused
-from overlap_gemm.backends.operands import aligned, aligned_bias, major
+from overlap_gemm.backends.operands import aligned, aligned_vector, major
 from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
 from overlap_gemm.kernels.config import GemmConfig
@@ -104,9 +104,9 @@ def test_any_other_is_copied_with_zeros_behind_k(rows, depth, transpose, offset)
 def test_a_bias_is_taken_as_it_is_or_copied_to_where_16_bytes_can_be_read_at_a_time():
     whole = torch.randn(64, dtype=torch.bfloat16)
     for bias in (whole, whole[8:]):
-        assert aligned_bias(bias) is bias
+        assert aligned_vector(bias, len(bias)) is bias
     for bias in (whole[1:9], whole[::2], whole[:1].expand(8)):
-        ready = aligned_bias(bias)
+        ready = aligned_vector(bias, len(bias))
         assert ready.data_ptr() % 16 == 0 and ready.stride(0) == 1
         assert torch.equal(ready, bias)
 

@@ -35,7 +35,7 @@ def test_deterministic_sums_are_those_of_the_gradient_too(op, plain, monkeypatch
     seen, real = [], ops.choose
     monkeypatch.setattr(ops, "choose", lambda problem, asked: seen.append(problem) or real(problem, asked))
     x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
-    with mock.patch("overlap_gemm.functional.is_plain", lambda *_: plain):
+    with mock.patch("overlap_gemm.dispatch.is_plain", lambda *_: plain):
         out = getattr(overlap_gemm, op)(x, weight, deterministic=True)
     forward = len(seen)
     out.sum().backward()

@@ -12,6 +12,7 @@ from ..runtime.group import Group
 from ..sharding import Shards
 from ..spec import OPS, OpSpec
 from .reach import Reach, reach_of
+from .scaling import Operand, dequantised, with_scales
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""
@@ -45,6 +46,8 @@ class Problem:
         reach: What the ranks found out about each other's GPUs; None where nobody asked.
         captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
+        weight_dtype: Of the weight, where operands have scales; else None.
+        out_dtype: Of the result, likewise: `dtype` is x's then.
     """
 
     op: str
@@ -59,6 +62,8 @@ class Problem:
     reach: Reach | None = None
     captured: bool = False
     keep: bool = False
+    weight_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -72,12 +77,13 @@ class Problem:
         deterministic: bool | None,
         requested: str = "auto",
         keep: bool = False,
+        scaled: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
         `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels (`requested` is
         the caller's `backend=`), or shards may go by copy engines, the group's first call finds out what its
-        GPUs reach, which is collective.
+        GPUs reach, which is collective. `scaled` is (weight_dtype, out_dtype).
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -97,6 +103,7 @@ class Problem:
             reach_of(group, x.device) if asks else None,
             x.is_cuda and torch.cuda.is_current_stream_capturing(),
             keep,
+            *scaled,
         )
 
     @property
@@ -104,12 +111,24 @@ class Problem:
         """The op."""
         return OPS[self.op]
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the operands have scales."""
+        return self.out_dtype is not None
+
     def __str__(self) -> str:
         """What it is, in words, for messages."""
         ranks = f"P={self.world_size}{' virtual ranks' if self.virtual else ''}"
         return (
-            f"{self.op} of M={self.rows}, width={self.features}, {self.dtype}, {self.device_type}, {ranks}"
+            f"{self.op} of M={self.rows}, width={self.features}, {self.types}, {self.device_type}, {ranks}"
             f"{', with deterministic sums' if self.deterministic else ''}"
+        )
+
+    @property
+    def types(self) -> str:
+        """Those of operands and result."""
+        return (
+            f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}" if self.is_scaled else str(self.dtype)
         )
 
     @property
@@ -125,7 +144,8 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Size of the whole tensor that the collective moves (S in the usual (P - 1) / P * S accounting)."""
-        return self.rows * self.features * self.dtype.itemsize
+        travels = self.dtype if self.out_dtype is None or self.spec.gathers_operand else self.out_dtype
+        return self.rows * self.features * travels.itemsize
 
 
 class Backend(Protocol):
@@ -166,7 +186,8 @@ class Backend(Protocol):
     ) -> Callable[..., Any]:
         """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
 
-        Everything that a call need not find out again is found out here. x may be any matrix.
+        Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`. Everything that a
+        call need not find out again is found out here. x may be any matrix.
         """
 
     def all_gather_gemm(
@@ -201,8 +222,17 @@ class Backend(Protocol):
 
 
 def bind_method(
-    backend: Backend, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    backend: Backend,
+    problem: Problem,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    shards: Shards,
+    group: Group,
+    operand: Operand = dequantised,
 ) -> Callable[..., Any]:
-    """`Backend.bind` of a backend that has nothing to find out."""
-    method = partial(getattr(backend, problem.op), shards=shards, group=group)
-    return method if x.is_contiguous() else lambda x, weight, bias: method(x.contiguous(), weight, bias)
+    """`Backend.bind` of a backend that has nothing to find out; `operand` as for `with_scales`."""
+    method: Callable[..., Any] = partial(getattr(backend, problem.op), shards=shards, group=group)
+    if problem.out_dtype is not None:
+        method = with_scales(method, problem.out_dtype, operand)
+    return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)

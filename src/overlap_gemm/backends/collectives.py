@@ -1,6 +1,7 @@
 """What the portable backends share: products, sums in rank order, and plain collectives for any shards."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,11 +10,17 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import span
 from ..sharding import Shards
+from .scaling import Scaled
 
 
-def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`, into `out` `[m, N]` if given."""
+def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`, into `out` `[m, N]` if given.
+
+    x and weight are Tensors, or both `Scaled`.
+    """
     with span("compute", "GEMM"):
+        if isinstance(x, Scaled):
+            return x.times(weight, bias, out)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
@@ -78,11 +85,12 @@ def sum_in_rank_order(
         return out if total is out else out.copy_(total)
 
 
-def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
+def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
     """Every rank's rows one below the other.
 
     Args:
-        x: This rank's rows `[shards.size(rank), K]`, contiguous.
+        x: This rank's rows `[shards.size(rank), K]`, contiguous: a Tensor, or `Scaled`, which costs two
+            collectives.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
 
@@ -91,6 +99,8 @@ def all_gather_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
+    if isinstance(x, Scaled):
+        return x.gathered(lambda rows: all_gather_rows(rows, shards, group))
     # Only the last non-empty shard can be short, so the rows of shards padded to full chunks are the rows of
     # x followed by padding.
     padded = x

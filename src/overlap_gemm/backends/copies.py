@@ -41,6 +41,8 @@ def why_not(problem: Problem) -> str | None:
     """Why shards of a problem cannot go by copy engines, None if they can."""
     if not problem.spec.gathers_operand or problem.device_type != "cuda":
         return "copy engines send shards of an operand, between GPUs"
+    if problem.is_scaled:
+        return "copy engines send shards without scales"
     if problem.reach is None:
         return "nobody asked what the ranks' GPUs reach"
     return problem.reach.why_not

@@ -23,8 +23,9 @@ from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, TRANSP
 from ..tuning.settings import settings
 from . import gather
 from .base import Problem
-from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
+from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plans import DTYPES, Plan, plan_for
+from .scaling import FLOAT8
 
 
 class Sizes(NamedTuple):
@@ -59,7 +60,7 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
 
 
 class Fused:
-    """The fused kernels, for 16-bit operands."""
+    """The fused kernels, for 16-bit operands, and 8-bit ones with scales."""
 
     name = "fused"
     deterministic = True
@@ -77,9 +78,12 @@ class Fused:
 
     def why_no_kernel(self, problem: Problem) -> str | None:
         """Why no device could carry a problem out, None if one could."""
-        if problem.dtype not in DTYPES:
-            return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         spec = problem.spec
+        if problem.is_scaled:
+            if reason := self.why_no_scaled_kernel(problem):
+                return reason
+        elif problem.dtype not in DTYPES:
+            return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if not spec.gathers_operand and problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         columns = shard_rows(problem.features, problem.world_size)
@@ -97,10 +101,22 @@ class Fused:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         return None
 
+    def why_no_scaled_kernel(self, problem: Problem) -> str | None:
+        """Why there is none for a problem's types, None if there is."""
+        if problem.spec.gathers_operand:
+            return "no fused kernel takes shards of an operand with scales"
+        if problem.dtype not in FLOAT8 or problem.weight_dtype != problem.dtype:
+            return f"fused kernels multiply one 8-bit type, not {problem.dtype} with {problem.weight_dtype}"
+        if problem.out_dtype not in DTYPES:
+            return f"fused kernels of 8-bit operands give bfloat16 or float16, not {problem.out_dtype}"
+        return None
+
     def why_slower(self, problem: Problem) -> str | None:
         """Worth comparing on GPUs whose ranks reach each other and whose constants have been measured."""
         if problem.virtual:
             return None
+        if problem.is_scaled:
+            return "8-bit operands have not been timed between GPUs; ask for it with backend='fused'"
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
         if problem.reach is None:
@@ -119,28 +135,31 @@ class Fused:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
         if problem.spec.gathers_operand:
             return gather.bind(x, weight, bias, shards, group, problem.keep)
-        op, depth = problem.spec, problem.k
+        op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return self.call(op, x, weight, bias, shards, group, depth)
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
+            return self.call(op, x, weight, bias, shards, group, depth, scales, dtype)
 
         if not (
             shape.rows and columns and weight.shape[0] and has_tma_strides(x) and has_tma_strides(weight)
         ):
             return run
         majors = major(x, "m"), major(weight, "n")
-        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
+        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth, dtype)
         written, own = found.made_by(plan)
-        whole = own == slice(0, written)
+        whole, out_dtype = own == slice(0, written), dtype or x.dtype
 
-        def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-            if addresses % 16 or not plan.is_open:
-                return run(x, weight, bias)
-            out = x.new_empty(written, columns)
-            plan.launch(x, weight, out, bias)
+            if addresses % ROW_BYTES or not plan.is_open:
+                return run(x, weight, bias, *scales)
+            out = x.new_empty(written, columns, dtype=out_dtype)
+            extras = None if bias is None else (bias,)
+            if scales:
+                extras = (*_vectors(x, weight, scales), *(extras or ()))
+            plan.launch(x, weight, out, extras)
             return out if whole else out[own]
 
         return run if bias is not None and bias.stride(0) != 1 else run_as_planned
@@ -154,20 +173,37 @@ class Fused:
         shards: Shards,
         group: Group,
         depth: int | None = None,
+        scales: Sequence[Tensor] = (),
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Carries out an op on any tensors; `depth` is K over all ranks, where they have agreed on it."""
+        """Carries out an op on any tensors.
+
+        Args:
+            op: It.
+            x: As for `Backend`.
+            weight: As for `Backend`.
+            bias: As for `Backend`.
+            shards: As for `Backend`.
+            group: As for `Backend`.
+            depth: K over all ranks, where they have agreed on it.
+            scales: Of x and weight, see `scaling`.
+            out_dtype: Of the result where there are scales.
+        """
         found = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = found
         if shape.rows == 0 or columns == 0:
-            return x.new_empty(rows, columns)
+            return x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
-            weight, bias = x, None
+            weight, bias, scales = x, None, (*scales[:1], *scales[:1])
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
-        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
+        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth, out_dtype)
         written, own = found.made_by(plan)
-        out = x.new_empty(written, columns)
-        plan.launch(a, b, out, None if bias is None else aligned_bias(bias))
+        out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
+        extras = _vectors(x, weight, scales)
+        if bias is not None:
+            extras += (aligned_vector(bias, len(bias)),)
+        plan.launch(a, b, out, extras or None)
         return out[own]
 
     def gemm_reduce_scatter(
@@ -193,3 +229,10 @@ class Fused:
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Backend.all_gather_gemm`. Keeping the gathered x costs a copy of it."""
         return gather.all_gather_gemm(x, weights, biases, shards, group, keep=True)
+
+
+def _vectors(x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """An element for each row and for each column of the product, as `RowColumnScale` reads them."""
+    return tuple(
+        aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
+    )

@@ -45,7 +45,7 @@ from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_ELEMENTS, aligned, aligned_bias, has_tma_strides, major
+from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plans import (
     DTYPES,
     SMALLEST_BUFFER,
@@ -122,7 +122,7 @@ class GatherPlan:
             own: The own shard, `[max(rows, 1), K]`, contiguous.
             weights: `[N_i, K]`, see `operands.aligned`.
             outs: `[M, N_i]`, rows at multiples of 16 bytes.
-            biases: `[N_i]` or None, see `aligned_bias`.
+            biases: `[N_i]` or None, see `aligned_vector`.
             kept: `[M, K]`, contiguous, or None.
 
         Raises:
@@ -249,7 +249,7 @@ def all_gather_gemm(
             shape = ExchangeShape.even(rows, len(weight), 1)
             majors = "k", major(weight, "n")
             plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
-            plain.launch(own, weight, out, bias)
+            plain.launch(own, weight, out, None if bias is None else (bias,))
     else:
         plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep)
         plan.launch(own, operands, narrowed, vectors, kept)
@@ -408,7 +408,7 @@ def padded(extent: int) -> int:
 def _whole_bias(bias: Tensor, columns: int) -> Tensor:
     """`bias` with zeros after, as many as the epilogue reads."""
     if len(bias) == columns:
-        return aligned_bias(bias)
+        return aligned_vector(bias, columns)
     padded = bias.new_zeros(columns)
     padded[: len(bias)] = bias
     return padded

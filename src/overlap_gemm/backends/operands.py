@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+ROW_BYTES = 16
+"""TMA wants rows at multiples of 16 bytes (CUDA driver API, tensor maps)."""
+
 ROW_ELEMENTS = 8
-"""TMA wants rows at multiples of 16 bytes: 8 elements of a 16-bit type (CUDA driver API, tensor maps)."""
+"""Of a 16-bit type."""
 
 
 def aligned(matrix: Tensor) -> Tensor:
@@ -19,7 +23,8 @@ def aligned(matrix: Tensor) -> Tensor:
     if has_tma_strides(matrix) and matrix.data_ptr() % 16 == 0:
         return matrix
     rows, depth = matrix.shape
-    padded = matrix.new_zeros(rows, max(-(-depth // ROW_ELEMENTS), 1) * ROW_ELEMENTS)
+    unit = ROW_BYTES // matrix.itemsize
+    padded = matrix.new_zeros(rows, max(-(-depth // unit), 1) * unit)
     padded[:, :depth] = matrix
     return padded
 
@@ -29,15 +34,20 @@ def has_tma_strides(matrix: Tensor) -> bool:
     inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
     return (
         matrix.stride(inner) == 1
-        and matrix.stride(outer) % ROW_ELEMENTS == 0
+        and matrix.stride(outer) * matrix.itemsize % ROW_BYTES == 0
         and matrix.stride(outer) >= matrix.shape[inner]
         and matrix.shape[1] > 0
     )
 
 
-def aligned_bias(bias: Tensor) -> Tensor:
-    """`bias` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous and aligned copy."""
-    return bias if bias.stride(0) == 1 and bias.data_ptr() % 16 == 0 else bias.clone()
+def aligned_vector(vector: Tensor, size: int) -> Tensor:
+    """`vector` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous and aligned copy.
+
+    A single element is copied `size` times.
+    """
+    if len(vector) == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
+        return vector
+    return vector.expand(size).clone(memory_format=torch.contiguous_format)
 
 
 def major(matrix: Tensor, other: str) -> Any:

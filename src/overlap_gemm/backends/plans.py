@@ -26,7 +26,7 @@ from ..kernels.geometry import (
     slots_offset,
     tile_puts,
 )
-from ..kernels.visitors import Bias
+from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.identity import after_skipped, call_signature
@@ -36,6 +36,7 @@ from ..spec import PATTERNS, TRANSPORTS
 from ..tuning.settings import settings
 from ..tuning.space import constants, default_config, settle
 from .compiled import compiled_kernel, compiled_relay, transport_for
+from .scaling import FLOAT8
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -96,21 +97,21 @@ class Plan:
         """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
         return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
 
-    def launch(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    def launch(self, a: Tensor, b: Tensor, out: Tensor, extras: tuple[Tensor, ...] | None) -> None:
         """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
             a: `[M, K]`, see `operands.aligned`.
             b: The rows of the weight that this rank multiplies, likewise.
             out: The op's result, of one row at least.
-            bias: One element per row of `b`, or None, see `operands.aligned_bias`.
+            extras: What the epilogue's visitors read (`kernels.build`), see `operands.aligned_vector`; None
+                where they read nothing.
 
         Raises:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         workspace, executor, order = self.workspace, self.executor, self.executor.order
-        extras = None if bias is None else (bias,)
-        with executor.active(a, b, out, bias) as stream:
+        with executor.active(a, b, out, *(extras or ())) as stream:
             if workspace is None:  # waits for nobody, so it may run beside whatever it likes
                 self.gemm(a, b, out, extras, None, self.num_clusters, stream)
                 return
@@ -144,6 +145,7 @@ def plan_for(
     b_major: str,
     bias: bool,
     depth: int | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Plan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
@@ -158,6 +160,7 @@ def plan_for(
         b_major: see `operands.major`.
         bias: whether there is one.
         depth: K over all ranks, where they have agreed on it.
+        out_dtype: of slots, result and bias, where the operands have scales.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -166,15 +169,20 @@ def plan_for(
         RuntimeError: puts are needed or asked for, and there are none.
     """
     peers, asked = peers_for(group, device), settings()
-    key = (dtype, shape, a_major, b_major, bias, depth, asked)
+    key = (dtype, shape, a_major, b_major, bias, depth, out_dtype, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    epilogue = (Bias(DTYPES[dtype]),) if bias else ()
-    operands = {"a_major": a_major, "b_major": b_major, "epilogue": epilogue}
-    agreed = peers.agreed
-    shape = settle(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth)
-    config = default_config(agreed.arch, DTYPES[dtype], shape, agreed.num_sms, depth, **operands)
+    agreed, kind = peers.agreed, (DTYPES if out_dtype is None else FLOAT8)[dtype]
+    operands: dict[str, Any] = {"a_major": a_major, "b_major": b_major}
+    epilogue: tuple[Visitor, ...] = ()
+    if out_dtype is not None:
+        operands |= dict.fromkeys(("out_dtype", "slot_dtype"), DTYPES[out_dtype])
+        epilogue = (RowColumnScale(),)
+    if bias:
+        epilogue += (Bias(DTYPES[out_dtype or dtype]),)
+    shape = settle(agreed.arch, kind, shape, agreed.num_sms, depth)
+    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, epilogue=epilogue, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
 

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from ..tuning.plan import Facts, Prediction, predict
 from .base import OR_AUTO, Backend, Problem
 from .decomposed import Decomposed
@@ -50,7 +48,7 @@ class Choice:
         problem, prediction = self.problem, self.prediction
         lines = [
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
-            f"  M={problem.rows}, width={problem.features}, {problem.dtype}, {problem.device_type}, "
+            f"  M={problem.rows}, width={problem.features}, {problem.types}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
         ]
         times = {} if prediction is None else prediction.ways
@@ -112,7 +110,7 @@ def announce(choice: Choice) -> Choice:
     What runs is information; that an op does not run as its caller preferred is a warning, with the reason.
     """
     problem = choice.problem
-    about = (problem.op, (problem.rows - 1).bit_length(), problem.features, problem.dtype, problem.world_size)
+    about = (problem.op, (problem.rows - 1).bit_length(), problem.features, problem.types, problem.world_size)
     _inform(*about, choice.backend.name, choice.requested)
     preferred = choice.requested.removesuffix(OR_AUTO)
     if preferred not in ("auto", choice.backend.name):
@@ -121,12 +119,10 @@ def announce(choice: Choice) -> Choice:
 
 
 @cache
-def _inform(
-    op: str, bits: int, features: int, dtype: torch.dtype, ranks: int, backend: str, requested: str
-) -> None:
+def _inform(op: str, bits: int, features: int, types: str, ranks: int, backend: str, requested: str) -> None:
     logger.info(
         "%s, M <= %d, width %d, %s, P=%d runs as %r (backend=%r)",
-        op, 1 << bits, features, dtype, ranks, backend, requested.removesuffix(OR_AUTO),
+        op, 1 << bits, features, types, ranks, backend, requested.removesuffix(OR_AUTO),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from ..runtime.group import Group
 from ..sharding import Shards
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import all_gather_rows, gemm, gemms, reduce_scatter_rows
+from .scaling import why_no_scaled_mm
 
 
 class Sequential:
@@ -23,7 +24,9 @@ class Sequential:
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """For who asks for deterministic sums."""
+        """For who asks for deterministic sums, or for a product that torch has not."""
+        if problem.is_scaled and why_no_scaled_mm(problem):
+            return None
         return None if problem.deterministic else "its sums in rank order cost more than the collective's"
 
     def all_gather_gemm(

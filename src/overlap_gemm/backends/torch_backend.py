@@ -8,7 +8,8 @@ equal blocks only. A product that is to be scattered is written into a padded te
 shard that is to be gathered is copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,22 +18,33 @@ from ..runtime.group import Group
 from ..sharding import Shards
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import all_gather_rows, collective, gemm, gemms
+from .scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Torch:
-    """`torch.mm` beside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed."""
+    """Torch's products beside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
+
+    `torch.mm`, and of operands with scales `torch._scaled_mm`.
+    """
 
     name = "torch"
     deterministic = False
     greets = False
-    bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything that torch.distributed has a group for."""
-        return VIRTUAL if problem.virtual else None
+        """Carries out everything that torch.distributed has a group for, and torch a product."""
+        if problem.virtual:
+            return VIRTUAL
+        return why_no_scaled_mm(problem) if problem.is_scaled else None
+
+    def bind(
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    ) -> Callable[..., Any]:
+        """See `Backend.bind`."""
+        return bind_method(self, problem, x, weight, bias, shards, group, Scaled)
 
     def why_slower(self, problem: Problem) -> str | None:
         """What every other way is compared with."""

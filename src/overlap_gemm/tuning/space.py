@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..kernels.arch import MmaKind, arch_of
-from ..kernels.config import K_SPLITS, GemmConfig, may_split
+from ..kernels.config import DTYPE_BYTES, K_SPLITS, GemmConfig, may_split
 from ..kernels.geometry import ExchangeShape
 from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
@@ -37,7 +37,7 @@ def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[Ge
 
     Args:
         arch: target, e.g. ``"sm_90a"``.
-        dtype: of A, B, slots and output: ``"bf16"`` or ``"f16"``.
+        dtype: of A and B, and unless that is an 8-bit type of slots and output.
         machine: whose efficiencies; the default is `machine_for`'s.
     """
     known = (machine or constants(arch)).efficiency
@@ -47,26 +47,26 @@ def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[Ge
 def every_config(arch: str, dtype: str = "bf16") -> list[GemmConfig]:
     """Every combination of MMA kind, tile, cluster and cut of K of an architecture."""
     return [
-        replace(_config(arch, mma, tile, cluster, dtype), k_split=split)
+        replace(config, k_split=split)
         for mma, kind in arch_of(arch).mma.items()
         for tile in kind.tiles
         for cluster in kind.clusters
+        if (config := _config(arch, mma, tile, cluster, dtype)) is not None
         for split in (K_SPLITS if may_split(mma, tile) else (1,))
     ]
 
 
 def _config(
     arch: str, mma: MmaKind, tile: tuple[int, int], cluster: tuple[int, int], dtype: str
-) -> GemmConfig:
-    return GemmConfig(
-        arch=arch,  # type: ignore[arg-type]
-        mma=mma,
-        tile=tile,
-        cluster=cluster,
-        in_dtype=dtype,  # type: ignore[arg-type]
-        out_dtype=dtype,  # type: ignore[arg-type]
-        slot_dtype=dtype,  # type: ignore[arg-type]
-    )
+) -> GemmConfig | None:
+    """None where sums of 8-bit products have no room to be promoted."""
+    given: dict[str, Any] = {"arch": arch, "mma": mma, "tile": tile, "cluster": cluster, "in_dtype": dtype}
+    if DTYPE_BYTES[dtype] > 1:
+        return GemmConfig(**given, out_dtype=dtype, slot_dtype=dtype)  # type: ignore[arg-type]
+    try:
+        return GemmConfig(**given)
+    except ValueError:
+        return None
 
 
 def default_config(

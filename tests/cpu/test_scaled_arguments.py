@@ -1,0 +1,138 @@
+"""What is refused of operands with scales, and what is said of them."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm import explain, gemm_reduce_scatter
+from overlap_gemm.backends import scaling
+from overlap_gemm.backends.base import Problem
+from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.select import choose
+from overlap_gemm.spec import OPS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+X, WEIGHT = torch.ones(6, 32).to(E4M3), torch.ones(8, 32).to(E4M3)
+SCALES = {"scale_x": torch.full((6, 1), 0.5), "scale_w": torch.full((1, 8), 0.25)}
+
+REFUSED = {
+    "no scales": ({"scale_x": None, "scale_w": None}, TypeError, "of 8 bits with scale_x and scale_w alone"),
+    "one of two": ({"scale_w": None}, TypeError, "scale_w must be a Tensor, got NoneType"),
+    "a number": ({"scale_x": 0.5}, TypeError, "scale_x must be a Tensor, got float"),
+    "rows": ({"scale_x": torch.ones(8, 1)}, ValueError, r"one element, or be \[6, 1\].* got \[8, 1\]"),
+    "a vector": ({"scale_x": torch.ones(6)}, ValueError, r"scale_x .* got \[6\]"),
+    "columns": ({"scale_w": torch.ones(6, 1)}, ValueError, r"\[8, 1\] or \[1, 8\].* got \[6, 1\]"),
+    "type": ({"scale_w": torch.ones((), dtype=torch.float64)}, TypeError, "scale_w must be torch.float32"),
+    "device": ({"scale_x": torch.ones((), device="meta")}, TypeError, "must share dtype and device"),
+    "weight": ({"weight": WEIGHT.float()}, TypeError, "weight must be torch.float8_e4m3fn or"),
+    "x": ({"x": X.to(torch.bfloat16)}, TypeError, "with scales must be one of torch.float8_e4m3fn"),
+    "bias": ({"bias": torch.ones(8)}, TypeError, "bias must be torch.bfloat16 beside x"),
+    "result": ({"out_dtype": E4M3}, TypeError, "out_dtype must be one of torch.bfloat16, .* got"),
+    "K": ({"x": X[:, :24], "weight": WEIGHT[:, :24]}, ValueError, "K .* a multiple of 16, got 24"),
+    "x by columns": ({"x": X.t().contiguous().t()}, ValueError, "columns of x must be contiguous"),
+    "weight by columns": ({"weight": WEIGHT.t().contiguous().t()}, ValueError, "columns of weight must be"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("op", [gemm_reduce_scatter, overlap_gemm.all_gather_gemm], ids=lambda f: f.__name__)
+def test_bad_input_is_an_error_with_the_rule(op, what):
+    change, error, words = REFUSED[what]
+    given = {"x": X, "weight": WEIGHT, **SCALES, **change}
+    with pytest.raises(error, match=words):
+        op(given.pop("x"), given.pop("weight"), **given)
+
+
+def test_scales_belong_to_8_bit_operands_and_so_does_the_results_type():
+    with pytest.raises(ValueError, match="out_dtype=torch.float32 is for operands with scales"):
+        gemm_reduce_scatter(X.float(), WEIGHT.float(), out_dtype=torch.float32)
+
+
+def test_what_all_gather_gemm_has_not_yet_is_refused():
+    for how in ({"return_gathered": True}, {"save_gathered": True}):
+        with pytest.raises(ValueError, match="are for operands without scales"):
+            overlap_gemm.all_gather_gemm(X, WEIGHT, **SCALES, **how)
+    with pytest.raises(ValueError, match="2 weights need as many scale_w, got 1"):
+        overlap_gemm.all_gather_gemm(X, [WEIGHT, WEIGHT], scale_x=SCALES["scale_x"], scale_w=[torch.ones(())])
+
+
+@pytest.mark.parametrize("which", ["scale_x", "bias", "weight"])
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_training_is_refused_at_the_call(which, way):
+    given = {"weight": WEIGHT, "bias": torch.ones(8, dtype=torch.bfloat16), **SCALES}
+    gemm_reduce_scatter(X, **given)  # the same kind of call is known already
+    given[which] = given[which].clone().requires_grad_()
+    call = lambda: gemm_reduce_scatter(X, **given)  # noqa: E731
+    if way == "compiled":
+        call = torch.compile(call, backend="eager")
+    with pytest.raises(Exception, match="operands with scales have no gradients"):
+        call()
+    with torch.no_grad():
+        assert (call() == 32 * 0.125 + 1).all()
+
+
+def test_the_op_behind_it_refuses_a_backward_pass_too():
+    scale_x = torch.ones(6, requires_grad=True)
+    through = torch.ops.overlap_gemm.scaled_gemm_all_reduce
+    out = through(
+        X, WEIGHT, None, scale_x, torch.ones(8), None, _world(), "auto", None, None, 0, torch.bfloat16
+    )
+    with pytest.raises(TypeError, match="operands with scales have no gradients"):
+        out.sum().backward()
+
+
+def _world():
+    from overlap_gemm.runtime.group import group_name
+
+    return group_name(None)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_leaves_them_alone(op):
+    with torch.autocast("cpu", torch.float16):
+        out = getattr(overlap_gemm, op)(X, WEIGHT, **SCALES)
+    assert out.dtype == torch.bfloat16 and (out == 32 * 0.125).all()
+
+
+def test_a_nan_or_zero_scale_is_its_rows_alone():
+    scale = torch.tensor([1.0, 0, torch.nan, 1, 1, 1])[:, None]
+    for backend in ("torch", "sequential"):
+        out = gemm_reduce_scatter(X, WEIGHT, scale_x=scale, scale_w=torch.ones(()), backend=backend)
+        assert (out[[0, 3, 4, 5]] == 32).all() and (out[1] == 0).all() and out[2].isnan().all()
+
+
+def problem(**change):
+    given = {"rows": 64, "features": 64, "dtype": E4M3, "device_type": "cpu", "world_size": 2}
+    types = {"weight_dtype": E4M3, "out_dtype": torch.bfloat16}
+    return Problem("gemm_reduce_scatter", **{**given, **types, **change})
+
+
+def test_auto_takes_torchs_way_and_says_why():
+    choice = choose(problem())
+    assert choice.backend.name == "torch"
+    assert "float8_e4m3fn x torch.float8_e4m3fn to torch.bfloat16" in str(choice)
+    assert "timed between GPUs" in (Fused().why_slower(problem(device_type="cuda")) or "")
+    assert "runs as 'torch'" in str(explain("gemm_reduce_scatter", X, WEIGHT, **SCALES))
+
+
+def test_what_torch_has_no_product_for_is_dequantised(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no such product\nmore")
+
+    scaling._why_no_scaled_mm.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    try:
+        choice = choose(problem())
+        assert choice.backend.name == "sequential"
+        assert "says on cpu: no such product" in dict(choice.verdicts)["torch"]
+        with pytest.raises(ValueError, match="no such product"):
+            choose(problem(), "torch")
+        out = gemm_reduce_scatter(X, WEIGHT, **SCALES, reserve_sms=1)  # no call that is known already
+        assert (out == 32 * 0.125).all()
+    finally:
+        scaling._why_no_scaled_mm.cache_clear()
+
+
+def test_what_travels_is_counted_in_its_own_type():
+    assert problem().bytes == 64 * 64 * 2
+    assert problem(out_dtype=torch.float32).bytes == 64 * 64 * 4

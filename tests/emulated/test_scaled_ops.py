@@ -1,0 +1,248 @@
+"""8-bit operands with scales through the public ops, on virtual ranks: fused kernels against float64."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import fused
+from overlap_gemm.sharding import Shards
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.emulated import poisoned_allocations, whole
+from overlap_gemm.tuning.settings import configured
+
+from .op_runs import lagging, world_of
+
+ACCUMULATION = 2.0**-10
+"""Of sum |x w|: what 14-bit sums lose of normal values, with room (docs/fp8.md)."""
+
+RS, AR, AG = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A call of all ranks: sizes over all of them, types, how scales come."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float8_e4m3fn
+    out: torch.dtype = torch.bfloat16
+    bias: bool = True
+    tensorwise: bool = False
+    seed: int = 0
+
+    def operands(self, rank, ranks):
+        """(x, weight, bias, scale_x, scale_w) of a rank."""
+        spec = OPS[self.op]
+        own = lambda extent: Shards.even(extent, ranks).size(rank)  # noqa: E731
+        (m, k), (n, _) = spec.shapes(self.m, self.n, self.k, own)
+        rank = 0 if spec.x is None else rank
+        given = torch.Generator().manual_seed(1000 * self.seed + rank)
+        x = torch.randn(m, k, generator=given).to(self.dtype)
+        scale_x = 2 ** (4 * torch.rand(1 if self.tensorwise else m, 1, generator=given) - 2)
+        bias = torch.randn(self.n, generator=torch.Generator().manual_seed(self.seed)).to(self.out)
+        rows = torch.Generator().manual_seed(5000 * (self.seed + 1) + (rank if spec.weight == "k" else 0))
+        every = self.n if spec.weight == "n" else n
+        weight = (torch.randn(every, k, generator=rows) / 8).to(self.dtype)
+        scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
+        return x, weight, bias if self.bias else None, scale_x, scale_w
+
+
+def of_rank(case, rank, ranks):
+    """Those of `Scaled.operands`, with the rank's rows of the weight where these are sharded."""
+    x, weight, bias, scale_x, scale_w = case.operands(rank, ranks)
+    if OPS[case.op].weight == "n":
+        rows = slice(*Shards.even(case.n, ranks).range(rank))
+        weight, bias = weight[rows], None if bias is None else bias[rows].clone()
+        scale_w = scale_w if case.tensorwise else scale_w[rows]
+    return x, weight, bias, scale_x, scale_w
+
+
+def queue(case, world, change=lambda rank, given: given):
+    """Calls the op on every rank; `change` may spoil what one of them is given."""
+    outs, ranks = [], len(world.names)
+    with poisoned_allocations():
+        for rank, name in enumerate(world.names):
+            x, weight, bias, scale_x, scale_w = change(rank, of_rank(case, rank, ranks))
+            extents = OPS[case.op].arguments(case.m, case.n, case.k, least=True)
+            outs.append(
+                getattr(overlap_gemm, case.op)(
+                    x, weight, group=name, bias=bias, scale_x=scale_x, scale_w=scale_w,
+                    out_dtype=case.out, backend="fused", deterministic=False, **extents,
+                )
+            )  # fmt: skip
+    return outs
+
+
+def share_of_bound(case, outs):
+    """The largest error as a share of what may be lost (docs/fp8.md)."""
+    spec, ranks = OPS[case.op], len(outs)
+    exact = magnitude = rounded = torch.zeros((), dtype=torch.float64)
+    for rank in range(ranks if spec.sums else 1):
+        x, weight, bias, scale_x, scale_w = case.operands(rank, ranks)
+        a, b = x.double() * scale_x, weight.double() * scale_w
+        exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
+        rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)
+    exact = exact if bias is None else exact + bias.double()
+    unit = torch.finfo(case.out).eps / 2
+    bound = unit * (rounded + exact.abs()) * (1 + 2**-6) + ACCUMULATION * magnitude
+    out = whole(outs, {"m": 0, "n": 1}.get(spec.out))
+    assert out.dtype == case.out
+    error = (out.double() - exact).abs()
+    return float(torch.where(error <= bound, error / bound, torch.inf).max())
+
+
+def check(case, world):
+    """One call."""
+    outs = queue(case, world)
+    world.synchronize()
+    assert share_of_bound(case, outs) <= 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "ranks", "case"),
+    [
+        ("sm_90a", 3, Scaled(RS, 130, 136, 432)),
+        ("sm_90a", 2, Scaled(AR, 70, 72, 160, torch.float8_e5m2, torch.float16, bias=False)),
+        ("sm_90a", 4, Scaled(AG, 40, 128, 144)),
+        ("sm_100a", 3, Scaled(RS, 100, 72, 240)),
+        ("sm_90a", 1, Scaled(RS, 66, 24, 48)),
+        pytest.param("sm_100a", 4, Scaled(AR, 129, 64, 192), marks=pytest.mark.slow),
+        pytest.param("sm_100a", 2, Scaled(AG, 129, 136, 144), marks=pytest.mark.slow),
+    ],
+    ids=lambda given: f"{given.op}-{given.m}" if isinstance(given, Scaled) else str(given),
+)
+def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
+    with world_of(arch, ranks, mode="random") as world:
+        for tensorwise in (False, True):
+            check(replace(case, tensorwise=tensorwise, seed=int(tensorwise)), world)
+
+
+@pytest.fixture
+def three():
+    """Three ranks whose last one lags."""
+    with world_of("sm_90a", 3, schedule=lagging(2)) as world:
+        yield world
+
+
+def test_bf16_and_fp8_calls_share_workspaces(three):
+    """Queued together: rows on every rank, then on two, then bf16's; ranks run ahead of the last."""
+    cases = [Scaled(RS, m, 72, 96, seed=m) for m in (70, 2, 40)]
+    queued = []
+    for case in cases:
+        queued.append(queue(case, three))
+        with poisoned_allocations():
+            for name in three.names:
+                plain = torch.ones(40, 32, dtype=torch.bfloat16), torch.ones(72, 32, dtype=torch.bfloat16)
+                queued.append(
+                    overlap_gemm.gemm_reduce_scatter(*plain, group=name, backend="fused", deterministic=False)
+                )
+    three.synchronize()
+    for case, first in zip(cases, range(0, len(queued), 4), strict=True):
+        assert share_of_bound(case, queued[first]) <= 1
+        assert all((out == 96).all() for out in queued[first + 1 : first + 4])
+
+
+SPOILED = {
+    "no scale of x": lambda r, g: (*g[:3], torch.ones_like(g[3]), g[4]) if r == 1 else g,
+    "no scale of the weight": lambda r, g: (*g[:4], torch.ones_like(g[4])) if r == 1 else g,
+    "the next row's scale": lambda r, g: (*g[:3], g[3].roll(1, 0), g[4]) if r == 1 else g,
+    "the next column's scale": lambda r, g: (*g[:4], g[4].roll(1, 0)) if r == 1 else g,
+}
+
+
+@pytest.mark.parametrize("way", SPOILED)
+def test_what_is_judged_notices(three, way):
+    case = Scaled(RS, 70, 136, 96, seed=7)
+    outs = queue(case, three, SPOILED[way])
+    three.synchronize()
+    assert share_of_bound(case, outs) > 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch):
+    """As if scales were taken from the rank before."""
+    case, vectors, given = Scaled(RS, 70, 136, 96, seed=9), fused._vectors, []
+
+    def late(*operands):
+        given.append(vectors(*operands))
+        found = list(given[-1])
+        found[which] = given[max(len(given) - 2, 0)][which]
+        return tuple(found)
+
+    monkeypatch.setattr(fused, "_vectors", late)
+    outs = queue(case, three)
+    three.synchronize()
+    assert share_of_bound(case, outs) > 1
+
+
+def test_scales_that_lie_anywhere(three):
+    """[1, N], every second element of something, one element beside many, rows of several dimensions."""
+    case = Scaled(RS, 70, 136, 96, seed=11)
+
+    def apart(rank, given):
+        x, weight, bias, scale_x, scale_w = given
+        apart = scale_x.repeat(1, 2).reshape(-1, 1)[::2]
+        assert not apart.is_contiguous()
+        return x, weight, bias, apart, scale_w.t()
+
+    outs = queue(case, three, apart)
+    three.synchronize()
+    assert share_of_bound(case, outs) <= 1
+    x, weight, bias, scale_x, scale_w = zip(*(of_rank(case, rank, 3) for rank in range(3)), strict=True)
+    deep = [
+        overlap_gemm.gemm_reduce_scatter(
+            x[r].view(2, 35, -1), weight[r], group=name, bias=bias[r], dim=1, backend="fused",
+            scale_x=scale_x[r].view(2, 35, 1), scale_w=scale_w[r],
+        )
+        for r, name in enumerate(three.names)
+    ]  # fmt: skip
+    three.synchronize()
+    flat = torch.cat(deep, 1).reshape(70, 136)
+    assert share_of_bound(replace(case, op=AR), [flat]) == 0 or torch.equal(flat, torch.cat(outs))
+
+
+def long_sum(fast_accum):
+    """Positive products over K = 28672 on two ranks; what of their sum is lost, as a share."""
+    torch.manual_seed(0)
+    x, weight = (torch.rand(16, 28672).add(0.5).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = {"scale_x": torch.rand(16, 1) + 0.5, "scale_w": torch.rand(16, 1) + 0.5}
+    fields = {"mma": "swap_ab", "tile": (16, 64), "cluster": (1, 1), "k_split": 1}
+    halves = [slice(0, 14336), slice(14336, 28672)]
+    with world_of("sm_90a", 2, {**fields, "fast_accum": fast_accum}) as world:
+        outs = [
+            overlap_gemm.gemm_all_reduce(
+                x[:, half].contiguous(), weight[:, half].contiguous(), group=name, backend="fused", **scales
+            )
+            for name, half in zip(world.names, halves, strict=True)
+        ]
+        world.synchronize()
+    exact = (x.double() * scales["scale_x"]) @ (weight.double() * scales["scale_w"]).t()
+    return float((1 - outs[0].double() / exact).abs().max())
+
+
+def test_long_sums_are_right_because_they_are_promoted():
+    assert long_sum(fast_accum=False) < 2 * 2**-8 + ACCUMULATION
+    assert long_sum(fast_accum=True) > 0.1
+
+
+def test_fast_accumulation_is_for_8_bit_operands(three):
+    x = torch.ones(16, 32, dtype=torch.bfloat16)
+    with configured(fast_accum=True), pytest.raises(ValueError, match="fast_accum is for 8-bit types"):
+        overlap_gemm.gemm_reduce_scatter(x, x, group=three.names[0], backend="fused")
+
+
+def test_what_fused_kernels_have_not_is_refused_by_name(three):
+    x, scale = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(())
+    how = {"group": three.names[0], "backend": "fused", "scale_x": scale, "scale_w": scale}
+    with pytest.raises(ValueError, match="no fused kernel takes shards of an operand with scales"):
+        overlap_gemm.all_gather_gemm(x, x, rows=48, **how)
+    with pytest.raises(
+        ValueError, match="multiply one 8-bit type, not torch.float8_e4m3fn with torch.float8_e5m2"
+    ):
+        overlap_gemm.gemm_reduce_scatter(x, x.float().to(torch.float8_e5m2), **how)
+    with pytest.raises(ValueError, match="give bfloat16 or float16, not torch.float32"):
+        overlap_gemm.gemm_reduce_scatter(x, x, out_dtype=torch.float32, **how)

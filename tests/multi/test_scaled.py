@@ -1,0 +1,137 @@
+"""8-bit operands with scales on every portable backend, against float64 of the dequantised operands."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.cases import LAYOUTS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BACKENDS = ("sequential", "decomposed", "torch")
+SHAPES = {"even": (24, 24, 192), "uneven": (23, 13, 192), "no rows on some": (2, 5, 192)}
+
+
+def whole(op, m, n, k, ranks, dtype):
+    """All ranks' operands; of the summing ops each rank has scales of its own."""
+    given = torch.Generator().manual_seed(m * n + k)
+    x, weight = (torch.randn(rows, k, generator=given).to(dtype) for rows in (m, n))
+    sets = ranks if OPS[op].sums else 1
+    scale_x, scale_w = (2 ** (6 * torch.rand(sets, r, 1, generator=given) - 3) for r in (m, n))
+    return x, weight, scale_x, scale_w, torch.randn(n, generator=given)
+
+
+def part(op, which, matrix, rank, ranks):
+    dim = getattr(LAYOUTS[op], which)
+    return LAYOUTS[op].part(matrix, dim, rank, ranks)
+
+
+def call(rank, ranks, op, shape, backend, *, dtype=E4M3, out_dtype=torch.bfloat16, tensorwise=False, **more):
+    """(the rank's result, what it should be in float64, sum |x w| there)."""
+    x, weight, scale_x, scale_w, bias = whole(op, *shape, ranks, dtype)
+    if tensorwise:
+        scale_x, scale_w = scale_x[:, :1], scale_w[:, :1]
+    own = rank if OPS[op].sums else 0
+    own_x, own_w = scale_x[own], scale_w[own]
+    if not OPS[op].sums and not tensorwise:  # scales go with their rows
+        own_x, own_w = part(op, "x", own_x, rank, ranks), part(op, "weight", own_w, rank, ranks)
+    bias = bias.to(out_dtype)
+    out = getattr(overlap_gemm, op)(
+        part(op, "x", x, rank, ranks), part(op, "weight", weight, rank, ranks), backend=backend,
+        bias=part(op, "bias", bias, rank, ranks), scale_x=own_x, scale_w=own_w, out_dtype=out_dtype, **more,
+    )  # fmt: skip
+    exact = magnitude = torch.zeros((), dtype=torch.float64)
+    for peer in range(ranks if OPS[op].sums else 1):
+        a, b = x.double() * scale_x[peer], weight.double() * scale_w[peer]
+        if OPS[op].sums:
+            a, b = part(op, "x", a, peer, ranks), part(op, "weight", b, peer, ranks)
+        exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
+    exact = exact + bias.double()
+    return out, part(op, "out", exact, rank, ranks), part(op, "out", magnitude, rank, ranks)
+
+
+def check(rank, ranks, op, shape, backend, **how):
+    out, exact, magnitude = call(rank, ranks, op, shape, backend, **how)
+    assert out.dtype == how.get("out_dtype", torch.bfloat16) and out.shape == exact.shape
+    # Portable sums are in float32; torch's collective rounds every partial and every sum of two.
+    roundings = 1 if backend != "torch" else 2 * ranks + 1
+    unit = torch.finfo(out.dtype).eps / 2
+    bound = roundings * unit * (exact.abs() + magnitude * (backend == "torch")) + 2.0**-20 * magnitude
+    assert bool(((out.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", OPS)
+def test_is_the_product_of_the_dequantised_operands(ranks, op, shape, backend, world):
+    ranks(world).run(check, op, SHAPES[shape], backend)
+
+
+def every_type(rank, ranks, op):
+    for backend in BACKENDS:
+        for dtype in (E4M3, E5M2):
+            for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+                check(rank, ranks, op, (23, 13, 64), backend, dtype=dtype, out_dtype=out_dtype)
+        check(rank, ranks, op, (23, 13, 64), backend, tensorwise=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_type_and_one_scale_for_all(ranks, op):
+    ranks(2).run(every_type, op)
+
+
+def several_weights(rank, ranks):
+    """Two weights share a gather; one rank has one scale for all its rows, the other one for each."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(8, 32).to(E4M3), [torch.randn(n, 32).to(E4M3) for n in (16, 24)]
+    scale_x = torch.cat([torch.full((4, 1), 3.0), torch.rand(4, 1) + 1])
+    scales = [torch.rand(16, 1) + 1, torch.rand(1, 24) + 1]
+    own = slice(4 * rank, 4 * rank + 4)
+    outs = overlap_gemm.all_gather_gemm(
+        x[own], weights, scale_x=scale_x[:1] if rank == 0 else scale_x[own], scale_w=scales,
+        out_dtype=torch.float32, backend="torch",
+    )  # fmt: skip
+    for out, weight, scale in zip(outs, weights, scales, strict=True):
+        exact = (x.double() * scale_x) @ (weight.double() * scale.view(-1, 1)).t()
+        assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_that_share_a_gather(ranks):
+    ranks(2).run(several_weights)
+
+
+def differing(rank, ranks):
+    given = [torch.ones(8, 32).to(E4M3 if rank == 0 else E5M2), torch.ones(8, 32).to(E4M3)]
+    one = torch.ones(())
+    with pytest.raises(DisagreementError, match="disagree on dtype: rank . has torch.float8"):
+        overlap_gemm.gemm_reduce_scatter(*given, scale_x=one, scale_w=one)
+    with pytest.raises(DisagreementError, match="disagree on (weight_dtype|out_dtype)"):
+        if rank == 0:
+            overlap_gemm.gemm_reduce_scatter(given[1], given[1], scale_x=one, scale_w=one)
+        else:
+            overlap_gemm.gemm_reduce_scatter(given[1], given[1].float().to(E5M2), scale_x=one, scale_w=one)
+
+
+def test_ranks_that_differ_in_types_learn_it_by_name(ranks):
+    ranks(2).run(differing)
+
+
+def compiled(rank, ranks):
+    x, weight, scale = torch.ones(6, 32).to(E4M3), torch.ones(8, 32).to(E4M3), torch.full((), 0.5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(x, weight, scale):
+        how = {"scale_x": scale, "scale_w": scale}
+        rows = overlap_gemm.gemm_reduce_scatter(x, weight, **how)
+        (columns,) = overlap_gemm.all_gather_gemm(x, [weight], scale_x=scale, scale_w=[scale], rows="equal")
+        return rows + 1, columns
+
+    rows, columns = both(x, weight, scale)
+    assert rows.shape == (3, 8) and (rows == 32 * 0.25 * ranks + 1).all()
+    assert columns.shape == (12, 8) and columns.dtype == torch.bfloat16 and (columns == 8).all()
+
+
+def test_under_torch_compile(ranks):
+    ranks(2).run(compiled)
