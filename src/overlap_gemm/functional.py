@@ -152,7 +152,8 @@ def all_gather_gemm(
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
     scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
-    single, kept = not isinstance(weight, (list, tuple)), return_gathered or save_gathered
+    saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
+    single, kept = not isinstance(weight, (list, tuple)), return_gathered or saved
     options = CallOptions(
         backend,
         deterministic,

@@ -269,8 +269,6 @@ def _check_scaled(
     scales = _each(scale_w)
     if len(scales) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
-    if options.keep:
-        raise ValueError(f"{op}: return_gathered and save_gathered are for operands without scales")
     if options.out_dtype not in OUT_DTYPES:
         raise TypeError(
             f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {options.out_dtype}"

@@ -48,10 +48,7 @@ def test_scales_belong_to_8_bit_operands_and_so_does_the_results_type():
         gemm_reduce_scatter(X.float(), WEIGHT.float(), out_dtype=torch.float32)
 
 
-def test_what_all_gather_gemm_has_not_yet_is_refused():
-    for how in ({"return_gathered": True}, {"save_gathered": True}):
-        with pytest.raises(ValueError, match="are for operands without scales"):
-            overlap_gemm.all_gather_gemm(X, WEIGHT, **SCALES, **how)
+def test_every_weight_has_its_scales():
     with pytest.raises(ValueError, match="2 weights need as many scale_w, got 1"):
         overlap_gemm.all_gather_gemm(X, [WEIGHT, WEIGHT], scale_x=SCALES["scale_x"], scale_w=[torch.ones(())])
 

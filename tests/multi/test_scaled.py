@@ -89,13 +89,15 @@ def several_weights(rank, ranks):
     scale_x = torch.cat([torch.full((4, 1), 3.0), torch.rand(4, 1) + 1])
     scales = [torch.rand(16, 1) + 1, torch.rand(1, 24) + 1]
     own = slice(4 * rank, 4 * rank + 4)
-    outs = overlap_gemm.all_gather_gemm(
-        x[own], weights, scale_x=scale_x[:1] if rank == 0 else scale_x[own], scale_w=scales,
-        out_dtype=torch.float32, backend="torch",
-    )  # fmt: skip
-    for out, weight, scale in zip(outs, weights, scales, strict=True):
-        exact = (x.double() * scale_x) @ (weight.double() * scale.view(-1, 1)).t()
-        assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-4)
+    for backend in BACKENDS:
+        outs, gathered = overlap_gemm.all_gather_gemm(
+            x[own], weights, scale_x=scale_x[:1] if rank == 0 else scale_x[own], scale_w=scales,
+            out_dtype=torch.float32, backend=backend, return_gathered=True,
+        )  # fmt: skip
+        assert gathered.dtype == E4M3 and torch.equal(gathered.view(torch.uint8), x.view(torch.uint8))
+        for out, weight, scale in zip(outs, weights, scales, strict=True):
+            exact = (x.double() * scale_x) @ (weight.double() * scale.view(-1, 1)).t()
+            assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def test_weights_that_share_a_gather(ranks):

@@ -166,3 +166,104 @@ def async_tensor_parallelism(rank, size, sequence_dim):
 def test_async_tensor_parallelism(ranks, sequence_dim):
     for called in ranks(2).run(async_tensor_parallelism, sequence_dim):
         assert sorted(called) == ["all_gather_gemm"] * 2 + ["gemm_reduce_scatter"] * 2
+
+
+def scaled_operands(m, n, k):
+    """8-bit A [m, k] with a scale per row, B [k, n] by columns with one per column."""
+    A, B = torch.randn(m, k).to(torch.float8_e4m3fn), torch.randn(n, k).to(torch.float8_e4m3fn).t()
+    return A, B, torch.rand(m, 1) + 0.5, torch.rand(1, n) + 0.5
+
+
+def close(found, expected, unit):
+    """Of equal shape, strides and type, within that many roundings of bfloat16 of the largest element."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    error = (found.double() - expected.double()).abs().max()
+    assert error <= unit * 2**-8 * expected.double().abs().max(), float(error)
+
+
+def gathered(tensor, dim):
+    """Every rank's, which gloo carries as float32."""
+    parts = [torch.empty_like(tensor, dtype=torch.float32) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.float().contiguous())
+    return torch.cat(parts, dim)
+
+
+def scaled_equals_torchs_own(rank, size):
+    """The gather against its definition, since gloo carries no bytes of theirs; the sum against torch's."""
+    group = dist.group.WORLD.group_name
+    torch.manual_seed(rank)
+    torch_symm_mem.install(backend="torch")
+    gather, half, single = OPS.fused_all_gather_scaled_matmul, torch.bfloat16, torch.float32
+    with mock.patch.object(torch_symm_mem, "_say") as said:
+        for kind, dim, fast in (("rows", 0, False), ("one", 0, True), ("rows", 1, False), ("all", 1, False)):
+            A, B, scale_a, scale_b = scaled_operands(6, 16, 32)
+            A, scale_a = A.view(2, 3, 32), scale_a.view(2, 3, 1)
+            if kind == "one":
+                scale_a, scale_b = torch.tensor(0.5), torch.tensor(2.0)
+            whole, scales = gathered(A, dim), scale_a if kind == "one" else gathered(scale_a, dim)
+            bias = torch.arange(16, dtype=half)
+            rest = (dim, group, [None, bias], [None] * 2, [half] * 2, [fast] * 2)
+            given = scales if kind == "all" else scale_a
+            found, (plain, biased) = gather(A, [B, B], given, [scale_b] * 2, *rest)
+            assert torch.equal(found.float(), whole)
+            expected = (whole * scales) @ (B.float() * scale_b)
+            close(plain, expected.to(half), 2)
+            close(biased, (expected + bias).to(half), 2)
+        for op in ("sum", "avg"):
+            A, B, scale_a, scale_b = scaled_operands(6 * size, 16, 32)
+            given = (A, B, scale_a, scale_b, op, 1, 0, group, [2, 3 * size, 16], None, None, single)
+            ours = OPS.fused_scaled_matmul_reduce_scatter(*given)
+            same(ours, symm_mem._fused_scaled_matmul_reduce_scatter_fallback(*given))
+        said.assert_not_called()
+    torch_symm_mem.uninstall()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scaled_ones_equal_torchs_own(ranks, world):
+    ranks(world).run(scaled_equals_torchs_own)
+
+
+def differs_where_torchs_own_is_wrong(rank, size):
+    """A bias is added once, and no 8-bit partials are summed; both are said."""
+    group = dist.group.WORLD.group_name
+    torch_symm_mem.install()
+    torch_symm_mem._differs.cache_clear()
+    ones, one = torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(())
+    B, bias, scatter = ones.t(), torch.full((4,), 5.0), OPS.fused_scaled_matmul_reduce_scatter
+    with mock.patch.object(torch_symm_mem.logger, "warning") as said:
+        for op, wanted in (("sum", 32.0 * size + 5), ("avg", 32.0 + 5)):
+            out = scatter(ones, B, one, one, op, 0, 0, group, [4, 4], bias, None, torch.float32)
+            assert (out == wanted).all()
+        out = scatter(ones, B, torch.tensor(33 / 1024), one, "sum", 0, 0, group, [4, 4])
+        assert out.dtype == torch.float8_e4m3fn
+        exact = torch.tensor(33 / 32 * size)
+        assert (out.float() == exact.to(torch.float8_e4m3fn).float()).all()
+    words = [call.args[1] for call in said.call_args_list]
+    assert ["a bias is added once" in text for text in words] == [True, False]
+    assert "rounded to torch.float8_e4m3fn once" in words[1]
+    torch_symm_mem.uninstall()
+
+
+def test_differs_where_torchs_own_is_wrong(ranks):
+    ranks(2).run(differs_where_torchs_own_is_wrong)
+
+
+def scaled_falls_back(rank, size):
+    group = dist.group.WORLD.group_name
+    torch_symm_mem.install()
+    ones, one = torch.ones(2, 32).to(torch.float8_e4m3fn), torch.ones(())
+    types = [torch.bfloat16, torch.float32]
+    with mock.patch.object(torch_symm_mem, "_torchs") as own:
+        own.return_value = lambda *_: (ones, [])
+        for scales, dtypes in (([one], types[:1]), ([None] * 2, types)):
+            n = len(dtypes)
+            rest = (0, group, [None] * n, scales, dtypes, [False] * n)
+            OPS.fused_all_gather_scaled_matmul(ones, [ones.t()] * n, one, [one] * n, *rest)
+    assert [call.args[2] for call in own.call_args_list] == [
+        "results are scaled", "results of ['torch.bfloat16', 'torch.float32']",
+    ]  # fmt: skip
+    torch_symm_mem.uninstall()
+
+
+def test_a_scaled_result_is_torchs_business(ranks):
+    ranks(2).run(scaled_falls_back)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..sharding import Shards
 from ..spec import OPS, OpSpec
+from .collectives import all_gather_rows
 from .reach import Reach, reach_of
 from .scaling import Operand, dequantised, with_scales
 
@@ -234,5 +235,6 @@ def bind_method(
     """`Backend.bind` of a backend that has nothing to find out; `operand` as for `with_scales`."""
     method: Callable[..., Any] = partial(getattr(backend, problem.op), shards=shards, group=group)
     if problem.out_dtype is not None:
-        method = with_scales(method, problem.out_dtype, operand)
+        gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
+        method = with_scales(method, problem.out_dtype, operand, gather)
     return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)

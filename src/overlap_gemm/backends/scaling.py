@@ -96,13 +96,19 @@ Operand = Callable[[Tensor, Tensor, torch.dtype], Any]
 """What a backend's methods get for a matrix with scales."""
 
 
-def with_scales(method: Callable[..., Any], dtype: torch.dtype, operand: Operand) -> Callable[..., Any]:
+def with_scales(
+    method: Callable[..., Any],
+    dtype: torch.dtype,
+    operand: Operand,
+    gather: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[..., Any]:
     """A backend's method, which knows no scales, as a function of `(x, weight, bias, scale_x, scale_w)`.
 
     Args:
         method: Of `Backend`, bound to shards and group.
         dtype: Of the result, and of biases.
         operand: Makes what the method takes of a matrix and its scales.
+        gather: Every rank's rows of a matrix; where a gathered operand is wanted.
     """
 
     def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
@@ -112,8 +118,13 @@ def with_scales(method: Callable[..., Any], dtype: torch.dtype, operand: Operand
             bias = None if bias is None else bias.to(wide)
             return method(whole, operand(weight, scale_w, dtype), bias).to(dtype)
         weights = [operand(*one, dtype) for one in zip(weight, scale_w, strict=True)]
-        _, outs = method(whole, weights, [one.to(wide) for one in bias])
-        return x, [out.to(dtype) for out in outs]
+        gathered, outs = method(whole, weights, [one.to(wide) for one in bias])
+        rows = x
+        if isinstance(gathered, Scaled):
+            rows = gathered.values
+        elif gather is not None:  # of which the method has made something else
+            rows = gather(x.view(torch.uint8)).view(x.dtype)
+        return rows, [out.to(dtype) for out in outs]
 
     return run
 

@@ -1,18 +1,28 @@
-"""`torch.ops.symm_mem.fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, carried out by our ops.
+"""torch's fused symmetric-memory ops, `torch.ops.symm_mem.fused_*`, carried out by our ops.
+
+`fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, and of 8-bit operands with scales
+`fused_all_gather_scaled_matmul`, `fused_scaled_matmul_reduce_scatter`.
 
     from overlap_gemm.integrations import torch_symm_mem
     torch_symm_mem.install()            # uninstall() undoes it
 
 torch.compile's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), torchtitan and
-whatever else calls these two ops then runs ours, on CUDA and on CPU, where torch has none. Where ours cannot
+whatever else calls these ops then runs ours, on CUDA and on CPU, where torch has none. Where ours cannot
 serve, or on a GPU has nothing faster than product and collective, torch's own implementation is called, and
 the logger of this module says so, once for each reason.
+
+Where `fused_scaled_matmul_reduce_scatter` differs from torch's, and the logger says so: a bias is added once,
+after the sum, where torch's adds each rank's to its partial sum, so P times. Where no ``out_dtype`` is given,
+which makes the result one of A's 8-bit type, partial sums are bfloat16 and the result alone is rounded to it,
+where torch's adds 8-bit partials.
 """
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,11 +30,13 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from ..backends.base import BackendName
+from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name
 from ..functional import all_gather_gemm, explain, gemm_reduce_scatter
 from ..lowering import DTYPES
-from ..runtime.group import group_size
+from ..runtime.group import group_rank, group_size
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
+from ..tuning.settings import configured
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +47,7 @@ _installed: torch.library.Library | None = None
 
 
 def install(*, backend: BackendName = "auto") -> None:
-    """Makes our ops the implementations of torch's two, in this process. Every rank calls it.
+    """Makes our ops the implementations of torch's four, in this process. Every rank calls it.
 
     Args:
         backend: As for `overlap_gemm.all_gather_gemm`.
@@ -58,11 +70,17 @@ def install(*, backend: BackendName = "auto") -> None:
     def scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
         return _matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, backend)
 
+    ours = {
+        "fused_all_gather_matmul": gather,
+        "fused_matmul_reduce_scatter": scatter,
+        "fused_all_gather_scaled_matmul": partial(_all_gather_scaled_matmul, backend),
+        "fused_scaled_matmul_reduce_scatter": partial(_scaled_matmul_reduce_scatter, backend),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden, which is the purpose
-        for key in KEYS:
-            library.impl("fused_all_gather_matmul", gather, key, allow_override=True)
-            library.impl("fused_matmul_reduce_scatter", scatter, key, allow_override=True)
+        for op, key in itertools.product(ours, KEYS):
+            if hasattr(torch.ops.symm_mem, op):
+                library.impl(op, ours[op], key, allow_override=True)
     _installed = library
     logger.info("torch.ops.symm_mem.fused_* are carried out by overlap_gemm, backend=%r", backend)
 
@@ -113,11 +131,117 @@ def _matmul_reduce_scatter(
     return out / ranks if reduce_op == "avg" else out
 
 
-def _why_not(A: Tensor, Bs: list[Tensor], dim: int) -> str | None:
-    """Why our ops cannot carry out a call that torch's may."""
+def _all_gather_scaled_matmul(
+    backend: BackendName,
+    A: Tensor,
+    Bs: Sequence[Tensor],
+    A_scale: Tensor,
+    B_scales: Sequence[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    # torch's dispatcher turns a list of types into one of numbers.
+    out_dtypes = symm_mem._maybe_convert_scalar_types_to_dtypes(list(out_dtypes))
+    promised = {dtype or A.dtype for dtype in out_dtypes}
+    why = _why_not_scaled(A, list(Bs), gather_dim, result_scales, promised)
+    if why is None and len(set(use_fast_accum)) > 1:
+        why = f"use_fast_accum={list(use_fast_accum)} differ"
+    if why is not None:
+        own = _torchs("fused_all_gather_scaled_matmul", A, why)
+        given = (gather_dim, group_name, list(biases), list(result_scales), list(out_dtypes))
+        return own(A, list(Bs), A_scale, list(B_scales), *given, list(use_fast_accum))
+    rows = A.shape[gather_dim]
+    if A_scale.numel() > 1 and A_scale.shape[gather_dim] != rows:  # every rank has those of all rows
+        A_scale = A_scale.narrow(gather_dim, rows * group_rank(group_name), rows)
+    (dtype,) = promised
+    wide = _wide(dtype)
+    added: list[Tensor] | None = None
+    if any(bias is not None for bias in biases):
+        added = [
+            B.new_zeros(B.shape[1], dtype=wide) if bias is None else bias.to(wide)
+            for B, bias in zip(Bs, biases, strict=True)
+        ]
+    weights = [B.t() for B in Bs]
+    with configured(fast_accum=True) if any(use_fast_accum) else nullcontext():
+        outs, gathered = all_gather_gemm(
+            A, weights, group=group_name, dim=gather_dim, rows="equal", columns="equal", bias=added,
+            return_gathered=True, backend=backend, scale_x=A_scale, scale_w=list(B_scales), out_dtype=wide,
+        )  # fmt: skip
+    return gathered, [out.to(dtype) for out in outs]
+
+
+def _scaled_matmul_reduce_scatter(
+    backend: BackendName,
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    batch, ranks, dtype = list((output_shape or A.shape)[:-1]), group_size(group_name), out_dtype or A.dtype
+    x = A.reshape(*batch, A.shape[-1])
+    why = _why_not_scaled(x, [B], orig_scatter_dim, [result_scale], {dtype})
+    if why is None and batch[orig_scatter_dim] % ranks:
+        why = f"{batch[orig_scatter_dim]} rows are not divisible by P={ranks}"
+    if why is None and reduce_op not in ("sum", "avg"):
+        why = f"reduce_op={reduce_op!r}"
+    if why is not None:
+        own = _torchs("fused_scaled_matmul_reduce_scatter", A, why)
+        dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, [*batch, B.shape[1]])
+        return own(A, B, A_scale, B_scale, reduce_op, *dims, bias, result_scale, out_dtype, use_fast_accum)
+    wide = _wide(dtype)
+    bias = None if bias is None else bias.to(wide)
+    average = reduce_op == "avg"
+    if bias is not None and ranks > 1 and not average:
+        _differs("a bias is added once, after the sum; torch's own adds it on each of the ranks")
+    if dtype in FLOAT8:
+        _differs(f"the sum of {wide} partials is rounded to {dtype} once; torch's own adds partials of that")
+    with configured(fast_accum=True) if use_fast_accum else nullcontext():
+        out = gemm_reduce_scatter(
+            x, B.t(), group=group_name, dim=orig_scatter_dim, k="equal", backend=backend,
+            bias=None if average else bias, out_dtype=wide, scale_w=B_scale,
+            scale_x=A_scale if A_scale.numel() == 1 else A_scale.reshape(*batch, 1),
+        )  # fmt: skip
+    if average:
+        out = out / ranks if bias is None else out / ranks + bias
+    return out.to(dtype).contiguous()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What ours computes for a result of that type."""
+    return OUT_DTYPES[0] if dtype in FLOAT8 else dtype
+
+
+def _why_not_scaled(
+    A: Tensor, Bs: list[Tensor], dim: int, result_scales: Sequence[Tensor | None], promised: set[torch.dtype]
+) -> str | None:
+    """Why our ops cannot carry out a scaled call that torch's may; `promised`: the results' types."""
+    if any(scale is not None for scale in result_scales):
+        return "results are scaled"
+    if len(promised) != 1 or not promised <= {*OUT_DTYPES, *FLOAT8}:
+        return f"results of {sorted(map(str, promised))}"
+    if A.dtype not in FLOAT8 or any(B.dtype not in FLOAT8 for B in Bs):
+        return f"dtypes {A.dtype} and {sorted({str(B.dtype) for B in Bs})}"
+    return _why_not(A, Bs, dim, tuple(FLOAT8))
+
+
+def _why_not(A: Tensor, Bs: list[Tensor], dim: int, mixed: Sequence[torch.dtype] = ()) -> str | None:
+    """Why our ops cannot carry out a call that torch's may; `mixed`: types that go together."""
     if not 0 <= dim < A.ndim - 1:
         return f"dimension {dim} of {A.ndim} is not a row dimension of A"
-    if A.dtype not in DTYPES or any(B.dtype != A.dtype for B in Bs):
+    if not mixed and (A.dtype not in DTYPES or any(B.dtype != A.dtype for B in Bs)):
         return f"dtypes {A.dtype} and {sorted({str(B.dtype) for B in Bs})}"
     if not Bs or any(B.ndim != 2 or B.shape[0] != A.shape[-1] for B in Bs):
         return f"shapes A {list(A.shape)} and B {[list(B.shape) for B in Bs]}"
@@ -138,6 +262,12 @@ def _torchs(op: str, A: Tensor, why: str) -> Callable[..., Any]:
     """Torch's own implementation; for CPUs its fake kernel, collective and product."""
     _say(op, why)
     return getattr(symm_mem, f"_{op}" if A.is_cuda else f"_{op}_fallback")
+
+
+@cache
+def _differs(how: str) -> None:
+    """Once for each way."""
+    logger.warning("fused_scaled_matmul_reduce_scatter: %s", how)
 
 
 @cache
