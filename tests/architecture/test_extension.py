@@ -3,16 +3,19 @@
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import cutlass
 import pytest
+from cutlass import cute
 from tests.emulated.kernel_case import KernelCase, Workspaces
 
 from cute_emulator import Emulator
+from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.kernels import arch as archs
 from overlap_gemm.kernels.arch import ARCHS, Mma, arch_of
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, Operand
-from overlap_gemm.transports import PeerBulk
+from overlap_gemm.transports import PeerBulk, Transport
 from overlap_gemm.tuning.space import every_config
 
 
@@ -54,6 +57,22 @@ class Halve:
         return x * 0.5
 
 
+@dataclass(frozen=True)
+class OrdinaryStores(Transport):
+    """One thread loads a stage chunk by chunk, and stores it at the owner."""
+
+    @cute.jit
+    def put(self, route, offset, stage, num_bytes):
+        chunks = cute.zipped_divide(stage, (CHUNK_BYTES * 8 // stage.element_type.width,))
+        for i in cutlass.range(num_bytes // CHUNK_BYTES, unroll=1):
+            values = cute.make_rmem_tensor(chunks.shape[0], stage.element_type)
+            cute.autovec_copy(chunks[(None, i)], values)
+            self.store(route.peers, route.owner, route.slot + offset + i * CHUNK_BYTES, values)
+
+    def store(self, peers, peer, offset, values):
+        store_run(peers[peer] + offset, values)
+
+
 def run(config, transport, world, target=None, **sizes):
     """One launch on every rank, checked against float64."""
     case = KernelCase(config, world=world, **{"rows": 264, "cols": 152, "depth": 200, **sizes})
@@ -71,6 +90,12 @@ def test_another_epilogue(arch, transport, world):
     mma = next(iter(ARCHS[arch].mma))
     config = GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64))
     run(replace(config, epilogue=(Halve(), GatedSquare(), Bias("bf16"))), transport, world)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_another_transport(arch):
+    mma = next(iter(ARCHS[arch].mma))
+    run(GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64)), OrdinaryStores(), 3)
 
 
 def test_an_unknown_architecture_is_an_error():

@@ -1,9 +1,10 @@
-"""An op is what its `OpSpec` says: who else names one, or tells one from another by its name, is counted."""
+"""An op, or a transport, is what its object says: who else names one, or asks which it is, is counted."""
 
 import ast
 from pathlib import Path
 
 from overlap_gemm.spec import OPS, PATTERNS
+from overlap_gemm.spec.transport import TRANSPORTS
 
 SOURCE = Path(__file__).parents[2] / "src" / "overlap_gemm"
 ROOM = "spec"
@@ -13,6 +14,9 @@ OP_NAMES = 13
 
 PATTERN_NAMES = 7
 """The same of patterns, and of collectives that are called so."""
+
+TRANSPORT_NAMES = 9
+"""Names of transports that decide something: on the host, what `configured` asks for."""
 
 
 def trees():
@@ -26,8 +30,12 @@ def names_in(tree, names):
 
 
 def identities(tree):
-    """Names of ops and patterns that decide something: compared with, looked for, or keys."""
-    names = {*OPS, *PATTERNS}
+    """Names of ops and patterns that decide something."""
+    return compared(tree, {*OPS, *PATTERNS})
+
+
+def compared(tree, names):
+    """Names that are compared with, looked for, or keys."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             yield from names_in(node, names)
@@ -51,7 +59,35 @@ def test_nobody_else_tells_one_op_from_another_by_its_name():
     assert counted(identities) == collectives
 
 
+def asked_of_transports(tree):
+    """Attributes of a transport that are no method which is called: what it is, not what it does."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called:
+            owner = node.value
+            name = getattr(owner, "id", getattr(owner, "attr", None))
+            if name == "transport":
+                yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
+            yield from (arg.id for arg in node.args if getattr(arg, "id", None) == "transport")
+
+
+def test_roles_ask_transports_to_do_things():
+    assert {name: asked for name, asked in counted(asked_of_transports).items() if "kernels/" in name} == {}
+
+
+def test_transports_are_told_apart_in_few_places():
+    found = counted(lambda tree: compared(tree, set(TRANSPORTS)))
+    assert (
+        sum(count for name, count in found.items() if not name.startswith("transports/")) <= TRANSPORT_NAMES
+    ), found
+
+
 def test_the_counters_see_what_they_count():
+    seen = ast.parse(
+        "transport.puts or not self.transport.words or transport.put(1) or isinstance(transport, LL)"
+    )
+    assert len(list(asked_of_transports(seen))) == 3
     tree = ast.parse('op == "gemm_all_reduce" or op in ("one_shot",)\ntable = {"gemm_all_gather": 1}')
     assert len(list(identities(tree))) == 3
     assert len(names_in(tree, set(OPS))) == 2

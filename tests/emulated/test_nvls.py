@@ -13,7 +13,7 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, mutate
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels import copies, send, sums
+from overlap_gemm.kernels import send
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings
@@ -21,7 +21,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-from overlap_gemm.transports import Nvls
+from overlap_gemm.transports import Nvls, Transport
 from overlap_gemm.tuning.settings import configured
 
 from .op_runs import LARGER, SMALL, lagging, name, run, summed, world_of
@@ -120,10 +120,10 @@ def test_a_lagging_rank(starved):
 # --- what is needed of fences, flags and the rule of reuse ---
 
 
-@pytest.mark.parametrize("part", [sums, copies], ids=["into-the-switch", "out-of-it"])
+@pytest.mark.parametrize("part", ["await_partials", "publish_unit"], ids=["into-the-switch", "out-of-it"])
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_either_alias_fence_taken_out_is_found(arch, part, monkeypatch, changed_kernels):
-    monkeypatch.setattr(part, "alias_fence", lambda: None)
+    monkeypatch.setattr(Nvls, part, getattr(Transport, part))
     with pytest.raises(EmulatorError, match="alias-fence.*no fence.proxy.alias between"):
         run(OP, arch, 2, (64, 128, 64), transport="nvls", num_sms=2)
 

@@ -40,17 +40,10 @@ def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, patt
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
-        from ..transports import LL, Nvls, Nvshmem, PeerBulk, Staged
+        from ..transports import DEVICE
 
-        ways = {
-            "local": lambda: None,
-            "peer_bulk": PeerBulk,
-            "ll": LL,
-            "nvls": Nvls,
-            "staged": Staged,
-            "nvshmem": Nvshmem,
-        }
-        kernel = make_kernel(config, ways[transport](), cooperative, pattern)
+        way = None if transport == "local" else DEVICE[transport]()
+        kernel = make_kernel(config, way, cooperative, pattern)
         if transport == "nvshmem":
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)

@@ -32,6 +32,13 @@ class WaitBound(NamedTuple):
     record: Any
     claim: Any
 
+    def times(self, waits: int) -> WaitBound:
+        """``waits`` bounds in a row, where a source itself may wait for others first.
+
+        So the rank that is named is the one that is missing, not one that waits for it.
+        """
+        return self._replace(timeout_ns=self.timeout_ns * waits)
+
 
 EPOCH_BITS = 48
 """Of a flag."""

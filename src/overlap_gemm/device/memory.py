@@ -86,6 +86,18 @@ def store_chunk(instruction: str, address: Int64, words: Sequence[Any]) -> None:
     )
 
 
+def order_async_writes() -> None:
+    """The calling thread's bulk stores come after what it has observed by ordinary accesses."""
+    cute.arch.fence_proxy("async.global")
+
+
+def load_run(address: Any, values: Any) -> None:
+    """Starts to load a chunk of registers from the ``Int64`` ``address``; arguments as for `store_run`."""
+    dtype, number = values.element_type, cute.size(values)
+    source = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(number)), values)
+
+
 def store_run(address: Any, values: Any) -> None:
     """Stores a chunk of registers at the ``Int64`` ``address``, in as few stores as its bytes allow.
 

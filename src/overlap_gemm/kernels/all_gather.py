@@ -43,22 +43,22 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.failure import Op
+from overlap_gemm.device.memory import order_async_writes
 from overlap_gemm.kernels.call import (
     Call,
     await_peers,
     await_readers,
     begin_warp,
     end_warp,
-    order_async_writes,
 )
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits, stage_layout
 from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
 from overlap_gemm.schedules import OwnShardFirst, Place
+from overlap_gemm.transports.base import Transport
 
 
 class Shards(NamedTuple):

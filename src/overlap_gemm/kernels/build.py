@@ -54,8 +54,9 @@ from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.relay import Relay
-from overlap_gemm.kernels.surface import Mainloop, Transport
+from overlap_gemm.kernels.surface import Mainloop
 from overlap_gemm.spec import PATTERNS
+from overlap_gemm.transports.base import Transport
 
 
 def make_kernel(

@@ -184,11 +184,6 @@ def count(word: Any, sem: cutlass.Constexpr = "relaxed") -> Int32:
     return Int32(cute.arch.shuffle_sync(value, 0))
 
 
-def order_async_writes() -> None:
-    """The calling thread's bulk stores come after what it has observed by ordinary accesses."""
-    cute.arch.fence_proxy("async.global")
-
-
 @cute.jit
 def enter(call: Call, op: cutlass.Constexpr) -> None:
     """One thread of each CTA, before it touches a peer: registers the launch; traps if another one runs."""

@@ -8,6 +8,7 @@ produces    the values in the output, clipped
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,23 +16,19 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
 from overlap_gemm.device.memory import DTYPES, LANES
-from overlap_gemm.device.multicast import alias_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
 from overlap_gemm.kernels.receive import (
-    Awaited,
     ReceiveContext,
     Window,
-    await_result,
     copy_unit,
-    result_bound,
     unit_exists,
 )
-from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+from overlap_gemm.transports.base import Transport
 
 
 class CopiedUnit(NamedTuple):
@@ -54,6 +51,11 @@ class CopiedUnit(NamedTuple):
     window: Window
     source: Any
     tile: Any
+
+    @property
+    def copied(self) -> tuple[Any, ...]:
+        """What `copy_unit` wants to know of it."""
+        return self.slot, self.unit, self.at, self.window, self.source
 
 
 SHOTS = 2
@@ -86,10 +88,9 @@ class TileCopies:
     @cute.jit
     def await_tile(self, given: ReceiveContext, index: Int32) -> None:
         """The source's tile, if it has that many."""
-        if cutlass.const_expr(not self.transport.words):
-            source, tile = self._locate(given, index)
-            if tile < shard_tiles(self.config, self._list(given, source)):
-                await_result(given.call, self.op, tile, tile, source)
+        source, tile = self._locate(given, index)
+        if tile < shard_tiles(self.config, self._list(given, source)):
+            self.transport.await_result(given.call, self.op, tile, tile, source)
 
     def locate(self, given: ReceiveContext, index: Any, unit: Any) -> CopiedUnit:
         """Where it is, and where it goes."""
@@ -107,11 +108,8 @@ class TileCopies:
     def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
         """Copies one unit."""
         if place.exists:
-            awaited = None
-            if cutlass.const_expr(self.transport.words):
-                bound = given.call.bound
-                awaited = Awaited.of(given.call, self.op, Role.RECEIVE_RESULT, place.tile, bound)
-            copy_unit(self.config, place.slot, place.unit, place.at, place.window, place.source, awaited)
+            arrival = self.transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile)
+            copy_unit(self.config, self.transport, arrival, *place.copied)
 
     def _grid(self, given: ReceiveContext, columns: Any) -> TileGrid:
         """Cluster tiles of so many columns.
@@ -190,22 +188,18 @@ class ResultCopies:
 
     @cute.jit
     def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
-        """Waits for one unit, copies it; of one that does not exist see `Results.every_unit`."""
-        call, results = given.call, self.results
-        if cutlass.const_expr(results.every_unit):
-            self._await_unit(given, place)
+        """Waits for one unit, copies it."""
+        transport, wait = self.results.transport, partial(self._await_unit, given, place)
         if place.exists:
-            awaited = None
-            if cutlass.const_expr(results.transport.words):
-                bound = result_bound(call, SHOTS)
-                awaited = Awaited.of(call, self.op, Role.RECEIVE_RESULT, place.tile, bound)
-            elif cutlass.const_expr(not results.every_unit):
-                self._await_unit(given, place)
-            copy_unit(results.config, place.slot, place.unit, place.at, place.window, place.source, awaited)
+            wait()
+            arrival = transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile, SHOTS)
+            copy_unit(self.results.config, transport, arrival, *place.copied)
+        transport.if_absent(place.exists, wait)
 
     def _await_unit(self, given: ReceiveContext, place: CopiedUnit) -> None:
         flag = self.results.flag(given.work, place.tile, place.unit)
-        await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
+        transport = self.results.transport
+        transport.await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
 
     def _others(self, given: ReceiveContext) -> Any:
         """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
@@ -229,8 +223,7 @@ class ResultLane(NamedTuple):
 class Results:
     """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
 
-    To ranks beyond reach they are put from the own result slot, unit by unit; where the switch copies, one
-    store is for all ranks.
+    To ranks beyond reach they are put from the own result slot, unit by unit.
 
     A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
     would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
@@ -246,11 +239,6 @@ class Results:
 
     config: GemmConfig
     transport: Transport
-
-    @property
-    def every_unit(self) -> bool:
-        """Whether peers are told of units that do not exist, too: a relay waits for every flag."""
-        return self.transport.puts
 
     @property
     def chunk_bytes(self) -> int:
@@ -271,44 +259,31 @@ class Results:
         own = self.slot(call, work, call.exchange.rank, tile)
         return ResultLane(call, own + first * self.chunk_bytes)
 
-    @cute.jit
-    def send(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
-        """One lane stores a chunk, ``chunk`` after its first, at every peer, the next rank first.
+    def send(self, lane: ResultLane, chunk: Any, values: cute.Tensor) -> None:
+        """One lane stores a chunk, ``chunk`` after its first, at every peer."""
+        self.transport.store_to_all(lane.call.exchange, lane.offset + chunk * self.chunk_bytes, values)
 
-        And at last in the own result slot, if somebody may have to be put to.
-        """
-        exchange, offset = lane.call.exchange, lane.offset + chunk * self.chunk_bytes
-        if cutlass.const_expr(self.transport.multicast):
-            self.transport.store(exchange.peers, exchange.world, offset, values)
-        else:
-            peer = Int32(exchange.rank)
-            for _ in cutlass.range(exchange.world - (not self.transport.puts), unroll=1):
-                peer += 1
-                if peer == exchange.world:
-                    peer = Int32(0)
-                self.transport.store(exchange.peers, peer, offset, values)
+    @cute.jit
+    def pad(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
+        """One lane stores zeros for a chunk outside the output."""
+        values.fill(0.0)
+        self.send(lane, chunk, values)
 
     @cute.jit
     def publish(
         self, call: Call, work: Work, tile: Int32, unit: Int32, exists: cutlass.Constexpr = True
     ) -> None:
-        """All lanes, after their stores: each releases the unit's flag at a peer, if there are flags.
+        """All lanes, after their stores: each releases the unit's flag at a peer.
 
         Of a unit that does not exist nothing is put.
-
-        A peer reads the sum by its own address, and everybody's next tiles are stored by such: each lane's
-        fence lies between these and its loads and stores through the multicast address.
         """
-        if cutlass.const_expr(self.transport.multicast):
-            alias_fence()
-        if cutlass.const_expr(not self.transport.words):
-            call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
-            cute.arch.sync_warp()
-            (peers, rank, world, *_), base = call.exchange, call.base
-            unit_bytes = self.config.result_bytes // self.config.units
-            slot = self.slot(call, work, rank, tile) + unit * unit_bytes
-            flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
-            for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
-                if peer != rank:
-                    route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
-                    self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)
+        call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
+        cute.arch.sync_warp()
+        (peers, rank, world, *_), base = call.exchange, call.base
+        unit_bytes = self.config.result_bytes // self.config.units
+        slot = self.slot(call, work, rank, tile) + unit * unit_bytes
+        flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
+        for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
+            if peer != rank:
+                route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
+                self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)

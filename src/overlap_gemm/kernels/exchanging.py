@@ -13,8 +13,9 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.surface import Order, Output, Transport
+from overlap_gemm.kernels.surface import Order, Output
 from overlap_gemm.kernels.work import Share, Work
+from overlap_gemm.transports.base import Transport
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class TileExchange(ABC):
     @final
     def begin(self, exchange: Exchange, smem: Any) -> Call:
         """Reads the epoch."""
-        # Where data is its own flag nobody acquires, and the table stays in the L1 cache.
-        return Call.begin(exchange, smem=None if self.transport.words else smem)
+        return Call.begin(exchange, smem=self.transport.looks_up_in(smem))
 
     @abstractmethod
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:

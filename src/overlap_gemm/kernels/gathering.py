@@ -23,9 +23,9 @@ from overlap_gemm.kernels.geometry import (
     SENDERS_OFFSET,
     shard_piece,
 )
-from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
 from overlap_gemm.schedules import ceil_div
+from overlap_gemm.transports.base import Transport
 
 
 class Gathering(NamedTuple):
@@ -90,13 +90,10 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
     """
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, Op.ALL_GATHER_GEMM, source)
-    if cutlass.const_expr(transport.puts):
-        full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
-        pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
-        for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
-            await_piece(call.call, source, piece)
-    elif cute.arch.lane_idx() == 0:
-        await_piece(call.call, source, 0)
+    full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
+    pieces = transport.shard_pieces(Int32(ceil_div(call.shard(source)[1], shard_piece(full))))
+    for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
+        await_piece(call.call, source, piece)
     cute.arch.sync_warp()
 
 

@@ -14,8 +14,8 @@ full shards have multiples of 8 columns, is what TMA needs of the own columns. T
 well only where peers beyond reach may have them put from there. (By way of the slot, 1 / P of the output
 would be written and read once more in local memory.)
 
-With words that are their own flag the comm warp's lanes store them at the peers, and its first lane the own
-subtile by TMA, for which it waits before the stage is free.
+With `transports.ll` the comm warp's lanes store words at the peers, and its first lane the own subtile by
+TMA, for which it waits before the stage is free.
 
 Shards are those of ``torch.chunk``: the last ones are shorter, or empty. A source with fewer columns numbers
 its tiles by its own grid, which everybody can tell from N and the full shard; slots are counted by the full
@@ -34,6 +34,7 @@ rank's alone: its own columns are written by TMA, the others by ordinary stores.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -50,9 +51,10 @@ from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import output_store, store_subtile
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, Destination, send_role
-from overlap_gemm.kernels.surface import Output, Transport
+from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
+from overlap_gemm.transports.base import Transport
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class OutputGather(TileExchange):
     def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
         """Stores every tile, and sends it to everybody."""
         transport = self.transport
-        peers = BroadcastSender(self.config, self.order, transport, work, call, stages, transport.puts)
+        peers = BroadcastSender(self.config, self.order, transport, work, call, stages, to_itself=False)
         send_role(ring, GatherSender(peers, output), work, call, Op.GEMM_ALL_GATHER)
 
 
@@ -118,11 +120,11 @@ class Placed(NamedTuple):
 
     Attributes:
         at: its place in the own columns.
-        parcel: to the peers.
+        to_peers: to the peers.
     """
 
     at: CtaTile
-    parcel: Destination
+    to_peers: Destination
 
 
 @dataclass(frozen=True)
@@ -154,17 +156,11 @@ class GatherSender:
 
     @cute.jit
     def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile; where all lanes call this, none of it is under way after it."""
-        if cutlass.const_expr(self.transport.words):
-            if cute.arch.lane_idx() == 0:
-                self._store(place.at, subtile, stage)
-                cute.arch.cp_async_bulk_commit_group()
-            self.peers.send(place.parcel, subtile, stage)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-        else:
-            self.peers.send(place.parcel, subtile, stage)
-            self._store(place.at, subtile, stage)
+        """Starts moving one subtile."""
+        self.transport.send_and_store(
+            partial(self.peers.send, place.to_peers, subtile, stage),
+            partial(self._store, place.at, subtile, stage),
+        )
 
     def _store(self, at: CtaTile, subtile: Any, stage: Any) -> None:
         tma, tensor = self.output
@@ -172,4 +168,4 @@ class GatherSender:
 
     def publish(self, tile: Any, place: Placed) -> None:
         """Tells the peers that the tile's slot is complete."""
-        self.peers.publish(tile, place.parcel)
+        self.peers.publish(tile, place.to_peers)

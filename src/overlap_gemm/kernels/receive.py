@@ -22,17 +22,14 @@ Whoever takes a unit, what it produces is the same: results are bitwise repeatab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.device.flags import WaitBound, wait_flag
-from overlap_gemm.device.ll import load_words, take_words
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer, store_run
+from overlap_gemm.device.memory import DTYPES, LANES, store_run
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, has_empty_subtiles
@@ -174,99 +171,44 @@ def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) ->
     return exists
 
 
-def result_bound(call: Call, waits: int) -> WaitBound:
-    """``waits`` bounds in a row, where a source itself may wait for others first.
-
-    So the rank that is named is the one that is missing, not one that waits for it.
-    """
-    return call.bound._replace(timeout_ns=call.bound.timeout_ns * waits)
-
-
-@cute.jit
-def await_result(
-    call: Call,
-    op: cutlass.Constexpr,
-    flag: Int32,
-    tile: Int32,
-    source: Int32,
-    waits: cutlass.Constexpr = 1,
-) -> None:
-    """All lanes: waits for flag number ``flag`` of ``source``; a failure record says ``tile``.
-
-    ``waits``: see `result_bound`.
-    """
-    if cute.arch.lane_idx() == 0:
-        bound = result_bound(call, waits)
-        site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
-        wait_flag(call.flag(call.base, flag, source), call.epoch, bound, site)
-    cute.arch.sync_warp()
-
-
-class Awaited(NamedTuple):
-    """Data that is its own flag, and what a failure record says if it does not come.
-
-    Attributes:
-        epoch: the call's.
-        bound: bound of the wait.
-        site: who waits for what of rank 0.
-    """
-
-    epoch: Any
-    bound: Any
-    site: Any
-
-    @staticmethod
-    def of(call: Call, op: Op, role: Role, tile: Any, bound: WaitBound) -> Awaited:
-        """What a lane waits for of ``tile``."""
-        return Awaited(call.epoch, bound, call.site(op, role, tile, 0, tile * call.exchange.world))
-
-    def load(self, address: Any, values: cute.Tensor) -> None:
-        """Loads a chunk, whether or not it is there."""
-        load_words(address, cute.recast_tensor(values, Uint32))
-
-    def take(self, addresses: Sequence[Any], values: cute.Tensor, sources: Sequence[Any]) -> None:
-        """Waits until the chunks that `load` has loaded are there; then their places are empty."""
-        words = cute.recast_tensor(values, Uint32)
-        take_words(tuple(addresses), words, tuple(sources), self.epoch, self.bound, self.site)
-
-
 @cute.jit
 def copy_unit(
     config: cutlass.Constexpr,
+    transport: cutlass.Constexpr,
+    arrival: Any,
     address: Int64,
     unit: Int32,
     tile: CtaTile,
     window: Window,
     source: Int32,
-    awaited: Any = None,
 ) -> None:
     """All lanes: stores a unit of complete values into the output.
 
     Args:
         config: the kernel's configuration.
+        transport: how they have come.
+        arrival: see there.
         address: of the tile's slot: chunks of the output's type where `StageChunks` has them.
         unit: which of the tile's.
         tile: where it lies in ``window``.
         window: of the output.
         source: whose values.
-        awaited: None: the unit has arrived. Else the `Awaited` with which it is waited for.
     """
     chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
     chunk_bytes = chunks.elements * dtype.width // 8
     first = unit * (config.lane_chunks * LANES) + cute.arch.lane_idx()
     loaded = cute.make_rmem_tensor((chunks.elements, config.lane_chunks), dtype)
     for c in cutlass.range_constexpr(config.lane_chunks):
-        if cutlass.const_expr(awaited is not None):
-            awaited.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
-        else:
-            at = address + (first + c * LANES) * chunk_bytes
-            place = global_pointer(dtype, at, min(CHUNK_BYTES, chunk_bytes))
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(chunks.elements)), loaded[(None, c)])
-    if cutlass.const_expr(awaited is not None):
-        places = [address + (first + c * LANES) * chunk_bytes for c in range(config.lane_chunks)]
-        awaited.take(places, loaded, [source] * config.lane_chunks)
+        transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
+    places = partial(_chunks, address, first, chunk_bytes, config.lane_chunks)
+    transport.take(arrival, places, loaded, [source] * config.lane_chunks)
     for c in cutlass.range_constexpr(config.lane_chunks):
         row, column = chunks.locate(first + c * LANES)
         row, column = tile.row + row, tile.column + column
         if row < window.rows and column < window.columns:
             window.store(row, column, loaded[(None, c)])
+
+
+def _chunks(address: Any, first: Any, chunk_bytes: int, number: int) -> list[Any]:
+    """Where a lane's chunks of a unit lie."""
+    return [address + (first + c * LANES) * chunk_bytes for c in range(number)]

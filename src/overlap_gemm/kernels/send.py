@@ -10,21 +10,21 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
-from overlap_gemm.kernels.call import Call, await_peers, begin_warp, order_async_writes
+from overlap_gemm.kernels.call import Call, await_peers, begin_warp
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import has_empty_subtiles
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
-from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
 from overlap_gemm.schedules import ceil_div
+from overlap_gemm.transports.base import Transport
 
 
 @cute.jit
 def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of the comm warp: one sends and publishes every tile; the grid's first warp greets the peers.
+    """All lanes of the comm warp: send and publish every tile; the grid's first warp greets the peers.
 
-    Where data is its own flag, all lanes send and nobody publishes. Either way the warp waits for the ring,
-    which the epilogue fills without waiting for any peer, and for peers only when everything is sent.
+    The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
+    when everything is sent.
 
     Args:
         ring: the ring.
@@ -35,13 +35,7 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
     """
     is_first = cta_number() == 0
     begin_warp(call, op, sender.transport, is_first)
-    if cutlass.const_expr(not sender.transport.words):
-        if cute.arch.lane_idx() == 0:
-            order_async_writes()
-            ring.drain(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
-        cute.arch.sync_warp()
-    if cutlass.const_expr(sender.transport.words):
-        ring.drain_by_warp(ring.consumer_state(), work.num_tiles, sender.config.subtiles, sender)
+    sender.transport.drain(ring, work.num_tiles, sender)
     if is_first:
         await_peers(call, op)
 
@@ -110,9 +104,8 @@ class OwnerSender:
         """The tile's route to its owner."""
         work = self.work
         at = CtaTile.at(self.config, work.place(self.order, tile))
-        route = route_of(self.config, self.call, work.slots, at.index, at.owner)
-        if self.transport.multicast:
-            route = route._replace(slot=place_of(self.config, self.call, work.slots, at.index, at.owner))
+        source = self.transport.source_of(self.call.exchange.rank, at.owner)
+        route = route_of(self.config, self.call, work.slots, at.index, source, at.owner)
         return Destination(route, *work.left(at))
 
     @cute.jit
@@ -142,7 +135,7 @@ class BroadcastSender:
         work: this cluster's work.
         call: the call's run-time values.
         stages: the ring's stages.
-        to_itself: whether this rank itself is among them.
+        to_itself: whether this rank itself needs the tile in its slot.
     """
 
     config: GemmConfig
@@ -156,7 +149,8 @@ class BroadcastSender:
     def locate(self, tile: Any) -> Destination:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
-        route = route_of(self.config, self.call, self.work.slots, at.index, self.call.exchange.rank)
+        rank = self.call.exchange.rank
+        route = route_of(self.config, self.call, self.work.slots, at.index, rank, rank)
         own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
         return Destination(own, *self.work.left(at))
 
@@ -169,11 +163,8 @@ class BroadcastSender:
             rank = Int32(route.rank)
             for _ in cutlass.range(self._ranks, unroll=1):
                 rank = _next(rank, self.call.exchange.world)
-                stage_bytes = self.stages.flat[(None, stage)]
-                if cutlass.const_expr(not self.transport.puts):  # noqa: SIM114
-                    self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
-                elif route.peers[rank] >= 0:
-                    self.transport.put(route._replace(owner=rank), offset, stage_bytes, num_bytes)
+                to = route._replace(owner=rank)
+                self.transport.put_to_each(to, offset, self.stages.flat[(None, stage)], num_bytes)
 
     @cute.jit
     def publish(self, tile: Int32, place: Destination) -> None:
@@ -187,7 +178,7 @@ class BroadcastSender:
 
     @property
     def _ranks(self) -> Any:
-        return self.call.exchange.world - (not self.to_itself)
+        return self.transport.num_recipients(self.call.exchange.world, self.to_itself)
 
 
 @cute.jit
@@ -203,11 +194,11 @@ def place_of(config: GemmConfig, call: Call, tiles: Any, index: Any, rank: Any) 
     return call.buffer + (Int64(rank) * tiles + index) * config.tile_bytes
 
 
-def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, owner: Any) -> Route:
-    """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each source has slots for."""
+def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, source: Any, owner: Any) -> Route:
+    """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each ``source`` has slots for."""
     exchange = call.exchange
     rank = exchange.rank
-    slot = place_of(config, call, tiles, index, rank)
+    slot = place_of(config, call, tiles, index, source)
     staging = (Int64(owner) * tiles + index) * config.tile_bytes
     staged_flags = call.base + staged_flags_offset(exchange.slots_offset)
     return Route(

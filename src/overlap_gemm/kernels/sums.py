@@ -9,30 +9,22 @@ and peer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.device.flags import wait_flag
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, global_pointer
-from overlap_gemm.device.multicast import alias_fence, load_sum
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, Visits
-from overlap_gemm.kernels.receive import Awaited, ReceiveContext, Window, unit_exists
+from overlap_gemm.kernels.receive import ReceiveContext, Window, unit_exists
 from overlap_gemm.kernels.send import place_of
-from overlap_gemm.kernels.surface import Transport
 from overlap_gemm.kernels.work import CtaTile, shard_tiles
-
-LOADS_IN_FLIGHT = 8
-"""Loads of 16 bytes that a lane has under way, whatever the number of ranks: each takes about a
-microsecond."""
-
-LOADS_BESIDE_A_RELAY = 4
-"""The same where a relay puts sums to some peers: there the relay is the bound, and with more loads two-shot
-kernels spill on sm_90a."""
+from overlap_gemm.transports.base import Transport
 
 
 class Lane(NamedTuple):
@@ -41,12 +33,12 @@ class Lane(NamedTuple):
     Attributes:
         address: of its first chunk in the first source's slot; the next is 32 chunks further on.
         source_bytes: bytes from one source's slots to the next one's.
-        world: sources: the ranks, or one, the switch, for all of them.
+        world: sources: see `Transport.partials`.
         first: the first chunk's number in the tile.
         row: the tile's first row in the window.
         column: the tile's first column.
         window: of the output.
-        awaited: of what is waited for as it is taken: what to say if it does not come; else None.
+        arrival: see `Transport.take`.
         result: where sums go on to: see `copies.Results.lane`; None where they do not.
     """
 
@@ -57,7 +49,7 @@ class Lane(NamedTuple):
     row: Any
     column: Any
     window: Any
-    awaited: Any
+    arrival: Any
     result: Any
 
 
@@ -111,21 +103,8 @@ class Sums:
 
     @cute.jit
     def await_tile(self, given: ReceiveContext, index: Int32) -> None:
-        """Each lane waits for a source's flag; then the warp may read every slot of the tile.
-
-        Also through the multicast address: what the ranks have stored, and read, through their own ones lies
-        before each lane's fence.
-        """
-        call = given.call
-        if cutlass.const_expr(not self.transport.words):
-            for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
-                flag = index * call.exchange.world + source
-                site = call.site(self.op, Role.RECEIVE_PARTIAL, index, source, flag)
-                address = call.flag(call.base, index, source)
-                wait_flag(address, call.epoch, call.bound, site)
-            cute.arch.sync_warp()
-        if cutlass.const_expr(self.transport.multicast):
-            alias_fence()
+        """Then the warp may read every slot of the tile."""
+        self.transport.await_partials(given.call, self.op, index)
 
     def locate(self, given: ReceiveContext, index: Any, unit: Any) -> SummedUnit:
         """Where its partials are, and where its sums go."""
@@ -135,36 +114,33 @@ class Sums:
         if self.results is not None:
             window = Window.shard(out, work, call.exchange.rank)
         exists = unit_exists(self.config, unit, tile, window)
-        (peers, rank, world, *_), base, place = call.exchange, call.base, 0
-        if self.transport.multicast:
-            base, place, world = peers[world], rank, Int32(1)
+        base, place, sources = self.transport.partials(call)
         source_bytes = Int64(work.slots) * self.config.tile_bytes
         first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
         address = base + place_of(self.config, call, work.slots, index, place) + first * CHUNK_BYTES
         result = None if self.results is None else self.results.lane(call, work, index, first)
-        awaited = None
-        if self.transport.words:
-            awaited = Awaited.of(call, self.op, Role.RECEIVE_PARTIAL, index, call.bound)
-        lane = Lane(address, source_bytes, world, first, tile.row, tile.column, window, awaited, result)
+        arrival = self.transport.arrival(call, self.op, Role.RECEIVE_PARTIAL, index)
+        lane = Lane(address, source_bytes, sources, first, tile.row, tile.column, window, arrival, result)
         return SummedUnit(index, unit, exists, lane)
 
     @cute.jit
     def finish(self, given: ReceiveContext, place: SummedUnit) -> None:
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
-        call, work, _, extras = given
         if place.exists:
-            self._sum(place.lane, extras)
+            self._sum(place.lane, given.extras)
             if cutlass.const_expr(self.results is not None):
-                self.results.publish(call, work, place.index, place.unit)
-        if cutlass.const_expr(self.results is not None and self.results.every_unit):  # noqa: SIM102
-            if not place.exists:
-                self.results.publish(call, work, place.index, place.unit, exists=False)
+                self.transport.publish_unit(partial(self._publish, given, place))
+        if cutlass.const_expr(self.results is not None):
+            self.transport.if_absent(place.exists, partial(self._publish, given, place, exists=False))
+
+    def _publish(self, given: ReceiveContext, place: SummedUnit, exists: bool = True) -> None:
+        self.results.publish(given.call, given.work, place.index, place.unit, exists)
 
     @cute.jit
     def _sum(self, lane: Lane, extras: Any) -> None:
         world = lane.world
-        if cutlass.const_expr(self.transport.multicast):
-            self._sum_few(lane, extras, 1)
+        if cutlass.const_expr(isinstance(world, int)):
+            self._sum_few(lane._replace(world=Int32(world)), extras, world)
         elif world <= 2:
             self._sum_few(lane, extras, 2)
         elif world <= 4:
@@ -205,33 +181,29 @@ class Sums:
 
     @property
     def _in_flight(self) -> int:
-        return LOADS_BESIDE_A_RELAY if self.transport.puts and self.results else LOADS_IN_FLIGHT
+        return self.transport.loads_in_flight(returns=self.results is not None)
 
     def _registers(self, sources: int, window: int) -> Any:
         return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
 
     def _load(self, lane: Lane, chunk: Any, first: Any, loaded: Any) -> None:
         """Starts the loads of a chunk from as many sources after ``first`` as ``loaded`` has room for."""
-        dtype, values = DTYPES[self.config.slot_dtype], self.chunks.elements
         for s in range(cute.size(loaded, mode=[1])):
             at = self._at(lane, chunk, _last_again(lane, first + s))
-            if self.transport.multicast:
-                load_sum(at, loaded[(None, s)])
-            elif lane.awaited is not None:
-                lane.awaited.load(at, loaded[(None, s)])
-            else:
-                slot = global_pointer(dtype, at, CHUNK_BYTES)
-                cute.autovec_copy(cute.make_tensor(slot, cute.make_layout(values)), loaded[(None, s)])
+            self.transport.load_partial(at, loaded[(None, s)])
 
     def _at(self, lane: Lane, chunk: Any, source: Any) -> Any:
         return lane.address + chunk * (LANES * CHUNK_BYTES) + lane.source_bytes * source
+
+    def _places(self, lane: Lane, chunk: Any, sources: Sequence[Any]) -> list[Any]:
+        return [self._at(lane, chunk, source) for source in sources]
 
     @cute.jit
     def _add(self, total: cute.Tensor, lane: Lane, chunk: Int32, first: Int32, loaded: cute.Tensor) -> None:
         """Adds a chunk's partials in rank order."""
         sources = [_last_again(lane, first + s) for s in range(cute.size(loaded, mode=[1]))]
-        if cutlass.const_expr(lane.awaited is not None):
-            lane.awaited.take([self._at(lane, chunk, source) for source in sources], loaded, sources)
+        places = partial(self._places, lane, chunk, sources)
+        self.transport.take(lane.arrival, places, loaded, sources)
         for s in cutlass.range_constexpr(len(sources)):
             if first + s < lane.world:
                 total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
@@ -250,9 +222,8 @@ class Sums:
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):
                 self.results.send(lane.result, chunk * LANES, rounded)
-        elif cutlass.const_expr(self.results is not None and self.transport.words):
-            rounded.fill(0.0)  # a unit is waited for as a whole
-            self.results.send(lane.result, chunk * LANES, rounded)
+        elif cutlass.const_expr(self.results is not None):
+            self.transport.pad(partial(self.results.pad, lane.result, chunk * LANES, rounded))
 
     @property
     def chunks(self) -> StageChunks:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from cutlass import Int32, cute, pipeline
 
-from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.operands import Operands
@@ -34,46 +33,6 @@ class Order(Protocol):
 
     def tile(self, index: Any, work: WorkList) -> tuple[Any, Any]:
         """``(m, n)`` of the tile with this index in its shard, the same on every rank."""
-
-
-class Transport(Protocol):
-    """How a tile reaches a peer; each method is called by one thread. See :mod:`overlap_gemm.transports`.
-
-    Attributes:
-        puts: whether some peer may be beyond the reach of stores: it is put to, from this rank's workspace.
-        words: whether data is its own flag (:mod:`overlap_gemm.device.ll`). Then all lanes of a warp call
-            `put`, nobody `publish`, and receivers wait for the data.
-        multicast: whether the switch sums and copies (:mod:`overlap_gemm.transports.nvls`). Then a tile that
-            is put stays at home, and `store` is for all ranks at once, whose ``peer`` is ``world``.
-    """
-
-    @property
-    def puts(self) -> bool:
-        """See the attributes."""
-
-    @property
-    def words(self) -> bool:
-        """See the attributes."""
-
-    @property
-    def multicast(self) -> bool:
-        """See the attributes."""
-
-    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
-        """Starts one bulk store of a contiguous stage's first bytes; the caller commits and waits."""
-
-    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
-        """Makes the tile's arrival known to its owner, after a full wait for its stores.
-
-        ``num_bytes``: of its slot, what there is to put to an owner beyond reach; 0 or less: nothing.
-        ``fenced``: after a `device.flags.release_fence`, too, which may serve several flags.
-        """
-
-    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
-        """Raises the flag at ``offset`` in the workspace of ``peer`` to ``value``."""
-
-    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
-        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``, if in reach."""
 
 
 class Output(NamedTuple):
@@ -264,5 +223,4 @@ __all__ = [
     "Output",
     "ReceiveRole",
     "TileSender",
-    "Transport",
 ]

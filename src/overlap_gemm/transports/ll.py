@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from overlap_gemm.device.ll import store_words
+from overlap_gemm.device.ll import load_words, store_words, take_words
 from overlap_gemm.device.memory import CHUNK_BYTES, LANES
 from overlap_gemm.device.route import Route
-from overlap_gemm.transports.within_reach import WithinReach
+from overlap_gemm.transports.base import Transport
+
+
+class Arrival(NamedTuple):
+    """What a failure record says of words that do not come.
+
+    Attributes:
+        epoch: the call's.
+        bound: bound of the wait.
+        site: who waits for what of rank 0.
+    """
+
+    epoch: Any
+    bound: Any
+    site: Any
 
 
 @dataclass(frozen=True)
-class LL(WithinReach):
+class LL(Transport):
     """Data that arrives by itself (:mod:`overlap_gemm.device.ll`): one way, no flag after it.
 
     For few rows, where an exchange takes as long as its trips. The stores are the comm warp's own, so it is
     busy with them, where a bulk store takes one instruction.
     """
-
-    words = True
-    multicast = False
 
     @cute.jit
     def put(self, route: Route, offset: Any, stage: cute.Tensor, num_bytes: Any) -> None:
@@ -43,3 +55,53 @@ class LL(WithinReach):
         """One thread stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``."""
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
+
+    def drain(self, ring: Any, num_tiles: Any, sender: Any) -> None:
+        """All lanes send; nobody publishes."""
+        ring.drain_by_warp(ring.consumer_state(), num_tiles, sender.config.subtiles, sender)
+
+    @cute.jit
+    def send_and_store(self, send: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
+        """All lanes; the first one stores, and waits until the stage has been read."""
+        if cute.arch.lane_idx() == 0:
+            store()
+            cute.arch.cp_async_bulk_commit_group()
+        send()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    def looks_up_in(self, smem: Any) -> None:
+        """Nobody acquires, so the table stays in the L1 cache."""
+
+    def publish_unit(self, publish: Callable[[], None]) -> None:
+        """Nothing to tell."""
+
+    def pad(self, store: Callable[[], None]) -> None:
+        """A unit is waited for as a whole."""
+        store()
+
+    def await_partials(self, call: Any, op: Any, tile: Any) -> None:
+        """Partials are waited for as they are taken."""
+
+    def await_result(self, call: Any, op: Any, flag: Any, tile: Any, source: Any, waits: int = 1) -> None:
+        """Results, too."""
+
+    def load(self, address: Any, values: Any) -> None:
+        """Loads a chunk, whether or not it is there."""
+        load_words(address, cute.recast_tensor(values, Uint32))
+
+    def arrival(self, call: Any, op: Any, role: Any, tile: Any, waits: int = 1) -> Arrival:
+        """What a lane waits for of ``tile``."""
+        site = call.site(op, role, tile, 0, tile * call.exchange.world)
+        return Arrival(call.epoch, call.bound.times(waits), site)
+
+    def take(
+        self,
+        arrival: Arrival,
+        addresses: Callable[[], Sequence[Any]],
+        values: cute.Tensor,
+        sources: Sequence[Any],
+    ) -> None:
+        """Waits until the chunks that `load` has loaded are there; then their places are empty."""
+        words = cute.recast_tensor(values, Uint32)
+        take_words(tuple(addresses()), words, tuple(sources), *arrival)

@@ -8,21 +8,19 @@ through it, once for all ranks. The multicast address is after the ranks' own in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from overlap_gemm.device.memory import bulk_store
-from overlap_gemm.device.multicast import store_everywhere
+from overlap_gemm.device.multicast import alias_fence, load_sum, store_everywhere
 from overlap_gemm.device.route import Route
-from overlap_gemm.transports.within_reach import WithinReach
+from overlap_gemm.transports.base import Transport
 
 
 @dataclass(frozen=True)
-class Nvls(WithinReach):
+class Nvls(Transport):
     """Bulk stores into this rank's own memory, flags at peers, sums and results through the switch."""
-
-    words = False
-    multicast = True
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a stage's first bytes at home; the calling thread commits and waits."""
@@ -31,3 +29,33 @@ class Nvls(WithinReach):
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
         """One thread stores a chunk of 16 bytes at ``offset`` in every workspace; ``peer`` is ``world``."""
         store_everywhere(peers[peer] + offset, values)
+
+    def store_to_all(self, exchange: Any, offset: Any, values: Any) -> None:
+        """One store is for all."""
+        self.store(exchange.peers, exchange.world, offset, values)
+
+    def source_of(self, rank: Any, owner: Any) -> Any:
+        """A tile stays at home, in the place of its owner."""
+        return owner
+
+    def publish_unit(self, publish: Callable[[], None]) -> None:
+        """A peer reads the sum by its own address, and everybody's next tiles are stored by such.
+
+        Each lane's fence lies between these and its loads and stores through the multicast address.
+        """
+        alias_fence()
+        publish()
+
+    def await_partials(self, call: Any, op: Any, tile: Any) -> None:
+        """What the ranks have stored, and read, through their own addresses is before each lane's fence."""
+        super().await_partials(call, op, tile)
+        alias_fence()
+
+    def partials(self, call: Any) -> tuple[Any, Any, int]:
+        """One source, the switch, for all of them."""
+        exchange = call.exchange
+        return exchange.peers[exchange.world], exchange.rank, 1
+
+    def load_partial(self, address: Any, values: Any) -> None:
+        """The ranks' sum."""
+        load_sum(address, values)

@@ -15,6 +15,7 @@ NVSHMEM memory, and a kernel that puts initialised with NVSHMEM's ``library_init
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, release_flag
 from overlap_gemm.device.memory import bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
+from overlap_gemm.transports.base import Transport, store_in_turn
 
 SIGNAL_SET = 9
 """``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""
@@ -34,21 +36,68 @@ STAGED_UNIT = 16
 
 
 @dataclass(frozen=True)
-class Staged:
+class _Puts(Transport):
+    """Some peer may be beyond reach: it is put to, from this rank's workspace."""
+
+    @cute.jit
+    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
+        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
+        peer = route.peers[route.owner]
+        address = peer + route.slot
+        if peer < 0:
+            address = route.staging
+        bulk_store(stage, address + offset, num_bytes)
+
+    @abstractmethod
+    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
+        """See `Transport`."""
+
+    @abstractmethod
+    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
+        """See `Transport`."""
+
+    @cute.jit
+    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
+        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
+        if peers[peer] >= 0:
+            store_run(peers[peer] + offset, values)
+
+    def num_recipients(self, world: Any, itself: bool) -> Any:
+        """This rank always: from its own slot a tile is put to the others."""
+        return world
+
+    @cute.jit
+    def put_to_each(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
+        """To a rank beyond reach the tile is put from the own slot, when it is complete."""
+        if route.peers[route.owner] >= 0:
+            self.put(route, offset, stage, num_bytes)
+
+    def store_to_all(self, exchange: Any, offset: Any, values: Any) -> None:
+        """And at last in the own workspace, from which it may be put."""
+        store_in_turn(self, exchange, offset, values, exchange.world)
+
+    @cute.jit
+    def if_absent(self, exists: Any, act: cutlass.Constexpr) -> None:
+        """A relay waits for every flag, and so do those it puts to."""
+        if not exists:
+            act()
+
+    def shard_pieces(self, pieces: Any) -> Any:
+        """Each piece is followed by a flag."""
+        return pieces
+
+    def loads_in_flight(self, returns: bool) -> int:
+        """Where sums return, the puts are the bound, and with 8 loads the kernels spill on sm_90a."""
+        return 4 if returns else super().loads_in_flight(returns)
+
+
+@dataclass(frozen=True)
+class Staged(_Puts):
     """The GEMM's half where NVSHMEM calls must stay out of it: a relay kernel puts what is staged.
 
     Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's workspace
     and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
     """
-
-    puts = True
-    words = False
-    multicast = False
-
-    @cute.jit
-    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
-        _store(route, offset, stage, num_bytes)
 
     @cute.jit
     def publish(
@@ -73,32 +122,18 @@ class Staged:
             base = peers[rank]
         release_flag(base + offset, value)
 
-    @cute.jit
-    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
-        _store_values(peers, peer, offset, values)
-
 
 @dataclass(frozen=True)
-class Nvshmem:
+class Nvshmem(_Puts):
     """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
 
     A put is in thread scope: who publishes is one lane, and to a peer beyond reach a put is one descriptor.
     Also the put of the relay kernel, there by a whole warp.
     """
 
-    puts = True
-    words = False
-    multicast = False
-
     def __post_init__(self) -> None:
         """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
         import nvshmem.core.device.cute  # noqa: F401
-
-    @cute.jit
-    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
-        _store(route, offset, stage, num_bytes)
 
     @cute.jit
     def publish(
@@ -162,20 +197,6 @@ class Nvshmem:
             cute.arch.fence_acq_rel_sys()
             nv.signal_op(_word(peers[rank] + offset), Uint64(value), SIGNAL_SET, Int32(-1 - base))
 
-    @cute.jit
-    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
-        _store_values(peers, peer, offset, values)
-
-
-@cute.jit
-def _store(route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-    peer = route.peers[route.owner]
-    address = peer + route.slot
-    if peer < 0:
-        address = route.staging
-    bulk_store(stage, address + offset, num_bytes)
-
 
 @cute.jit
 def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
@@ -184,12 +205,6 @@ def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
         raise_flag(address, word)
     else:
         release_flag(address, word)
-
-
-@cute.jit
-def _store_values(peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-    if peers[peer] >= 0:
-        store_run(peers[peer] + offset, values)
 
 
 def _words(address: Any, num_bytes: Any) -> Any:

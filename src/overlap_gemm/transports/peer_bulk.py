@@ -7,23 +7,17 @@ from typing import Any
 
 from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
-from overlap_gemm.transports.within_reach import WithinReach
+from overlap_gemm.transports.base import Transport
 
 
 @dataclass(frozen=True)
-class PeerBulk(WithinReach):
+class PeerBulk(Transport):
     """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
-
-    words = False
-    multicast = False
 
     def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits."""
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
     def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
-        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``.
-
-        Whoever releases a flag for them has observed the store: it is the same thread, or a barrier after.
-        """
+        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
         store_run(peers[peer] + offset, values)
