@@ -103,7 +103,7 @@ def _choose(
         run = configured(reserve_sms=reserve_sms)(run)
     extents = f"M={rows} width={features} {problem.types} P={ranks.size}"
     name = choice.backend.name
-    greet = agree.greeting(ranks, x.device, facts) if choice.backend.greets else None
+    greet = agree.greeting(ranks, x.device, facts) if choice.backend.announces else None
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, greet))
 
 

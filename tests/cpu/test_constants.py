@@ -15,7 +15,17 @@ TUNED = {
 }  # fmt: skip
 """What `tune` measures; the others are told by their provenance."""
 
-NUMBERS = [field.name for field in fields(Machine) if field.type == "float"]
+LIMITS = {
+    "small_tile": 0,
+    "copy_bytes": 0,
+    "copies_world": 8,
+    "few_rows": 0,
+    "whole_rows": 0,
+    "whole_gain": 0.0,
+}
+"""Where a choice changes, and what takes the choice away."""
+
+NUMBERS = [field.name for field in fields(Machine) if field.type == "float" and field.name not in LIMITS]
 
 CALLS = [
     Facts(op, m, n, k, "bf16", world)
@@ -55,10 +65,15 @@ def test_a_constant_that_is_neutralised_changes_what_is_predicted(name, expected
     assert any(now[1] < was[1] for was, now in less)
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_that_is_taken_away_changes_what_is_predicted(name, expected):
+    assert predictions(replace(load("h200"), **{name: LIMITS[name]})) != expected
+
+
 @pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
 def test_a_file_says_where_what_is_not_tuned_is_from(file):
     machine = load(file.stem)
-    assert set(machine.provenance) == set(NUMBERS) - TUNED
+    assert set(machine.provenance) == {*NUMBERS, *LIMITS} - TUNED
     assert all(machine.provenance.values())
     assert Machine.from_json(machine.to_json()).provenance == machine.provenance
 

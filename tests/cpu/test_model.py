@@ -21,14 +21,11 @@ from overlap_gemm.tuning.model import (
 from overlap_gemm.tuning.plan import predict, predict_on
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import (
-    ALL_ROWS,
-    FEW_ROWS,
-    WORTH_ALL_ROWS,
     candidates,
-    carried_out,
     choose_config,
+    executed_as,
+    pattern_of,
     seconds_of,
-    settled,
 )
 
 RS = "gemm_reduce_scatter"
@@ -105,7 +102,7 @@ def test_the_choice_is_nearly_the_fastest_kernel_that_was_measured():
     machine, slower, wrong = load("h200"), [], []
     for row in KERNELS["results"]:
         call = Facts(row["op"], row["m"], row["n"], row["k"], "bf16", 2)
-        pattern = settled(call, machine, "sm_90a", 132)
+        pattern = pattern_of(call, machine, "sm_90a", 132)
         config = choose_config(call, machine, "sm_90a", 132, pattern)
         measured = row["kernels"].get(efficiency_key(config))
         if measured is None or config.k_split > 1:
@@ -196,7 +193,7 @@ def test_a_machine_survives_its_file(name, tmp_path):
     save(again, tmp_path / "again.json")
     assert load(str(tmp_path / "again.json")).digest == again.digest
     text = (tmp_path / "again.json").read_text()
-    assert len(text.splitlines()) < 100
+    assert len(text.splitlines()) < 120
     assert max(map(len, text.splitlines())) < 200
 
 
@@ -253,12 +250,13 @@ def test_a_curve_is_linear_between_its_points_and_behind_them():
 def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     call, machine = facts(m=rows, world=8), machine_for(arch)
     found = predict(call, arch, 132, captured=True)
-    timed = [c for c in candidates(arch, "bf16") if rows <= FEW_ROWS or c.mma != "swap_ab"]
+    timed = [c for c in candidates(arch, "bf16") if rows <= machine.few_rows or c.mma != "swap_ab"]
     times = [fused_time(c, call, machine, 132).total for c in timed]
     if found.op == RS:
         assert found.fused.total == min(times) == found.ways["fused"]
     else:  # an all-reduce, which has a choice of its own
-        assert rows <= ALL_ROWS and found.ways["fused"] == found.fused.total <= WORTH_ALL_ROWS * min(times)
+        assert rows <= machine.whole_rows
+        assert found.ways["fused"] == found.fused.total <= machine.whole_gain * min(times)
 
 
 def test_a_choice_follows_configured():
@@ -324,7 +322,7 @@ def test_blackwell_has_kernels_for_few_rows(arch, op):
         call = Facts(op, rows, 8192, 8192, "bf16", 8)
         config = predict(call, arch, 148, captured=True).config
         assert config.mma == "swap_ab" and config.tile[0] <= max(rows, 16)
-    call = Facts(op, FEW_ROWS + 1, 8192, 8192, "bf16", 8)
+    call = Facts(op, machine_for(arch).few_rows + 1, 8192, 8192, "bf16", 8)
     assert predict(call, arch, 148, captured=True).config.mma != "swap_ab"
 
 
@@ -342,15 +340,15 @@ def test_an_all_reduce_of_few_rows_is_one_shot_and_of_many_two_shot(world):
     """The more rows, the more a broadcast costs: four H200 take 35 us for 128 in one shot, 29 in two."""
     machine = load("h200")
     chosen = {
-        m: settled(Facts("gemm_all_reduce", m, 8192, 8192, "bf16", world), machine, "sm_90a", 132)
+        m: pattern_of(Facts("gemm_all_reduce", m, 8192, 8192, "bf16", world), machine, "sm_90a", 132)
         for m in (1, 128, 512, 8192)
     }
     assert chosen == {1: "one_shot", 128: "two_shot", 512: "two_shot", 8192: "two_shot"}
     with configured(algorithm="one_shot"):
         call = Facts("gemm_all_reduce", 8192, 8192, 8192, "bf16", world)
-        assert settled(call, machine, "sm_90a", 132) == "one_shot"
+        assert pattern_of(call, machine, "sm_90a", 132) == "one_shot"
         gather = Facts("gemm_all_gather", 8192, 8192, 8192, "bf16", world)
-        assert settled(gather, machine, "sm_90a", 132) == "output_gather"
+        assert pattern_of(gather, machine, "sm_90a", 132) == "output_gather"
 
 
 @pytest.mark.parametrize(
@@ -373,7 +371,7 @@ def test_a_reduce_scatter_of_few_rows_is_an_all_reduce_where_that_is_faster():
 
     def kernel(m, n, k, world, **shard):
         call = Facts("gemm_reduce_scatter", m, n, k, "bf16", world, **shard)
-        return carried_out(call, machine, "sm_90a", 132).op
+        return executed_as(call, machine, "sm_90a", 132).op
 
     assert kernel(16, 8192, 28672, 4) == kernel(16, 8192, 8192, 2) == "gemm_all_reduce"
     assert kernel(128, 8192, 8192, 2) == "gemm_reduce_scatter"  # measured 34.5 us, and 36.0
@@ -382,7 +380,7 @@ def test_a_reduce_scatter_of_few_rows_is_an_all_reduce_where_that_is_faster():
         assert kernel(16, 8192, 28672, 4) == "gemm_reduce_scatter"
     for name in ("all_gather_gemm", "gemm_all_gather"):
         call = Facts(name, 16, 8192, 28672, "bf16", 4)
-        assert carried_out(call, machine, "sm_90a", 132) is call
+        assert executed_as(call, machine, "sm_90a", 132) is call
     found = predict_on(Facts("gemm_reduce_scatter", 16, 8192, 28672, "bf16", 4), machine, "sm_90a", 132, True)
     assert found.op == "gemm_all_reduce" and found.best == "fused"
     assert found.link == link_seconds(Facts("gemm_reduce_scatter", 16, 8192, 28672, "bf16", 4), machine)

@@ -1,6 +1,7 @@
 """All-gather GEMM through the public op on virtual ranks: compiled PTX and copy engines, in the emulator."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.sharding import Shards
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_launch
+from overlap_gemm.tuning.machine import machine_for
 from overlap_gemm.tuning.settings import configured
 
 KINDS = {
@@ -237,7 +239,8 @@ def test_fifty_calls(arch, transport):
 
 
 def test_small_shards_are_pushed_and_large_ones_copied(monkeypatch):
-    monkeypatch.setattr(gather, "COPY_ENGINE_BYTES", 1 << 20)
+    other = replace(machine_for("sm_90a"), copy_bytes=1 << 20)
+    monkeypatch.setattr(gather, "constants", lambda arch: other)
     with World("sm_90a", 2, transport=None) as world:
         submitted = []
         submit = world.emulator.machine.submit

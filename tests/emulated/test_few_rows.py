@@ -1,6 +1,8 @@
-"""Reduce-scatters of few rows: all-reduces of which each rank keeps its rows (`tuning.space.carried_out`)."""
+"""Reduce-scatters of few rows: all-reduces of which each rank keeps its rows (`tuning.space.executed_as`)."""
 
 import random
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from overlap_gemm.spec import patterns_of
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_launch, run_launches
 from overlap_gemm.tuning import space
+from overlap_gemm.tuning.machine import machine_for
 from overlap_gemm.tuning.settings import configured
 
 KERNELS = {
@@ -24,7 +27,8 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Whatever the model expects of products as small as these."""
-    monkeypatch.setattr(space, "WORTH_ALL_ROWS", 1e9)
+    eager = cache(lambda arch: replace(machine_for(arch), whole_gain=1e9))
+    monkeypatch.setattr(space, "constants", eager)
 
 
 @pytest.fixture
@@ -88,7 +92,7 @@ def test_ranks_may_name_different_ways_for_the_shards_of_another_op(taken):
 
 
 def test_many_rows_get_the_reduce_scatter(taken):
-    case = Case("gemm_reduce_scatter", space.ALL_ROWS + 1, 64, 128, torch.bfloat16)
+    case = Case("gemm_reduce_scatter", machine_for("sm_90a").whole_rows + 1, 64, 128, torch.bfloat16)
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
         for given, outs in run_launches(case, world, 1):
             assert judge(case, given, outs, torch.bfloat16).holds

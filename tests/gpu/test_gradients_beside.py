@@ -1,6 +1,7 @@
 """Weight gradients whose gather goes by copy engines beside the fused kernel of x's gradient."""
 
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -59,6 +60,11 @@ def random_layers(seed, rank, size):
         yield Layer(100 * seed + i, rows, draw.choice([64, 512]), widths, rank, size), draw.random() < 0.6
 
 
+def copies_from(nbytes):
+    """Shards of at least so many bytes go by copy engines."""
+    return mock.patch.object(copies, "constants", lambda arch: SimpleNamespace(copy_bytes=nbytes))
+
+
 def mixed(rank, size, seed, late):
     """Some by copies, some not, with the forward's gathers in the same workspaces between."""
     found, calls = [], mock.Mock(wraps=copies.CopyPlan.beside)
@@ -68,7 +74,7 @@ def mixed(rank, size, seed, late):
             if rank == late and i % 3 == 0:
                 torch.cuda._sleep(SLEEP_CYCLES)
             overlap_gemm.close_workspaces() if i == 6 else None
-            with mock.patch.object(copies, "COPY_ENGINE_BYTES", 0 if small else 1 << 40):
+            with copies_from(0 if small else 1 << 40):
                 found.append((layer, layer.backward(*layer.leaves())))
         torch.cuda.synchronize()
     assert calls.call_count >= 3
@@ -86,7 +92,7 @@ def test_random_sequences(ranks, seed, late, world):
 
 def replayed(rank, size):
     layer = Layer(1, 512, 256, [64, 72], rank, size)
-    with mock.patch.object(copies, "COPY_ENGINE_BYTES", 0):
+    with copies_from(0):
         leaves = layer.leaves()
         layer.backward(*leaves)  # compiles and allocates
         torch.cuda.synchronize()

@@ -218,7 +218,7 @@ def asked_once(rank, size):
         ("gemm_reduce_scatter", "torch", 0),
         ("gemm_all_reduce", "torch", 0),
         ("all_gather_gemm", "torch", 1),
-        ("gemm_all_reduce", "sequential", 1),  # which greets
+        ("gemm_all_reduce", "sequential", 1),  # which announces
     ):
         call = partial(getattr(overlap_gemm, op), backend=backend)
         call(torch.ones(4, 3), torch.ones(5, 3))

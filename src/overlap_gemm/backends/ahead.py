@@ -14,7 +14,7 @@ from ..schedules import shard_rows
 from ..spec import OPS, PATTERNS, PatternSpec
 from ..tuning.model import Facts
 from ..tuning.settings import settings
-from ..tuning.space import ALL_ROWS, FEW_ROWS, constants, possible, settled
+from ..tuning.space import constants, pattern_of, possible
 from . import gather
 from .plans import DTYPES, is_put, peers_for, sends_ll, size_class
 
@@ -49,13 +49,13 @@ def reserve(
     if group.size == 1:
         return 0
     peers, kind = peers_for(group, device), DTYPES[dtype]
-    asked = settings()
+    asked, machine = settings(), constants(peers.agreed.arch)
     by_tiles = asked.tile_transport
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
         for config in possible(peers.agreed.arch, kind, asked.fields):
             few = config.is_swap_ab and "mma" not in dict(asked.fields)
-            most = replace(shape, rows=min(shape.rows, FEW_ROWS)) if few else shape
+            most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
             size = size_class(config, most, is_put(by_tiles), sends_ll(config, by_tiles))
             had = needed.get(size.kind, size)
             zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
@@ -75,9 +75,9 @@ def _shapes(
             most = rows if pattern.cut else _uncut_rows(pattern, rows, width, world, arch, dtype, num_sms)
             if most:
                 yield ExchangeShape.even(most, width, world, name)
-    for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.carried_out`
+    for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.executed_as`
         assert op is not None
-        yield from _shapes([op], min(rows, ALL_ROWS), width, world, arch, dtype, num_sms)
+        yield from _shapes([op], min(rows, constants(arch).whole_rows), width, world, arch, dtype, num_sms)
 
 
 def _uncut_rows(
@@ -88,7 +88,7 @@ def _uncut_rows(
 
     def is_taken(m: int, depth: int | None) -> bool:
         facts = Facts(pattern.op, m, width, depth, dtype, world)
-        return settled(facts, machine, arch, num_sms) == pattern.name
+        return pattern_of(facts, machine, arch, num_sms) == pattern.name
 
     fewer = [rows, *(1 << bit for bit in range((rows - 1).bit_length()))]
     taken = [m for m in fewer if any(is_taken(m, depth) for depth in (None, *DEPTHS))]

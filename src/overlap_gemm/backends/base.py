@@ -162,13 +162,13 @@ class Backend(Protocol):
         deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
             float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
             precision are those of torch.distributed's collective.
-        greets: Whether ranks tell each other what they call in front of every call, where that is cheap
+        announces: Whether ranks tell each other what they call in front of every call, where that is cheap
             (`runtime.agree.greeting`): of known calls nothing else would notice that they differ.
     """
 
     name: str
     deterministic: bool
-    greets: bool
+    announces: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """The reason this backend cannot carry out `problem`, None if it can."""

@@ -27,7 +27,7 @@ from ..runtime.identity import after_skipped
 from ..runtime.peers import Peers
 from ..runtime.workspace import Workspace, obtain
 from ..sharding import Shards
-from ..tuning.model import COPY_ENGINE_BYTES
+from ..tuning.space import constants
 from . import gather
 from .base import Problem
 from .collectives import gemm
@@ -50,8 +50,10 @@ def why_not(problem: Problem) -> str | None:
 
 def pays_beside(problem: Problem, shards: Shards) -> bool:
     """Whether shards should go by copy engines beside a fused kernel: if they can, and are not small."""
+    if problem.world_size == 1 or why_not(problem) is not None or problem.reach is None:
+        return False
     nbytes = shards.chunk * problem.features * problem.dtype.itemsize
-    return problem.world_size > 1 and why_not(problem) is None and nbytes >= COPY_ENGINE_BYTES
+    return nbytes >= constants(problem.reach.arch).copy_bytes
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
 from ..sharding import Shards
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
-from ..tuning.model import BY_SHARDS_MEASURED
+from ..tuning.space import constants
 from . import copies
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import gemm, gemms, sum_in_rank_order
@@ -97,7 +97,7 @@ class Decomposed:
 
     name = "decomposed"
     deterministic = True
-    greets = True
+    announces = True
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""
@@ -110,9 +110,10 @@ class Decomposed:
         if problem.device_type == "cuda":
             if copies.why_not(problem):
                 return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
-            if problem.world_size > BY_SHARDS_MEASURED:
+            assert problem.reach is not None, "copies.why_not says so"
+            if problem.world_size > constants(problem.reach.arch).copies_world:
                 return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
-            return None if problem.reach is None else problem.reach.untimed
+            return problem.reach.untimed
         return "on CPUs it costs more than it hides (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(

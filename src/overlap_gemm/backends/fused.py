@@ -64,7 +64,7 @@ class Fused:
 
     name = "fused"
     deterministic = True
-    greets = False  # its kernels do
+    announces = False  # its kernels do
 
     def why_not(self, problem: Problem) -> str | None:
         """Fused kernels exist for some dtypes, extents and devices."""

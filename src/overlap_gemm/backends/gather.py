@@ -1,6 +1,6 @@
 """The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
 
-Where copy engines send (`tuning.model.COPY_ENGINE_BYTES`), a call queues them on a second stream, in the
+Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
 order in which peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM,
 so they run beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would
 starve.
@@ -40,7 +40,7 @@ from ..runtime.workspace import SizeClass, Workspace
 from ..schedules import ceil_div, num_owners
 from ..sharding import Shards
 from ..spec import ALL_GATHER_GEMM
-from ..tuning.model import COPY_ENGINE_BYTES, Facts
+from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
@@ -305,11 +305,12 @@ def _make_plan(
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
     workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts), asked)
     puts = transport != "peer_bulk"
-    push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < COPY_ENGINE_BYTES)
+    arch = peers.agreed.arch
+    push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < constants(arch).copy_bytes)
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
     push &= not puts
-    owners, arch = num_owners(shards.total, chunk), peers.agreed.arch
+    owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str) -> Product:
         facts = Facts(

@@ -34,7 +34,7 @@ from ..runtime.peers import Peers, peers_of
 from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_multicast, why_no_put_memory
 from ..spec import PATTERNS, TRANSPORTS
 from ..tuning.settings import settings
-from ..tuning.space import constants, default_config, settle
+from ..tuning.space import constants, default_config, with_pattern
 from .compiled import compiled_kernel, compiled_relay, transport_for
 from .scaling import FLOAT8
 
@@ -155,7 +155,7 @@ def plan_for(
         group: the ranks.
         device: where this one's tensors are.
         dtype: of them.
-        shape: of the call; an all-reduce's is settled here, one-shot or two-shot.
+        shape: of the call; an all-reduce gets its pattern here, one-shot or two-shot.
         a_major: see `operands.major`.
         b_major: see `operands.major`.
         bias: whether there is one.
@@ -181,7 +181,7 @@ def plan_for(
         epilogue = (RowColumnScale(),)
     if bias:
         epilogue += (Bias(DTYPES[out_dtype or dtype]),)
-    shape = settle(agreed.arch, kind, shape, agreed.num_sms, depth)
+    shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, epilogue=epilogue, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))

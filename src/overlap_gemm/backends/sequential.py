@@ -16,7 +16,7 @@ class Sequential:
 
     name = "sequential"
     deterministic = True
-    greets = True
+    announces = True
     bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:

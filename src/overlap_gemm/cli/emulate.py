@@ -21,7 +21,7 @@ from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports
 from ..testing.cases import Case
 from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
-from ..tuning.space import choose_config, constants, default_config, settle
+from ..tuning.space import choose_config, constants, default_config, with_pattern
 from .console import rank_zero_console
 
 if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
@@ -210,7 +210,7 @@ def config_of(case: Case, arch: str, ranks: int, num_sms: int) -> tuple[GemmConf
         epilogue = (Bias(dtype),) if case.bias else ()
         return choose_config(facts, constants(arch), arch, num_sms, epilogue=epilogue), pattern
     shape = ExchangeShape.even(case.m, case.n, ranks, pattern)
-    shape = settle(arch, dtype, shape, num_sms, None)
+    shape = with_pattern(arch, dtype, shape, num_sms, None)
     return default_config(arch, dtype, shape, num_sms), shape.pattern
 
 

@@ -165,8 +165,8 @@ class AllGather:
     def comm_role(self, ring: Any, stages: Any, work: Work, call: GatherCall, output: GatherOutput) -> None:
         """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
         is_first = cta_number() == 0
-        greets = is_first and call.given.is_first != 0
-        begin_warp(call.call, Op.ALL_GATHER_GEMM, self.transport, greets)
+        announces = is_first and call.given.is_first != 0
+        begin_warp(call.call, Op.ALL_GATHER_GEMM, self.transport, announces)
         if cute.arch.lane_idx() == 0:
             sender = ShardSender(self, work, output, stages)
             ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)

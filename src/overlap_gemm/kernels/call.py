@@ -196,12 +196,12 @@ def enter(call: Call, op: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, greets: Any) -> None:
-    """All lanes of a CTA's comm warp, before all else: registers the launch; one of the call ``greets``."""
+def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, announces: Any) -> None:
+    """All lanes of a CTA's comm warp, before all else: registers the launch; one ``announces`` the call."""
     if cute.arch.lane_idx() == 0:
         enter(call, op)
     cute.arch.sync_warp()
-    if greets:
+    if announces:
         announce(call, transport)
 
 

@@ -21,7 +21,7 @@ from overlap_gemm.transports.base import Transport
 
 @cute.jit
 def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of the comm warp: send and publish every tile; the grid's first warp greets the peers.
+    """All lanes of the comm warp: send and publish every tile; the grid's first warp announces the call.
 
     The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
     when everything is sent.

@@ -64,13 +64,21 @@ class Machine:
         ll_arrival: `arrival` where data is its own flag.
         flag_step: Seconds between two tiles of a CTA that tells a peer of each by a flag: stores, their
             completion, the flag's release.
-        small_tile_rate: Share of `bulk_rate` that kernels of small tiles reach (`model.SMALL_TILE`).
+        small_tile: Elements of the largest tile that `small_tile_rate` is for.
+        small_tile_rate: Share of `bulk_rate` that kernels of small tiles reach.
         handover: Seconds in which each part but the first of a tile whose K is cut hands its sums over: in
             each wave, and once more after the last.
         copy_host: Seconds of the host to queue a shard and its flag for one peer's copy engine.
         copy_start: Seconds before a copy engine's shard and its flag come, beside its bytes.
         gate: Seconds of a gate kernel between the products of two shards, and after the last.
         shard_host: Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product.
+        copy_bytes: Shards of an operand of at least so many bytes are sent by copy engines, smaller ones by
+            the kernel's own warps.
+        copies_world: Ranks up to which all-gather GEMMs by copies have been compared with the model, and so
+            are believed.
+        few_rows: Most rows for which ops that exchange tiles get a ``"swap_ab"`` kernel by themselves.
+        whole_rows: Most rows of which a reduce-scatter may be executed as an all-reduce.
+        whole_gain: And it must be expected to take at most this part of the reduce-scatter's time.
         provenance: Field -> where its number is from, of those that `tune` does not measure.
         one_wave: The same as `efficiency` where a call's tiles all run at once, of kernels of which that was
             measured: then they share what they load in the L2 without being told to, and draw no more power.
@@ -98,12 +106,18 @@ class Machine:
     swap_ab_stream: float
     ll_arrival: float
     flag_step: float
+    small_tile: int
     small_tile_rate: float
     handover: float
     copy_host: float
     copy_start: float
     gate: float
     shard_host: float
+    copy_bytes: int
+    copies_world: int
+    few_rows: int
+    whole_rows: int
+    whole_gain: float
     provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
 

@@ -32,17 +32,6 @@ UNKNOWN = 4
 chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
 long where there is much."""
 
-SMALL_TILE = 64 * 128
-"""Elements of the largest tile that `Machine.small_tile_rate` is for."""
-
-COPY_ENGINE_BYTES = 4 << 20
-"""Shards of at least so many bytes are sent by copy engines, smaller ones by the kernel's own warps: an
-engine's copy takes some microseconds of the host and to begin. On four H200 the warps were faster with 2 MiB
-(73 to 87 us for 512 x 10240 x 8192), engines with 8 MiB (379 to 423 us for 2048 x 28672 x 8192)."""
-
-BY_SHARDS_MEASURED = 2
-"""Ranks up to which `by_shards_seconds` has been compared with measurements, and so is believed."""
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -179,7 +168,7 @@ def copies_seconds(facts: Facts, machine: Machine) -> float:
         return 0.0
     _, _, k = facts.extents
     nbytes = (facts.shard or shard_rows(facts.m, facts.world)) * k * DTYPE_BYTES[facts.dtype]
-    return (facts.world - 1) * machine.copy_host if nbytes >= COPY_ENGINE_BYTES else 0.0
+    return (facts.world - 1) * machine.copy_host if nbytes >= machine.copy_bytes else 0.0
 
 
 def link_seconds(facts: Facts, machine: Machine) -> float:
@@ -293,7 +282,7 @@ def fused_time(
     resident = max(1, sms // config.cluster_ctas)
     num_waves = ceil_div(clusters, resident)
     told = world > 1 and num_waves > 1 and not config.sends_ll
-    small = told and math.prod(config.cta_tile) <= SMALL_TILE
+    small = told and math.prod(config.cta_tile) <= machine.small_tile
     bulk_rate = machine.bulk_rate * (machine.small_tile_rate if small else 1)
     tile_bytes = config.tile_bytes * exists + FLAG_BYTES
 

@@ -9,7 +9,6 @@ from functools import lru_cache
 from ..kernels.config import GemmConfig
 from .machine import Machine, machine_for
 from .model import (
-    BY_SHARDS_MEASURED,
     Facts,
     FusedTime,
     by_shards_seconds,
@@ -19,7 +18,7 @@ from .model import (
     transfer_seconds,
 )
 from .settings import Settings, settings
-from .space import carried_out, expected
+from .space import executed_as, expected
 
 __all__ = ["Facts", "Prediction", "predict"]
 
@@ -76,7 +75,7 @@ def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bo
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
-    kernel = carried_out(facts, machine, arch, sms)
+    kernel = executed_as(facts, machine, arch, sms)
     config, fused = expected(kernel, machine, arch, sms)
     ways = {
         "fused": fused.total,
@@ -86,7 +85,7 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
     host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts, machine)}
     if not facts.spec.gathers_operand:
         ways["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
-    elif facts.world <= BY_SHARDS_MEASURED:
+    elif facts.world <= machine.copies_world:
         ways["decomposed"] = by_shards_seconds(facts, machine, sms)
         host["decomposed"] = facts.world * machine.shard_host
     if not captured:

@@ -18,19 +18,6 @@ from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
 
-FEW_ROWS = 256
-"""Most rows for which a call gets a kernel for few rows (``mma="swap_ab"``) by itself. With 512 they were
-15 % faster to 8 % slower than the others (reduce-scatter of 4096 and 8192 columns on four H200). And only ops
-that exchange tiles: for all-gather GEMM torch's calls were faster there than any of ours."""
-
-ALL_ROWS = 64
-"""Most rows of which a reduce-scatter may be carried out as an all-reduce. Of 128 that may be faster, but by
-less than the model errs: on four H200 an all-reduce of 128 rows of 8192 columns took 28.8 us, where 25.3
-are expected, and torch's two calls for the reduce-scatter 27.1."""
-
-WORTH_ALL_ROWS = 0.9
-"""And it must be expected to take at most this part of the reduce-scatter's time."""
-
 
 def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[GemmConfig]:
     """The configurations of an architecture among which a call's is chosen: those with a known efficiency.
@@ -95,7 +82,7 @@ def default_config(
     return choose_config(facts, machine, arch, num_sms, shape.pattern, **operands)
 
 
-def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Facts:
+def executed_as(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Facts:
     """The op whose kernel carries out that of `facts`: itself, but for some reduce-scatters of few rows.
 
     There each owner's rows, however few, are tiles of their own, so that a rank reads its weight once for
@@ -106,11 +93,11 @@ def carried_out(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     asked = settings()
     # "copy_engine" is an all-gather GEMM's, and may be some ranks' alone.
     named = asked.fields or asked.algorithm or asked.tile_transport
-    if facts.spec.whole is None or facts.world == 1 or facts.m > ALL_ROWS or named:
+    if facts.spec.whole is None or facts.world == 1 or facts.m > machine.whole_rows or named:
         return facts
     whole = replace(facts, op=facts.spec.whole, shard=0)
     by_all, by_owners = (expected(way, machine, arch, num_sms)[1].total for way in (whole, facts))
-    return whole if by_all <= WORTH_ALL_ROWS * by_owners else facts
+    return whole if by_all <= machine.whole_gain * by_owners else facts
 
 
 def expected(
@@ -119,19 +106,21 @@ def expected(
     """The kernel that the op of `facts` gets, and where its time goes.
 
     Args:
-        facts: of the call; its op is taken for the kernel's, whatever `carried_out` says of it.
+        facts: of the call; its op is taken for the kernel's, whatever `executed_as` says of it.
         machine: whose constants.
         arch: target.
         num_sms: SMs that every rank may use.
-        pattern: how it exchanges tiles; the default is `settled`'s.
+        pattern: how it exchanges tiles; the default is `pattern_of`'s.
     """
-    pattern = pattern or settled(facts, machine, arch, num_sms)
+    pattern = pattern or pattern_of(facts, machine, arch, num_sms)
     config = choose_config(facts, machine, arch, num_sms, pattern)
     return config, seconds_of(config, facts, machine, num_sms, pattern)
 
 
-def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None) -> ExchangeShape:
-    """The shape with the pattern that it will have: a reduce-scatter may be an all-reduce (`carried_out`).
+def with_pattern(
+    arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None
+) -> ExchangeShape:
+    """The shape with the pattern that it will have: a reduce-scatter may be an all-reduce (`executed_as`).
 
     An all-reduce is one-shot or two-shot: as `configured` asks, else what the model expects to be faster: one
     trip with (P - 1) times the bytes, or two trips with 2 (P - 1) / P times. At H200's rates the turn is
@@ -146,15 +135,15 @@ def settle(arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int
         depth: K over all ranks, where they have agreed on it.
     """
     machine = constants(arch)
-    facts = carried_out(facts_of(shape, dtype, depth), machine, arch, num_sms)
+    facts = executed_as(facts_of(shape, dtype, depth), machine, arch, num_sms)
     if len(patterns_of(facts.op)) == 1 and facts.op == shape.spec.op:
         return shape
-    pattern = settled(facts, machine, arch, num_sms)
+    pattern = pattern_of(facts, machine, arch, num_sms)
     return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern)
 
 
-def settled(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
-    """How the op of `facts` exchanges tiles, or its operand's shards; see `settle`."""
+def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
+    """How the op of `facts` exchanges tiles, or its operand's shards; see `with_pattern`."""
     ways = patterns_of(facts.op)
     asked = settings().algorithm
     if asked in ways:
@@ -194,7 +183,7 @@ def _choose(
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields), num_sms)
-    if facts.m > FEW_ROWS or facts.spec.gathers_operand:
+    if facts.m > machine.few_rows or facts.spec.gathers_operand:
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
