@@ -20,7 +20,8 @@ def test_the_readme_opens_with_the_two_commands():
 
 
 @pytest.mark.parametrize(
-    ("number", "says"), [(0, "all_gather_gemm runs as 'torch'"), (1, "torch.Size([1, 132])")]
+    ("number", "says"),
+    [(0, "torch.Size([256, 1024])"), (1, "all_gather_gemm runs as 'torch'"), (2, "torch.Size([1, 132])")],
 )
 def test_example(launch, number, says, tmp_path):
     script = tmp_path / "train.py"

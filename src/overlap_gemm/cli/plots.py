@@ -52,39 +52,42 @@ def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def draw_ratios(report: Mapping[str, Any], file: Path, least_rows: int = 0) -> None:
-    """Draws `auto` beside the fastest way that is not ours, eager and captured, with the rounds' quartiles.
+FEW = 256
+"""Rows up to which a shape is one of few rows in `draw_ratios`."""
+
+
+def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
+    """Draws `auto` against the fastest way that is not ours, eager and captured: a dot for each shape.
 
     Args:
         report: A benchmark's.
         file: Where to; the ending decides the format.
-        least_rows: Leaves out shapes of fewer rows.
     """
-    results = [result for result in report["results"] if result["m"] >= least_rows]
-    figure = Figure(figsize=(8, 1.4 + 0.3 * len(results)), layout="constrained")
+    kinds = sorted({(result["op"], result["m"] <= FEW) for result in report["results"]})
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(kinds)), layout="constrained")
     axes = figure.add_subplot()
     for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
         found = [
-            (place + shift, ours["against"], *ours["against_quartiles"])
-            for place, result in enumerate(results)
+            (ours["against"], kinds.index((result["op"], result["m"] <= FEW)) + shift)
+            for result in report["results"]
             if (ours := result.get(mode, {}).get("ours", {}).get("auto")) and ours["against"] is not None
         ]
         if found:
-            places, ratios, low, high = (list(column) for column in zip(*found, strict=True))
-            axes.hlines(places, low, high, color=colour, linewidth=3, alpha=0.5)
+            ratios, places = (list(column) for column in zip(*found, strict=True))
             label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
-            axes.plot(ratios, places, "o", color=colour, markersize=4, label=label)
-    axes.set_yticks(range(len(results)), [_label(result) for result in results])
+            axes.plot(ratios, places, "o", color=colour, markersize=4, alpha=0.7, label=label)
+    axes.set_yticks(
+        range(len(kinds)), [f"{op}, {'up to' if few else 'above'} {FEW} rows" for op, few in kinds]
+    )
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel("our time / best other: left of the line we are faster (bars: quartiles of the rounds)")
+    axes.set_xlabel("our time / torch's: left of the line we are faster")
     axes.set_title(
-        f"Time beside the faster of torch's own ways (two calls, or its fused op)\n{_where(report)}",
-        loc="left",
+        f"Time against the faster of torch's own ways\n{_where(report)}", loc="left", fontsize="medium"
     )
     figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=120)
 
 
 def _where(report: Mapping[str, Any]) -> str:
