@@ -92,6 +92,26 @@ def test_calls_of_other_kinds_keep_out_of_each_others_way(op):
         torch.testing.assert_close(call(X, WEIGHT), X @ WEIGHT.t())
 
 
+@pytest.mark.parametrize("other", [X.t(), X.double(), X[:3], [X], None], ids=str)
+def test_tensors_of_a_list_count_as_others_do(other):
+    assert calls.layouts(X, [WEIGHT, X]) == calls.layouts(X + 1, [WEIGHT, X])
+    assert calls.layouts(X, [WEIGHT, X]) != calls.layouts(X, [WEIGHT, other])
+
+
+def test_a_list_of_plain_weights_and_biases_is_plain():
+    class Other(torch.Tensor):
+        pass
+
+    other = WEIGHT.as_subclass(Other)
+    assert calls.is_plain(X, [WEIGHT], [BIAS]) and calls.is_plain(X, [WEIGHT], None)
+    for weights, biases in (
+        [[other], None],
+        [[WEIGHT, other], [BIAS, BIAS]],
+        [[WEIGHT], [BIAS.as_subclass(Other)]],
+    ):
+        assert not calls.is_plain(X, weights, biases)
+
+
 def test_misfits_are_refused_every_time():
     for _ in range(2):
         with pytest.raises(ValueError, match="weight must be"):

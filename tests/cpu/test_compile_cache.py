@@ -64,6 +64,14 @@ def origins(cache):
     return [origin for origin, _, _ in cache.log]
 
 
+def test_it_says_what_it_has_in_memory(tmp_path):
+    cache = compile_cache.CompileCache(folder=None)
+    assert not cache.has("a", "sm_90a")
+    cache._loaded["a", "sm_90a"] = print
+    assert cache.has("a", "sm_90a") and not cache.has("a", "sm_100a") and not cache.has("b", "sm_90a")
+    assert compile_cache.LIMIT == 2**30, "as docs/fused.md says"
+
+
 def test_one_build_per_configuration_and_process(tmp_path):
     cache, two, three = CompileCache(tmp_path), CountedBuild(Config(2)), CountedBuild(Config(3))
     assert fetch(cache, two) is fetch(cache, two)

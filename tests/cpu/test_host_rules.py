@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,11 +11,11 @@ import torch
 
 import overlap_gemm
 from overlap_gemm import calls, ops
-from overlap_gemm.backends import copies, gather, plans, reach
+from overlap_gemm.backends import copies, decomposed, gather, plans, reach
 from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
-from overlap_gemm.runtime import bootstrap, executor
+from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
 from overlap_gemm.schedules import TileGrid
@@ -178,6 +179,40 @@ def test_what_a_group_reaches_is_not_another_groups_of_its_name(monkeypatch):
         assert reach.reach_of(group, torch.device("cuda", 0)).arch == f"of {id(group)}"
 
 
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three of 132 SMs, of which the last is beyond the others' reach."""
+
+    def properties(index):
+        return SimpleNamespace(
+            major=9, minor=0, name="NVIDIA H200", multi_processor_count=132, uuid=f"gpu {index}"
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: peer != 2)
+    monkeypatch.setattr(reach, "why_no_cuda", lambda index: None)
+    return [reach.this_device(torch.device("cuda", index)) for index in range(3)]
+
+
+@pytest.mark.parametrize(("reserve", "left"), [(0, 132), (131, 1), (132, None)])
+def test_a_gpu_of_which_one_sm_is_left_will_do(gpus, monkeypatch, reserve, left):
+    monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", str(reserve))
+    own = reach.this_device(torch.device("cuda", 0))
+    assert own.num_sms == (left or 0)
+    assert (own.why_not is None) == (left is not None), own.why_not
+    found = reach.compare(Group("a", 0, 2), [own, gpus[1]])
+    assert left is not None or found == reach.Reach("", 0, f"rank 0: {own.why_not}")
+
+
+def test_only_gpus_of_peers_that_are_seen_here_are_asked_for(gpus):
+    elsewhere = replace(gpus[0], uuid="gpu 7")
+    own = torch.device("cuda", 0)
+    assert reach._out_of_reach(own, [*gpus[:2], elsewhere]) is None
+    assert reach._out_of_reach(own, [*gpus, elsewhere]) == "device 0 cannot access device 2"
+    assert reach._out_of_reach(own, gpus[:1]) is None
+
+
 # --- constants ---
 
 
@@ -227,6 +262,11 @@ def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monk
     out = torch_symm_mem._matmul_reduce_scatter(torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g", "auto")
     assert isinstance(out, torch.Tensor) == divides
     assert said == ([] if divides else [f"{rows} rows are not divisible by P=2"])
+
+
+def test_what_ranks_say_in_front_is_not_taken_for_a_shard():
+    """Both are messages between the same ranks; gloo tells them apart by their tags."""
+    assert agree.TAG < decomposed._TAG_BASE
 
 
 def test_slurms_steps_and_jobs_do_not_meet(monkeypatch):

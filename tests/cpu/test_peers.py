@@ -89,6 +89,24 @@ def test_ranks_agree_once(meet):
     assert group.told == [(None, (OWN,))]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_memory_of_a_group_whose_name_another_one_has_stays(meet, monkeypatch, is_open):
+    """A graph may still store into it; of an emulator that has ended there is none."""
+    left = []
+    monkeypatch.setattr(peers, "left_behind", left)
+    first = meet(Exchange(OWN, OWN))
+    first.workspaces.update(a="one", b="one", c="two")
+    first.executor.is_open = is_open
+    monkeypatch.setattr(peers.Peers, "holds", lambda self, group: self.group is group)
+    assert meet(Exchange(OWN, OWN)) is not first
+    assert left == (["one", "two"] if is_open else [])
+
+
+def test_an_open_emulator_is_where_a_rank_of_its_own_runs(monkeypatch):
+    monkeypatch.setattr(peers.executors, "emulation", SimpleNamespace(executor=lambda: "emulated"))
+    assert peers.executor_for(Group("a", 0, 1), CPU) == "emulated"
+
+
 def test_threads_that_come_first_together_agree_once(meet, monkeypatch):
     """The peers take part once, so a second exchange would wait for them."""
     group, answer = Exchange(OWN, OWN), Exchange.all_gather_object

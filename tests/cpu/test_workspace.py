@@ -130,7 +130,18 @@ def test_the_limit_counts_staging(obtained, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "3000")
     with pytest.raises(symmetric.SymmetricMemoryError, match="4064 more are needed"):
         obtained(False)
-    assert obtained(True).reaches_all
+    monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "4064")
+    assert not obtained(False).reaches_all, "the limit may be reached"
+    assert workspace.DEFAULT_LIMIT == 8 * 2**30, "as docs/fused.md says"
+
+
+def test_a_new_block_is_emptied_up_to_its_buffers_and_its_first_epoch_is_one():
+    block = torch.full((128,), 7, dtype=torch.uint8)
+    SizeClass(64, 16, 2, 2, first_epoch=32).prepare(block)
+    words = block.view(torch.int64)
+    assert words[:8].tolist() == [0, 0, 0, 0, 1, 0, 0, 0] and (block[64:] == 7).all()
+    SizeClass(64, 16, 2, 2, filled=255).prepare(block)
+    assert (words[:8] == 0).all() and (block[64:] == 255).all()
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,21 @@ RULES = "tests/cpu/test_host_rules.py"
 NOTICED_BY = {
     "calls.py": ["tests/cpu/test_calls.py", RULES],
     "sharding.py": ["tests/cpu/test_sharding.py"],
-    "runtime/agree.py": ["tests/multi/test_disagree.py", "tests/multi/test_one_rank_fails.py"],
+    "runtime/agree.py": [
+        RULES,
+        "tests/multi/test_disagree.py",
+        "tests/multi/test_one_rank_fails.py",
+        "tests/multi/test_faults.py",
+    ],
     "runtime/bootstrap.py": [RULES, "tests/cpu/test_alone.py", "tests/multi/test_launchers.py"],
     "runtime/compile_cache.py": ["tests/cpu/test_compile_cache.py"],
     "runtime/environment.py": ["tests/cpu/test_environment.py"],
     "runtime/peers.py": ["tests/cpu/test_peers.py", RULES, "tests/multi/test_one_rank_fails.py"],
-    "runtime/symmetric.py": ["tests/cpu/test_workspace.py", "tests/multi/test_one_rank_fails.py"],
+    "runtime/symmetric.py": [
+        "tests/cpu/test_symmetric.py",
+        "tests/cpu/test_workspace.py",
+        "tests/multi/test_one_rank_fails.py",
+    ],
     "runtime/workspace.py": ["tests/cpu/test_workspace.py", RULES, "tests/multi/test_one_rank_fails.py"],
     "backends/reach.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_reach.py"],
     "backends/select.py": ["tests/cpu/test_select.py", "tests/cpu/test_fused_backend.py"],
