@@ -158,7 +158,12 @@ def before(rank, size):
         ("llama", adapter("IA3", target_modules=["k_proj"], feedforward_modules=[]), r"k_proj' .*kind .*ia3"),
         ("llama", adapter("Lora", target_modules=["embed_tokens"]), r"embed_tokens' .*kind .*Embedding"),
         ("mixtral", adapter("Lora", target_parameters=EXPERTS), r"experts' .*kind .*ParamWrapper are not"),
-        ("phi3", adapter("Lora", target_modules=["qkv_proj"]), r"no adapter of its kind .* 'packed'"),
+        ("phi3", adapter("Lora", use_dora=True, target_modules=["qkv_proj"]), r"qkv_proj' .*DoraLinear"),
+        (
+            "phi3",
+            adapter("Lora", target_modules=["o_proj"], modules_to_save=["qkv_proj"]),
+            r"no adapter of its kind .* 'packed'",
+        ),
         ("llama", adapter("Lora", **saved), r"o_proj' .*no adapter of its kind .* 'row'"),
     ):
         model = peft.get_peft_model(tiny(family, size), config)
@@ -170,8 +175,8 @@ def before(rank, size):
     with pytest.raises(UnknownModuleError, match=r"experts' .*kind .*ParamWrapper are not"):
         lora(target_parameters=EXPERTS)(mixture)
     packed = parallelize(tiny("phi3", size), mesh)
-    with pytest.raises(ValueError, match=r"(?s)PackedLinear.* is not supported"):
-        lora(target_modules=["qkv_proj"])(packed)
+    with pytest.raises(UnknownModuleError, match=r"gate_up_proj': init_lora_weights='pissa' needs"):
+        lora(init_lora_weights="pissa", target_modules=["gate_up_proj"])(packed)
     with pytest.raises(UnknownModuleError, match=r"qkv_proj\.q' .*a packed projection's part"):
         lora(target_modules=["q"])(packed)
 

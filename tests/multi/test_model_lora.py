@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from overlap_gemm.nn import Dropout
-from overlap_gemm.parallel import parallelize
+from overlap_gemm.parallel import full_state_dict, parallelize
 from overlap_gemm.testing.adapters import (
     ALL,
     adapted_pair,
@@ -21,7 +21,7 @@ from overlap_gemm.testing.adapters import (
     train,
     whole,
 )
-from overlap_gemm.testing.models import FAMILIES, tiny
+from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
 
 SUBSETS = (("q_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj", "k_proj"))
 
@@ -48,6 +48,65 @@ def test_training(ranks, sequence_parallel):
 def test_families(ranks, family, sequence_parallel):
     cases = itertools.product((True, False), (ALL, *SUBSETS))
     ranks(2).run(trains, family, sequence_parallel, list(cases))
+
+
+PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def trains_packed(rank, size, sequence_parallel, cases, folder):
+    """Phi3's: A is one, B in parts as the linear is. Files and merged models are the unsharded one's."""
+    from peft import PeftModel
+
+    for first, targets in itertools.product((True, False), cases):
+        what = f"{targets}, peft {'first' if first else 'after'}"
+        pair = adapted_pair(
+            size, "phi3", first, sequence_parallel, config_of(targets, lora_bias=first and sequence_parallel)
+        )
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3) for model in pair]
+        for step in range(2):
+            ids = torch.randint(3, VOCABULARY, (2, 7 + step), generator=torch.Generator().manual_seed(step))
+            outs = [model(ids, labels=ids) for model in pair]
+            close(outs[1].logits, outs[0].logits, what)
+            for out, model, optimizer in zip(outs, pair, optimizers, strict=True):
+                out.loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        found, expected = full_state_dict(pair[1]), pair[0].state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            close(found[name], value, f"{what}: {name}")
+        path = f"{folder}/{'-'.join(targets)}-{first}"
+        pair[1].save_pretrained(path, is_main_process=rank == 0)
+        dist.barrier()
+        loaded = [tiny("phi3", size), parallelize(tiny("phi3", size), init_device_mesh("cpu", (size,)))]
+        expected = pair[0](ids).logits
+        for base in loaded:
+            close(PeftModel.from_pretrained(base, path)(ids).logits, expected, f"{what}, loaded")
+        pair[1].load_state_dict(pair[0].state_dict())
+        if not first:
+            for model in pair:
+                model.merge_adapter(safe_merge=sequence_parallel)
+            close(pair[1](ids).logits, expected, f"{what}, merged")
+            for model in pair:
+                model.unmerge_adapter()
+            close(pair[1](ids).logits, expected, f"{what}, unmerged")
+            merged = [model.merge_and_unload() for model in pair]
+            found, whole_one = full_state_dict(merged[1]), merged[0].state_dict()
+            assert found.keys() == whole_one.keys()
+            for name, value in whole_one.items():
+                close(found[name], value, f"{what}: {name}")
+            close(merged[1](ids).logits, expected, f"{what}, merged for good")
+
+
+def test_packed_projections(ranks, tmp_path):
+    ranks(2).run(trains_packed, True, [PACKED], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
+def test_more_packed_projections(ranks, tmp_path, sequence_parallel):
+    ranks(3).run(trains_packed, sequence_parallel, [PACKED, ("qkv_proj",), ("gate_up_proj",)], str(tmp_path))
 
 
 def drops_out(rank, size, sequence_parallel, recompute):

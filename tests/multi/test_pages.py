@@ -1,5 +1,7 @@
 """The pages' snippets run as they stand, each alone, on two ranks: nothing is imported or made elsewhere."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -17,10 +19,8 @@ from overlap_gemm.testing.models import tiny
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
-    "README.md": "test_readme.py",
     "docs/index.md": "emulator/tests/test_readme.py",
     "docs/pipelines.md": "tests/emulated/test_pipelines_page.py",
-    "docs/tutorial.md": "test_readme.py",  # its blocks are one program
     "docs/integrations/megatron.md": "test_megatron.py",
 }
 """Pages whose snippets other tests run."""
@@ -33,7 +33,26 @@ def pages():
             yield file.relative_to(ROOT).as_posix(), number, text
 
 
-SNIPPETS = {f"{page}-{number}": text for page, number, text in pages() if page not in ELSEWHERE}
+ONE_PROGRAM = "docs/tutorial.md"
+SNIPPETS = {
+    f"{page}-{number}": text for page, number, text in pages() if page not in (*ELSEWHERE, ONE_PROGRAM)
+}
+SNIPPETS[ONE_PROGRAM] = "\n".join(text for page, _, text in pages() if page == ONE_PROGRAM)
+SAYS = {
+    "README.md-0": "torch.Size([256, 1024])",
+    "README.md-1": "all_gather_gemm runs as 'torch'",
+    "README.md-2": "torch.Size([1, 132])",
+    ONE_PROGRAM: "all_gather_gemm runs as",
+}
+"""What some of them print, on every rank."""
+STACKS = {
+    "docs/models.md": ("transformers", "peft"),
+    "docs/integrations/transformers.md": ("transformers", "peft", "accelerate"),
+    "docs/integrations/trainer.md": ("transformers", "accelerate"),
+    "docs/integrations/megatron.md": ("megatron-core",),
+    "docs/integrations/torch.md": ("torch",),
+}
+"""Whose versions, those of the constraints, a page says."""
 
 
 def here(text, folder):
@@ -64,16 +83,32 @@ def runs(rank, size, text):
         mock.patch.dict(os.environ, environment),
         mock.patch("accelerate.Accelerator.multi_device", several),
         torch._inductor.config.patch(),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         exec(compile(text, "snippet", "exec"), {"__name__": "__main__"})
     overlap_gemm.finalize()
     for integration in (hugging_face, torch_symm_mem):
         integration.uninstall()
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet(ranks, folder, snippet):
-    ranks(2).run(runs, here(SNIPPETS[snippet], folder))
+    for printed in ranks(2).run(runs, here(SNIPPETS[snippet], folder)):
+        assert SAYS.get(snippet, "") in printed
+
+
+@pytest.mark.parametrize("page", STACKS)
+def test_a_page_says_the_versions_that_were_run(page):
+    text, pins = (
+        (ROOT / page).read_text(),
+        "\n".join((ROOT / name).read_text() for name in ("constraints-common.txt", "constraints.txt")),
+    )
+    for stack in STACKS[page]:
+        version = re.findall(rf"^{stack}==(\d+\.\d+(?:\.\d+)?)", pins, re.M)[-1]
+        assert re.search(rf"{stack}[`]? {re.escape(version)}\b", text), (
+            f"{page} does not say {stack} {version}"
+        )
 
 
 def test_no_page_is_left_out():

@@ -17,7 +17,7 @@ SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 WRAPPED = ("base_layer", "original_module")
 """The names by which peft's wrappers hold what they wrap."""
 
-ADAPTED = ("column", "row", "head", "shared column", "shared row")
+ADAPTED = ("column", "packed", "row", "head", "shared column", "shared row")
 """Roles of modules that may have LoRA."""
 
 COPIED = ("embedding", "norm", "head norm", "spread norm", "final norm", "head")

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..nn import Dropout
-from .parts import SEQUENCE_DIM, GradientAsContiguous, ReplicatedForward
+from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
 from .places import Place, place_of
 from .plan import UnknownModuleError
-from .styles import ColwiseForward, OverlapColwiseParallel, distribute
+from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather, distribute
 
 INITS = (True, False, "gaussian")
 """`init_lora_weights` that do without the base's weight."""
@@ -45,11 +45,15 @@ class ShardedLora(Linear):
         if kwargs.get("tied_adapter"):
             _refuse(self, "tied adapters are not carried")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+        if isinstance(self.get_base_layer(), PackedLinear):  # of which peft cannot see where it is
+            weight = next(self.get_base_layer().parameters())
+            for halves in (self.lora_A, self.lora_B):
+                halves[adapter_name].to(weight.device, weight.dtype)
         _shard(self, adapter_name)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """peft's, which gives the adapters what it gives the linear: of a shared gather this rank's rows."""
-        forward = self.get_base_layer().forward
+        forward = _linears(self.get_base_layer())[0].forward
         if isinstance(forward, ColwiseForward):
             x = forward.own_rows(x)
         return super().forward(x, *args, **kwargs)
@@ -92,41 +96,78 @@ def why_not(layer: Any) -> str | None:
 @contextmanager
 def _as_local(layer: Any) -> Iterator[None]:
     """Within the block parameters are this rank's part. A DTensor's own `.data = ` would change nothing."""
-    swapped: list[tuple[nn.Module, str, DTensor]] = []
+    swapped: list[tuple[nn.Module, str, list[Tensor]]] = []
     for module in (layer.get_base_layer(), *layer.lora_A.values(), *layer.lora_B.values()):
-        for key, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor):
-                swapped.append((module, key, parameter))
-    for module, key, parameter in swapped:
-        module._parameters[key] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+        for key in ("weight", "bias"):
+            parts = [getattr(linear, key) for linear in _linears(module)]
+            if isinstance(parts[0], DTensor):
+                swapped.append((module, key, [part.to_local().detach() for part in parts]))
+    before = [(module, dict(module._parameters)) for module, _, _ in swapped]
+    for module, key, parts in swapped:
+        module._parameters[key] = nn.Parameter(torch.cat(parts), requires_grad=False)
     try:
         yield
     finally:
-        for module, key, parameter in swapped:
+        for module, key, parts in swapped:
             new = module._parameters[key]
             assert new is not None
-            with torch.no_grad():
-                parameter.to_local().copy_(new)
-            module._parameters[key] = parameter
+            for part, rows in zip(parts, new.detach().split([len(part) for part in parts]), strict=True):
+                part.copy_(rows)
+        for module, parameters in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
 
 
 def _shard(layer: Any, name: str) -> None:
     base = layer.get_base_layer()
     place = place_of(base)
     assert place is not None
-    sharding, style = place.sharding, base.forward.style
+    sharding, first = place.sharding, _linears(base)[0].forward
+    style = first.style
     is_row = place.role in ("row", "shared row")
-    by_rows = sharding.sequence_parallel and place.role in ("column", "row")
+    by_rows = sharding.sequence_parallel and place.role in ("column", "packed", "row")
+    if isinstance(base, PackedLinear):
+        layer.lora_B[name] = PackedUp(layer.lora_B[name], base.sizes)
     down, up = layer.lora_A[name], layer.lora_B[name]
     cut, whole = (down, up) if is_row else (up, down)
     if by_rows and not is_row:
-        style = OverlapColwiseParallel(
-            input_layouts=Shard(SEQUENCE_DIM), rows=base.forward.total_rows, backend=style.backend
-        )
-    style._apply(cut, sharding.mesh)
+        rows, backend = first.total_rows, style.backend
+        style = OverlapColwiseParallel(input_layouts=Shard(SEQUENCE_DIM), rows=rows, backend=backend)
+        if isinstance(up, PackedUp):
+            style = OverlapColwiseParallel(backend=backend)
+            shared = OverlapSharedGather(
+                *up.sizes, input_layouts=Shard(SEQUENCE_DIM), argument="x", rows=rows, backend=backend
+            )
+    for linear in _linears(cut):
+        style._apply(linear, sharding.mesh)
+    if isinstance(up, PackedUp) and by_rows:
+        shared._apply(up, sharding.mesh)
     distribute(whole, sharding.mesh, {"weight": Replicate(), "bias": Replicate()})
     whole.forward = ReplicatedForward(whole, sharding.group if by_rows else None)
     _draw_apart(layer, name, place, per_rank=by_rows or is_row)
+
+
+class PackedUp(PackedLinear):
+    """B of a packed linear's adapter, in parts as the linear is; in state dicts one, as in peft's files."""
+
+    def __init__(self, linear: nn.Linear, sizes: dict[str, int]):
+        super().__init__(linear, sizes)
+        self.register_parameter("weight", None)
+
+    def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The whole weight, and bias. Collective: a rank's parts are several ranges of it."""
+        destination = {} if destination is None else destination
+        for key in ("weight", "bias"):
+            parts = [getattr(part, key) for part in self.children()]
+            if parts[0] is not None:
+                whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+                destination[prefix + key] = torch.cat(whole) if keep_vars else torch.cat(whole).detach()
+        return destination
+
+
+def _linears(module: Any) -> list[Any]:
+    """A packed linear's parts; another linear itself."""
+    return list(module.children()) if isinstance(module, PackedLinear) else [module]
 
 
 def _draw_apart(layer: Any, name: str, place: Place, per_rank: bool) -> None:

@@ -158,7 +158,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         for name, value in model.state_dict().items()
     }
     for name, packed in packed_linears(model):
-        state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
+        if f"{name}.weight" not in state:
+            state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
     for name, experts in mixed_experts(model):
         dim = features_dim(experts)
         state[f"{name}.{PAIRED}"] = state[f"{name}.{PAIRED}"].flatten(dim, dim + 1)
@@ -253,8 +254,8 @@ class _Builder:
         queries, keys = (
             heads * head_dim(config) for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
-        module.qkv_proj = PackedLinear(module.qkv_proj, {"q": queries, "k": keys, "v": keys})
-        self._share_gather(module, ["qkv_proj.q", "qkv_proj.k", "qkv_proj.v"], "hidden_states", self.length)
+        parts = _pack(module, "qkv_proj", {"q": queries, "k": keys, "v": keys})
+        self._share_gather(module, parts, "hidden_states", self.length)
         module.config = HeadsOfRank(config, self.mesh.size())
         module.num_key_value_heads //= self.mesh.size()
 
@@ -262,8 +263,8 @@ class _Builder:
         rows = self.length.for_mlp
         if hasattr(module, "gate_up_proj"):
             half = module.gate_up_proj.out_features // 2
-            module.gate_up_proj = PackedLinear(module.gate_up_proj, {"gate": half, "up": half})
-            self._share_gather(module, ["gate_up_proj.gate", "gate_up_proj.up"], "hidden_states", rows)
+            parts = _pack(module, "gate_up_proj", {"gate": half, "up": half})
+            self._share_gather(module, parts, "hidden_states", rows)
         else:
             self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
 
@@ -281,6 +282,17 @@ class _Builder:
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = distribute_tensor(parameter, self.mesh, [(layouts or {}).get(name, Replicate())])
             module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+def _pack(module: nn.Module, name: str, sizes: dict[str, int]) -> list[str]:
+    """Makes a `PackedLinear` of a linear, adapted or not; the paths of its parts."""
+    given: Any = getattr(module, name)
+    if is_lora(given):
+        given.base_layer = PackedLinear(given.base_layer, sizes)
+        name = f"{name}.base_layer"
+    else:
+        setattr(module, name, PackedLinear(given, sizes))
+    return [f"{name}.{part}" for part in sizes]
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
@@ -314,10 +326,11 @@ def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *arg
 def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: cuts the tensors of an unsharded model; leaves shards as they are."""
     for name, packed in packed_linears(model):
-        whole = state.pop(f"{prefix}{name}.weight", None)
-        if whole is not None:
-            for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):
-                state[f"{prefix}{name}.{part}.weight"] = rows
+        for key in ("weight", "bias"):
+            whole = state.pop(f"{prefix}{name}.{key}", None)
+            if whole is not None:
+                for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):
+                    state[f"{prefix}{name}.{part}.{key}"] = rows
     for name, experts in mixed_experts(model):
         key, dim = f"{prefix}{name}.{PAIRED}", features_dim(experts)
         if key in state and state[key].ndim < experts.gate_up_proj.ndim:

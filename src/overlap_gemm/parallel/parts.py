@@ -194,25 +194,31 @@ class GatherOutput:
         return join_shards(out, SEQUENCE_DIM, total, self.group)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Linear):
     """Linears behind the name of one, for code that cuts its output apart: qkv_proj, gate_up_proj.
 
     A rank's shard of the packed weight would be several ranges of its rows, which no DTensor describes; as
-    linears of their own they are sharded, saved and resharded like any other.
+    linears of their own they are sharded, saved and resharded like any other. It is a linear to peft, which
+    asks, and has no parameters itself.
 
     Args:
-        linear: The packed linear, without bias.
+        linear: The packed linear.
         sizes: Rows of each part, by its name.
     """
 
     def __init__(self, linear: nn.Linear, sizes: dict[str, int]):
-        super().__init__()
-        self.sizes = sizes
-        weights = linear.weight.detach().split(list(sizes.values()))
-        for (name, size), weight in zip(sizes.items(), weights, strict=True):
-            part = nn.Linear(linear.in_features, size, bias=False, device="meta")
-            part.weight = nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
-            self.add_module(name, part)
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.sizes = linear.in_features, linear.out_features, sizes
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(linear.in_features, size, bias=False, device="meta"))
+        self.register_parameter("bias", None)
+        for key in ("weight", "bias"):
+            packed = getattr(linear, key)
+            if packed is not None:
+                rows = packed.detach().split(list(sizes.values()))
+                for part, own in zip(self.children(), rows, strict=True):
+                    parameter = nn.Parameter(own.clone(), requires_grad=packed.requires_grad)
+                    part.register_parameter(key, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies; the parts' outputs side by side."""
