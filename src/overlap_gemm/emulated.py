@@ -21,7 +21,7 @@ from .runtime.executor import register
 from .runtime.order import LaunchOrder, Stream
 
 SECOND_STREAM = 1 << 16
-"""Number of an emulated rank's second stream beside its stream 0."""
+"""Number of an emulated rank's second stream alongside its stream 0."""
 
 per_process("overlap_gemm.backends.reach", _known=dict)
 per_process("overlap_gemm.runtime.bootstrap", _world=lambda: None, _owns_process_group=bool)

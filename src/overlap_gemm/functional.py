@@ -128,8 +128,8 @@ def all_gather_gemm(
         dim: The sharded dimension of `x_shard`, 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs
             a copy unless b = 1).
         save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
-            gathering it again in backward (by copy engines beside the gradient of x, where that is fused and
-            shards are not small). Always so where `return_gathered` keeps it alive anyway.
+            gathering it again in backward (by copy engines alongside the gradient of x, where that is fused
+            and shards are not small). Always so where `return_gathered` keeps it alive anyway.
         columns: N of all weights over all ranks; or "equal" if every rank has as many columns as this one; or
             None: what `auto` chooses then does not depend on it.
         deterministic: Whether the sums of the gradient must come out bitwise the same from call to call, as

@@ -1,4 +1,4 @@
-"""Parameters that all ranks have beside layers with sequence parallelism, each of which sees its rows only.
+"""Parameters of all ranks between layers with sequence parallelism, each of which sees its rows only.
 
 Such a parameter's gradient is a part on each rank, and must be summed over them. `LayerNorm` and `RMSNorm` do
 so by themselves, in backward. Any other module is marked (`sequence_parallel_parameters`), and the gradients

@@ -218,7 +218,7 @@ all_gather_gemm = Registered(
 
 
 # --- all_gather_gemm_gradients: of x and of every weight, where all are wanted and no gathered x was kept ---
-# The gather of x, which the weights' gradients wait for, goes by copy engines beside the fused kernel that
+# The gather of x, which the weights' gradients wait for, goes by copy engines alongside the fused kernel that
 # makes x's gradient, where there is one and the shards are not small. Its memory is the gather buffer of
 # `all_gather_gemm` itself.
 

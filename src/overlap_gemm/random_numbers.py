@@ -44,7 +44,7 @@ def per_rank_random(tp_group: GroupLike = None) -> Iterator[None]:
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout` beside tensor-parallel layers.
+    """`torch.nn.Dropout` alongside tensor-parallel layers.
 
     Args:
         p: Probability of a zero.

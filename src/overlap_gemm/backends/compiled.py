@@ -77,7 +77,7 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
 
 
 def compiled_relay(executor: Executor) -> Any:
-    """The relay kernel beside any GEMM (`kernels.relay`)."""
+    """The relay kernel alongside any GEMM (`kernels.relay`)."""
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_relay

@@ -49,7 +49,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def pays_beside(problem: Problem, shards: Shards) -> bool:
-    """Whether shards should go by copy engines beside a fused kernel: if they can, and are not small."""
+    """Whether shards should go by copy engines alongside a fused kernel: if they can, and are not small."""
     if problem.world_size == 1 or why_not(problem) is not None or problem.reach is None:
         return False
     nbytes = shards.chunk * problem.features * problem.dtype.itemsize
@@ -112,7 +112,7 @@ class CopyPlan:
 
     @contextmanager
     def beside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
-        """One call whose shards travel beside another fused one's kernel: copies take no SM.
+        """One call whose shards travel alongside another fused one's kernel: copies take no SM.
 
         Gives what `run` returned, and the gathered shards `[rows, K]`, which what is queued in the block on
         the current stream may read. They lie in the gather buffer: nothing may read them after the block.

@@ -2,8 +2,8 @@
 
 Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
 order in which peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM,
-so they run beside the kernel that waits for them. Nothing else is queued there while it waits: a kernel would
-starve.
+so they run alongside the kernel that waits for them. Nothing else is queued there while it waits: a kernel
+would starve.
 
 Where some peer is beyond the reach of stores, or puts are asked for, a relay kernel puts the shard to all of
 them (`kernels.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.

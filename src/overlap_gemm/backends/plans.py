@@ -112,7 +112,7 @@ class Plan:
         """
         workspace, executor, order = self.workspace, self.executor, self.executor.order
         with executor.active(a, b, out, *(extras or ())) as stream:
-            if workspace is None:  # waits for nobody, so it may run beside whatever it likes
+            if workspace is None:  # waits for nobody, so it may run alongside whatever it likes
                 self.gemm(a, b, out, extras, None, self.num_clusters, stream)
                 return
             workspace.raise_if_failed()

@@ -12,7 +12,7 @@ from .scaling import why_no_scaled_mm
 
 
 class Sequential:
-    """torch.distributed's collectives beside torch's matmul, on any device and group. Nothing overlaps."""
+    """torch.distributed's collectives and torch's matmul, on any device and group. Nothing overlaps."""
 
     name = "sequential"
     deterministic = True

@@ -25,7 +25,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class Torch:
-    """Torch's products beside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
+    """Torch's products alongside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
 
     `torch.mm`, and of operands with scales `torch._scaled_mm`.
     """
@@ -84,7 +84,7 @@ class Torch:
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_gather`: blocks of columns are gathered whole, then laid beside each other.
+        """See `Backend.gemm_all_gather`: blocks of columns are gathered whole, then laid side by side.
 
         A copy of runs of a block's columns, several times faster than to compute the product transposed and
         to transpose what is gathered.

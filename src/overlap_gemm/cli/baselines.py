@@ -72,7 +72,7 @@ def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
 
 
 def _beside(product: Tensor, workload: Workload, group: Group) -> Tensor:
-    """Every rank's columns beside each other."""
+    """Every rank's columns side by side."""
     blocks = _blocks(product, workload, group).view(group.size, *product.shape)
     return blocks.movedim(0, 1).reshape(product.shape[0], -1)
 

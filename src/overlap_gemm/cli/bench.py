@@ -1,4 +1,4 @@
-"""`overlap-gemm bench`: ops beside what they are measured against, as a table, as data and as a picture."""
+"""`overlap-gemm bench`: ops and what they are measured against, as a table, as data and as a picture."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results here (PNG, SVG, PDF).")] = None,
 ) -> None:
-    """Time ops beside torch's product, its collective, both, and its fused ops; say what the model predicted.
+    """Time ops against torch's product, collective, both, and fused ops; say what the model predicted.
 
     Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. Shapes are
     those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with

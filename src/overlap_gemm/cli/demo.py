@@ -126,7 +126,7 @@ def demo(
     console.print(f"   It continues {prompt!r}\n   with         {written!r}")
     console.print("2. Compare with the unsharded model: same weights, same sequence, both against float64")
     holds = _check(console, llama.compare(model, next(data)[:1]))
-    console.print("3. Time the four ops beside torch's product and collective, and what bounds them")
+    console.print("3. Time the four ops against torch's product and collective, and what bounds them")
     speed = _time_ops(console, world, sizes, rows or sizes.rows, rounds or sizes.rounds, out)
     overlap_gemm.finalize()
     emulated = True
@@ -225,7 +225,7 @@ def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: i
 
 
 def _against(result: Mapping[str, Any]) -> str:
-    """An op's time beside torch's own, with quartiles; nothing where torch has no such call."""
+    """An op's time against torch's own, with quartiles; nothing where torch has no such call."""
     found = result[EAGER]
     ours = found["ours"].get("auto")
     if ours is None or ours["against"] is None:

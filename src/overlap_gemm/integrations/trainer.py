@@ -4,7 +4,7 @@
     TensorParallelTrainer(parallelize(model, mesh), args, train_dataset=data).train()
 
 A plain Trainer trains them, too (`parallel.stacks`), and saves the model; it refuses to save the state of the
-optimizer of a model that was sharded before. These save it as a distributed checkpoint beside the model's
+optimizer of a model that was sharded before. These save it as a distributed checkpoint alongside the model's
 whole weights: any number of ranks goes on from it.
 """
 

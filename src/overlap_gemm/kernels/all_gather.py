@@ -3,7 +3,7 @@
 Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
 columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
 ``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`), by the kernel's own warps (``peer_bulk``)
-or, to peers beyond reach, by a relay kernel beside it (``staged``: :mod:`overlap_gemm.kernels.relay`), which
+or, to peers beyond reach, by a relay kernel alongside (``staged``: :mod:`overlap_gemm.kernels.relay`), which
 puts the own shard from its place in this rank's buffer, where the host's copy has taken it, in pieces that
 have a flag each.
 

@@ -94,7 +94,7 @@ class Call(NamedTuple):
             table = smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
             copy_table(exchange.peers, table)
             exchange = exchange._replace(peers=table)
-        epoch = _behind(base + epoch_offset)
+        epoch = _next_epoch(base + epoch_offset)
         return Call(
             exchange,
             base,
@@ -113,7 +113,7 @@ class Call(NamedTuple):
 
         It changes with the last CTA's ticket, which comes after all that ask.
         """
-        return _behind(self.last)
+        return _next_epoch(self.last)
 
     @property
     def identity(self) -> Any:
@@ -147,7 +147,7 @@ def copy_table(peers: cute.Tensor, near: cute.Tensor) -> None:
         near[i] = peers[i]
 
 
-def _behind(last: Any) -> Any:
+def _next_epoch(last: Any) -> Any:
     """The epoch after the one at this address."""
     return Uint64(cute.arch.load(global_pointer(Uint64, last, 8), Uint64)) + 1
 

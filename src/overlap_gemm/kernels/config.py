@@ -23,7 +23,7 @@ MAX_WORLD = 112
 """Ranks that a workspace and a kernel's table of addresses have room for."""
 
 CONTROL_WORDS = 16
-"""Of 8 bytes, at most: what a kernel has there beside two barriers for each stage and the table of addresses
+"""Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
 (`call.Tally`, turns, TMEM)."""
 
 TILE_K_BYTES = 128
@@ -308,7 +308,7 @@ class GemmConfig:
 
     @property
     def ab_stages(self) -> int:
-        """A/B stages that fit beside the ring."""
+        """A/B stages that fit alongside the ring."""
         return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
 
     @property

@@ -126,7 +126,7 @@ class KernelOp(Protocol):
         """What of the product this rank computes; ``rows`` and ``cols`` are those of A and B as given."""
 
     def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
-        """Host side: what the gate loads from beside A."""
+        """Host side: what the gate loads from in addition to A."""
 
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Host side: how the result will be stored."""

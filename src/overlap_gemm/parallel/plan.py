@@ -54,7 +54,7 @@ ROLES: dict[str, Role] = {
     "layers.*.mlp.shared_expert.down_proj": "shared row",
     "norm": "final norm",
 }
-"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies beside the decoder.
+"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies alongside the decoder.
 
 Of a shared expert, through which all tokens go, the linears see all tokens, whatever lies between the layers.
 """

@@ -1,7 +1,7 @@
 """Compile each kernel configuration once: in memory for the process, on disk for the machine.
 
 A disk entry is the DSL's own export of a compiled function (an ELF object with host launcher and cubin)
-beside a JSON file that says what it is. The JSON is written last, so an entry that has it is whole;
+alongside a JSON file that says what it is. The JSON is written last, so an entry that has it is whole;
 its digest is checked before the object is loaded, because a damaged ELF object would bring the process down.
 Functions are TVM-FFI functions (``OPTIONS``): their calls cost a few microseconds, where the DSL's own
 argument conversion costs about a hundred, and they check the arguments they are given.

@@ -60,7 +60,7 @@ class Executor(Protocol):
         """
 
     def fork(self) -> AbstractContextManager[int]:
-        """A second stream for kernels that run beside those launched in the block, inside `active`.
+        """A second stream for kernels that run alongside those launched in the block, inside `active`.
 
         Gives its handle. It begins where the current stream is when the block is entered, and the current
         stream goes on after both when the block is left.

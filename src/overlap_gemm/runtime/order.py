@@ -5,7 +5,7 @@ needs, here the one and on a peer the other, and they would wait for each other 
 begins after the one before it. (NCCL orders its communicators' kernels for the same reason.)
 
 What the host sees, it orders: calls on several streams, and branches of one capture. What it cannot see is a
-replay of a graph: that is ordered by the stream it is started on. If another call is resident beside it
+replay of a graph: that is ordered by the stream it is started on. If another call is resident alongside it
 nevertheless, the word "in call" turns that into an `OverlappingCallsError`; if the two run one after the
 other, in another order on a peer, their identities do (:mod:`overlap_gemm.runtime.identity`).
 

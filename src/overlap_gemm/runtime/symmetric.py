@@ -180,7 +180,7 @@ class NvshmemSymmetric:
         return (
             f"NVSHMEM allocates on all {ranks} ranks of the job at once, and this group is ranks {members}: "
             f"its neighbours need not call when it does, and would be waited for. For groups that are parts "
-            f"of the job (TP beside DP or PP) use OVERLAP_GEMM_SYMMETRIC=torch, inside one NVLink domain"
+            f"of the job (TP alongside DP or PP) use OVERLAP_GEMM_SYMMETRIC=torch, inside one NVLink domain"
         )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs of pytest beside changed code, each in a process forked from one that has imported torch already.
+"""Runs of pytest alongside changed code, each in a process forked from one that has imported torch already.
 
     with ForkedTests() as tests:
         tests.fail(folder, "tests/cpu/test_peers.py")   # with the package that lies in `folder`

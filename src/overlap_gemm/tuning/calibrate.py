@@ -24,7 +24,7 @@ GEMM_SIZES = (8192, 4096)
 
 ONE_WAVE_ROWS, ONE_WAVE_DEPTHS = 4, (4096, 8192)
 """Rows in cluster tiles of a product whose tiles are one wave, with as many columns as fill the SMs. Two K:
-their times' difference has nothing of what a wave costs beside its mainloop, which is much of such a call."""
+their times' difference has nothing of what a wave costs outside its mainloop, which is much of such calls."""
 
 DECODE = (16, 8192, 8192)
 """M, N, K of a product that only reads its weight."""

@@ -50,10 +50,10 @@ class Machine:
         link_rate: Bytes/s out of each GPU, by SM stores to all peers at once: the bound of an op.
         bulk_rate: The same as the fused kernel's bulk stores reach.
         copy_rate: The same by copy engines.
-        launch: Seconds that a kernel costs beside its tiles: launch, prologue, first loads.
+        launch: Seconds that a kernel costs in addition to its tiles: launch, prologue, first loads.
         epilogue: Seconds per element of a CTA tile between accumulator and ring.
         arrival: Seconds between a peer's last store and the first load of what it stored.
-        step: Seconds that a point-to-point transfer of `decomposed` costs beside its bytes.
+        step: Seconds that a point-to-point transfer of `decomposed` costs in addition to its bytes.
         efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swap_ab"`` kernel's follows from
             what one SM loads, for which it waits (on H200 59 GB/s of A and B together; of B200 the same is
             expected).

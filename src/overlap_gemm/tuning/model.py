@@ -199,7 +199,7 @@ def transfer_seconds(facts: Facts, machine: Machine, in_rank_order: bool = False
     names = facts.spec.collectives(in_rank_order)
     each = facts.bytes_out / len(names)
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
-    if facts.spec.gathers_output:  # by blocks of columns, which are laid beside each other after
+    if facts.spec.gathers_output:  # by blocks of columns, which are laid side by side after
         m, n, _ = facts.extents
         # Measured: such a copy reaches a third of the memory's rate, after launches of its own.
         seconds += 2 * machine.launch + 3 * 2 * m * n * facts.result_bytes / machine.memory_rate
@@ -273,7 +273,7 @@ def fused_time(
 ) -> FusedTime:
     """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
 
-    What the other patterns have beside a reduce-scatter is counted in bytes and arrivals, at the same rates.
+    What other patterns add to a reduce-scatter is counted in bytes and arrivals, at the same rates.
     """
     m, n, k = facts.local
     pattern = pattern or patterns_of(facts.op)[0]
@@ -307,7 +307,7 @@ def fused_time(
         copied = 2 * copies_of * m * n * size / machine.memory_rate
         received *= 2
         memory += copied
-        if not facts.spec.sums:  # measured: beside the tensor cores they take what they take alone
+        if not facts.spec.sums:  # measured: alongside the tensor cores they take what they take alone
             received += copied
     arrival = machine.ll_arrival if config.sends_ll else machine.arrival
     return FusedTime(
