@@ -1,14 +1,16 @@
 """Runs kernels of public packages in the emulator, and keeps what came out: `python emulator/public/run.py`.
 
-Each case of `CASES` whose package is installed runs once per architecture and mode, in a process of its own.
-The rows go to `results.json` in place of earlier ones of the same case, and from there to the table of
-`docs/public.md`. `--table` writes the table alone.
+Each case of `CASES` whose package can be imported (`pip install --target FOLDER`, FOLDER in PYTHONPATH, will
+do) runs once per architecture and mode, in a process of its own; `--dsl FOLDER` with the CuTe DSL that was
+installed there. The rows go to `results.json` in place of earlier ones of the same case and DSL, and from
+there to the table of `docs/public.md`. `--table` writes the table alone.
 """
 
 import argparse
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -21,22 +23,36 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "public.md"
 BEGIN, END = "<!-- table of results.json -->\n", "<!-- end of the table -->\n"
+BOTH = ("sm_90a", "sm_100a")
 CASES = [
-    ("quack-kernels", "quack", "quack_rows.py", "rmsnorm"),
-    ("quack-kernels", "quack", "quack_rows.py", "softmax"),
-    ("quack-kernels", "quack", "quack_rows.py", "cross-entropy"),
-    ("quack-kernels", "quack", "quack_gemm.py", "gemm"),
-    ("quack-kernels", "quack", "quack_gemm.py", "ragged-k"),
-    ("flash-attn-4", "flash_attn.cute", "fa4.py", "forward"),
-    ("flash-attn-4", "flash_attn.cute", "fa4.py", "backward"),
+    ("cute-emulator", "cute_emulator", "readme.py", "first-kernel", BOTH, 1),
+    ("quack-kernels", "quack", "quack_rows.py", "rmsnorm", BOTH, 1),
+    ("quack-kernels", "quack", "quack_rows.py", "softmax", BOTH, 1),
+    ("quack-kernels", "quack", "quack_rows.py", "cross-entropy", BOTH, 1),
+    ("quack-kernels", "quack", "quack_gemm.py", "gemm", BOTH, 1),
+    ("quack-kernels", "quack", "quack_gemm.py", "ragged-k", BOTH, 1),
+    ("flash-attn-4", "flash_attn.cute", "fa4.py", "forward", BOTH, 1),
+    ("flash-attn-4", "flash_attn.cute", "fa4.py", "backward", BOTH, 1),
+    ("vllm", "vllm", "vllm_gemm_rs_ar.py", "gemm-rs", ("sm_100a",), 2),
+    ("vllm", "vllm", "vllm_gemm_rs_ar.py", "gemm-ar", ("sm_100a",), 2),
+    ("sglang", "sglang", "sglang_gemm.py", "dsv3-fused-a-1024", BOTH, 1),
+    ("sglang", "sglang", "sglang_gemm.py", "dsv3-fused-a-2048", BOTH, 1),
+    ("flashinfer-python", "flashinfer", "flashinfer_rows.py", "rmsnorm", BOTH, 1),
+    ("flashinfer-python", "flashinfer", "flashinfer_rows.py", "layernorm", BOTH, 1),
 ]
-"""Distribution, what is imported of it, script of `cases/`, its argument."""
+"""Distribution, what is imported of it, script of `cases/`, its argument, architectures, ranks."""
 SECONDS = 600
 
 
-def verdict(script: Path, *arguments: str, arch: str, mode: str, seconds: int = SECONDS) -> tuple[str, str]:
+def verdict(
+    script: Path, *arguments: str, arch: str, mode: str, ranks: int = 1, dsl: Path | None = None,
+    seconds: int = SECONDS,
+) -> tuple[str, str]:  # fmt: skip
     """`pass`, `reported` (findings, and right numbers) or `stops`; and what was found, or the last words."""
-    words = ["--collect", "--arch", arch, "--mode", mode, str(script), *arguments]
+    words = ["--collect", "--arch", arch, "--mode", mode, "--ranks", str(ranks), str(script), *arguments]
+    path = os.environ.get("PYTHONPATH", "")
+    if dsl is not None:
+        path = os.pathsep.join([str(dsl), str(dsl / "nvidia_cutlass_dsl" / "dsl_packages"), path])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "cute_emulator", *words],
@@ -44,7 +60,7 @@ def verdict(script: Path, *arguments: str, arch: str, mode: str, seconds: int = 
             text=True,
             timeout=seconds,
             # Packages keep compiled kernels, which an emulator of another process cannot run.
-            env={**os.environ, "QUACK_CACHE_ENABLED": "0"},
+            env={**os.environ, "QUACK_CACHE_ENABLED": "0", "PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
         return "stops", f"after {seconds} s"
@@ -54,14 +70,26 @@ def verdict(script: Path, *arguments: str, arch: str, mode: str, seconds: int = 
 def classify(code: int, said: str) -> tuple[str, str]:
     """The verdict on a run that ended with an exit code and said something on stderr."""
     found = [line for line in said.splitlines() if line.startswith("emulator: [")]
+    failed = "Traceback (most recent call last)" in said or "Error: " in said
     if code == 0:
         return "pass", ""
     if code == 1 and found:
         kinds = [line.partition("[")[2].partition("]")[0] for line in found]
         places = [re.search(r"\((\w+\.py:\d+)\)", line) for line in found]
         each = [f"{kind} at {at[1]}" if at else kind for kind, at in zip(kinds, places, strict=True)]
-        return "reported", "; ".join(dict.fromkeys(each))
+        return "stops" if failed else "reported", "; ".join(dict.fromkeys(each))
     return "stops", (said.strip().splitlines() or [f"exit code {code}"])[-1][:160]
+
+
+def installed(dsl: Path | None) -> str:
+    """Version and CUDA of the CuTe DSL in a folder, or of that which is installed, as `4.8.1 cu12`."""
+    found = {
+        d.name.lower(): d.version
+        for d in importlib.metadata.distributions(**({} if dsl is None else {"path": [str(dsl)]}))
+        if d.name.lower().startswith("nvidia-cutlass-dsl")
+    }
+    flavours = [f for f in ("cu12", "cu13") if f"nvidia-cutlass-dsl-libs-{f}" in found]
+    return " ".join([found["nvidia-cutlass-dsl"], *flavours])
 
 
 def table(rows: list[dict]) -> str:
@@ -91,23 +119,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--only", default="", help="cases whose name has this")
-    parser.add_argument("--arch", nargs="+", default=["sm_90a", "sm_100a"])
+    parser.add_argument("--arch", nargs="+", default=BOTH)
+    parser.add_argument("--dsl", nargs="+", type=Path, default=[None], help="folders with other CuTe DSLs")
     parser.add_argument("--mode", nargs="+", default=["immediate"])
     asked = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    for package, module, script, case in [] if asked.table else CASES:
+    for package, module, script, case, archs, ranks in [] if asked.table else CASES:
         if (
             asked.only not in f"{package} {case}"
             or importlib.util.find_spec(module.partition(".")[0]) is None
         ):
             continue
-        for arch, mode in ((a, m) for a in asked.arch for m in asked.mode):
+        for dsl, arch, mode in itertools.product(asked.dsl, asked.arch, asked.mode):
+            if arch not in archs:
+                continue
             begin = time.monotonic()
-            said, what = verdict(HERE / "cases" / script, case, arch=arch, mode=mode)
+            said, what = verdict(HERE / "cases" / script, case, arch=arch, mode=mode, ranks=ranks, dsl=dsl)
             row = {
                 "package": package,
                 "version": importlib.metadata.version(package),
-                "dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
+                "dsl": installed(dsl),
                 "case": case,
                 "arch": arch,
                 "mode": mode,
@@ -117,8 +147,10 @@ def main() -> None:
                 "date": str(datetime.date.today()),
             }
             print(" ".join(map(str, row.values())), flush=True)
-            same = ("package", "case", "arch", "mode")
+            same = ("package", "case", "arch", "mode", "dsl")
+            rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
             rows = [r for r in rows if any(r[key] != row[key] for key in same)] + [row]
+            rows.sort(key=lambda r: [r[key] for key in same])
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     write_table()
 

@@ -80,6 +80,10 @@ def test_a_right_kernel_is_clean(script):
     done = run("check", "--seeds", 1, script, "meets")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all clean" in done.stdout
+    (idle,) = [
+        line for line in done.stdout.splitlines() if line.startswith("nothing that ran is judged by: ")
+    ]
+    assert "wgmma-fence" in idle and "alias-fence" in idle and "race" not in idle.split(": ")[1].split(", ")
 
 
 @pytest.mark.parametrize(

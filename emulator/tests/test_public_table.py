@@ -43,12 +43,24 @@ def test_verdicts(tmp_path):
         "reported": ("reported", "race at kernel.py:9"),
         "stops": ("stops", "AssertionError: [0, 1]"),
     }
+    script.write_text(KERNEL.replace("STEP", "2"))  # found, and wrong
+    assert public.verdict(script, "wrong", arch="sm_90a", mode="immediate") == (
+        "stops", "race at kernel.py:9"
+    )  # fmt: skip
     slow = public.verdict(script, "right", arch="sm_90a", mode="immediate", seconds=0.01)
     assert slow == ("stops", "after 0.01 s")
 
 
 def test_the_page_shows_what_was_kept():
     rows = json.loads(public.RESULTS.read_text())
-    assert rows and {(r["package"], r["case"]) for r in rows} <= {(p, case) for p, _, _, case in public.CASES}
+    assert rows and {(r["package"], r["case"]) for r in rows} <= {(c[0], c[3]) for c in public.CASES}
     assert {r["verdict"] for r in rows} <= {"pass", "reported", "stops"}
     assert public.table(rows) in public.PAGE.read_text()
+
+
+def test_the_page_counts_the_tests_of_quack_that_were_kept():
+    kept = json.loads((FOLDER / "quack-tests.json").read_text())
+    ran = [r["verdict"] for r in kept["outcomes"] if r["verdict"] != "skip"]
+    assert len({r["test"].partition("[")[0] for r in kept["outcomes"]}) == len(kept["outcomes"])
+    text = f"of {len(ran)} that were not skipped {ran.count('pass')} pass, none with a finding"
+    assert "reported" not in ran and text in public.PAGE.read_text()

@@ -4,7 +4,7 @@ import pytest
 
 from cute_emulator.testing import emulator_command
 
-from .handwritten import launch, machine, module
+from .handwritten import aligned, launch, machine, module
 from .test_front_door import blocks
 
 SMEM = ".shared .align 16 .b8 room[{}];"
@@ -30,6 +30,23 @@ def test_usage(name):
     assert (usage.smem, usage.registers, usage.per_sm, usage.bound) == (smem, registers, per_sm, bound)
 
 
+def test_coverage_of_instructions_and_of_rules():
+    body = "mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 64; @%p0 bra SHORT; bar.sync 0; SHORT: {}"
+    store = "st.global.b32 [%d0], %r0;"
+    for more, kinds in (("", {}), (store, {"race": 1, "lane-race": 1})):
+        out = aligned(8)
+        m = machine([out])
+        m.submit(launch(module(body.format(more), 1), [out]))
+        m.run()
+        (found,) = m.report.coverage
+        assert found.instructions - found.ran == 1 and "bar" not in str(found)
+        assert {kind: n for kind, n in found.judged.items() if n} == kinds
+        m.submit(launch(module(body.format(more), 1), [out], block=(96, 1, 1)))
+        m.run()
+        (found,) = m.report.coverage  # of both launches
+        assert found.instructions == found.ran and found.judged["barrier-exit"] == 1
+
+
 def test_a_command_prints_it(tmp_path):
     (script,) = blocks("Run a kernel", "python")
     (tmp_path / "mirror.py").write_text(script)
@@ -38,3 +55,19 @@ def test_a_command_prints_it(tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if "1 x " in line]
     assert "block (64, 1, 1)" in line and "256 bytes of shared memory, registers unknown" in line
     assert "32 CTAs on an SM, bound by the CTAs an SM holds" in line
+    (line,) = [line for line in done.stderr.splitlines() if "instructions ran" in line]
+    ran, _, every, *_ = line.split(": ")[2].split()
+    assert ran == every and "rules had to judge barrier-exit 1, lane-race 4, race 2, shared-race 2" in line
+
+
+def test_python_lines_that_no_warp_came_to_are_named(tmp_path):
+    (script,) = blocks("Run a kernel", "python")
+    text = script.replace(
+        "    cute.arch.sync_threads()\n",
+        "    cute.arch.sync_threads()\n    if x[0] > 1.0:\n        y[0] = x[1]\n",
+    )
+    (tmp_path / "mirror.py").write_text(text)
+    done = emulator_command("--usage", tmp_path / "mirror.py")
+    (line,) = [line for line in done.stderr.splitlines() if "instructions ran" in line]
+    missed = next(n for n, line in enumerate(text.splitlines(), 1) if line.endswith("y[0] = x[1]"))
+    assert f"of these Python lines none did: mirror.py:{missed};" in line

@@ -76,7 +76,10 @@ def run(
     poison_symmetric: Annotated[
         bool, typer.Option(help="Symmetric memory begins poisoned, not zero as on a device.")
     ] = False,
-    usage: Annotated[bool, typer.Option(help="Print what launches took of the device.")] = False,
+    usage: Annotated[
+        bool,
+        typer.Option(help="Print what launches took, what of them ran and was judged."),
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="The same as a PNG, or, named .html, as a page that zooms.")
@@ -108,9 +111,14 @@ def run(
         emulator = Emulator(arch, ranks, rewrite=keep, **options)
         for words in fault or ():
             emulator.faults.by_words(words)
+    report = emulator.report
     try:
         with as_verdict(), with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
+    except BaseException:  # what was found before says why the script's own comparison fails
+        for finding in report.findings if collect else ():
+            typer.echo(f"emulator: {finding}", err=True)
+        raise
     finally:  # a trace is wanted most where the run broke off
         if recorder is not None and recorder.spans:
             if trace:
@@ -119,9 +127,10 @@ def run(
                 (recorder.save_html if picture.suffix == ".html" else recorder.save_png)(picture)
         for made, hits in emulator.faults.hits():
             typer.echo(f"emulator: {made} acted on {hits} stores", err=True)
-    report = emulator.report
     for taken, times in report.usage.items() if usage else ():
         typer.echo(f"emulator: {times} x {taken}", err=True)
+    for ran in report.coverage if usage else ():
+        typer.echo(f"emulator: {ran}", err=True)
     typer.echo(f"emulator: {report.instructions} warp instructions in {report.seconds:.2f} s", err=True)
     for finding in report.findings:
         typer.echo(f"emulator: {finding}", err=True)

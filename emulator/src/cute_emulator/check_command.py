@@ -8,6 +8,7 @@ import json
 import shlex
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from cute_emulator.commands import (
     as_user_error,
     with_line_information,
 )
-from cute_emulator.errors import EmulatorError
+from cute_emulator.errors import KINDS, EmulatorError
 from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
@@ -112,7 +113,7 @@ def main(
 
     Ends with exit code 1 unless every run was clean. Each finding comes with the command that repeats it.
     """
-    outcomes = []
+    outcomes, judged = [], Counter[str]()
     with as_user_error():
         names = parse_roles(roles)
     with with_line_information(), each_warning_once():
@@ -135,6 +136,8 @@ def main(
 
             outcome = Outcome(str(setting), *attempt(run))
             outcome.seconds = round(time.perf_counter() - begin, 2)
+            for ran in emulator.report.coverage:
+                judged += ran.judged
             words = ["python", "-m", "cute_emulator", "--arch", arch, "--ranks", str(ranks)]
             words += ["--mode", setting.mode, "--seed", str(setting.seed), "--schedule", setting.schedule]
             words += ["--num-sms", str(num_sms)] if num_sms else []
@@ -148,6 +151,8 @@ def main(
     if report is not None:
         report.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     show(outcomes)
+    idle = ", ".join(kind for kind in KINDS if not judged[kind])
+    typer.echo(f"nothing that ran is judged by: {idle or 'no rule'}")
     if any(outcome.verdict != "clean" for outcome in outcomes):
         raise typer.Exit(1)
 

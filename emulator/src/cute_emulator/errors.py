@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cute_emulator import source
@@ -116,6 +117,35 @@ class Usage:
         )
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """What of a kernel ran, in all launches together.
+
+    Attributes:
+        entry: The kernel's name.
+        ran: Instructions of the PTX that some warp executed.
+        instructions: Those that there are, of the kernel and the functions that it called.
+        missed: Lines of the Python source of which no instruction ran: file and number.
+        judged: Kind of a finding -> instructions that ran and that it judges.
+    """
+
+    entry: str
+    ran: int
+    instructions: int
+    missed: tuple[tuple[str, int], ...]
+    judged: Counter[str]
+
+    def __str__(self) -> str:
+        lines = ", ".join(f"{name}:{line}" for name, line in self.missed[:20])
+        more = f" and {len(self.missed) - 20} more" if len(self.missed) > 20 else ""
+        said = f"; of these Python lines none did: {lines}{more}" if lines else ""
+        judged = ", ".join(f"{kind} {self.judged[kind]}" for kind in KINDS if self.judged[kind])
+        return (
+            f"{self.entry[:60]}: {self.ran} of {self.instructions} instructions ran{said}; "
+            f"rules had to judge {judged or 'none'}"
+        )
+
+
 @dataclass
 class Report:
     """What a machine observed.
@@ -128,6 +158,7 @@ class Report:
         sent: (rank, another rank) -> bytes that the one's kernels stored into the other's memory; what is
             stored through a multicast address counts for each rank.
         usage: What launches took of the device, and how many took the same.
+        measure: Gives `coverage`.
         ignore: Kinds of findings that are not kept.
         ptx: Text of the kernel that is running now.
     """
@@ -138,9 +169,15 @@ class Report:
     output: list[str] = field(default_factory=list)
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
     usage: Counter[Usage] = field(default_factory=Counter)
+    measure: Callable[[], list[Coverage]] = field(default=list, repr=False)
     ignore: frozenset[str] = frozenset()
     ptx: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """What of each kernel ran, and what the rules had to judge there."""
+        return self.measure()
 
     def stored(self, rank: int, owner: int, nbytes: int) -> None:
         """Counts a store of a rank, if it is into another one's memory."""

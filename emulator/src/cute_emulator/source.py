@@ -44,6 +44,12 @@ def place(ptx: str, line: int) -> str:
     return f"{line} ({PurePath(origin[0]).name}:{origin[1]})" if origin else str(line)
 
 
+def line_of_source(ptx: str, line: int) -> tuple[str, int] | None:
+    """The file's name and the line in it that a PTX line comes from; None where that is not known."""
+    origin = _origin(ptx, line)
+    return (PurePath(origin[0]).name, origin[1]) if origin else None
+
+
 def _python(ptx: str, line: int) -> str:
     """The line of the Python source that a PTX line comes from; empty where that is not known."""
     origin = _origin(ptx, line)

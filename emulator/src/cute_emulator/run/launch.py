@@ -22,6 +22,7 @@ from cute_emulator.machine.streams import StreamEvent, Streams
 from cute_emulator.machine.visibility import HeldStores
 from cute_emulator.run.grid import Grid, bank
 from cute_emulator.run.scheduler import Schedule, Scheduler
+from cute_emulator.translate.coverage import coverage
 from cute_emulator.translate.program import Program, program
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Machine:
         self.watch: dict[int, list[Any]] = {}
         self.checks = Checks(self.report, frozenset(checks), self.memory)
         self.races = self.checks.races
+        self.report.measure = lambda: [coverage(p, items) for p, items in self.scheduler.ran.items()]
         self.engine = AsyncEngine(mode, seed)
         schedule = schedule or Schedule()
         self.scheduler = Scheduler(self.engine, schedule, seed)

@@ -130,6 +130,14 @@ class Program:
                 offset += v.nbytes
         return out
 
+    def instructions_of(self, item: int) -> tuple[Instruction, ...]:
+        """The instructions of an item."""
+        return self._lines[item]
+
+    def translated(self) -> list[Function]:
+        """The functions that were translated: the entry, and those that it called."""
+        return [unit.function for unit in self._units.values()]
+
     # -- translation -----------------------------------------------------------------------------
 
     def unit(self, name: str) -> _Unit:
