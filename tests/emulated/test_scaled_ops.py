@@ -18,6 +18,7 @@ ACCUMULATION = 2.0**-10
 """Of sum |x w|: what 14-bit sums lose of normal values, with room (docs/fp8.md)."""
 
 RS, AR, AG = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"
+GATHER = "all_gather_gemm"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,12 @@ def share_of_bound(case, outs):
     """The largest error as a share of what may be lost (docs/fp8.md)."""
     spec, ranks = OPS[case.op], len(outs)
     exact = magnitude = rounded = torch.zeros((), dtype=torch.float64)
-    for rank in range(ranks if spec.sums else 1):
-        x, weight, bias, scale_x, scale_w = case.operands(rank, ranks)
+    every = [case.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
+    bias = every[0][2]
+    if spec.gathers_operand:
+        gathered = torch.cat([x.double() * scale for x, _, _, scale, _ in every])
+        every = [(gathered, every[0][1], bias, torch.ones(()), every[0][4])]
+    for x, weight, _, scale_x, scale_w in every:
         a, b = x.double() * scale_x, weight.double() * scale_w
         exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
         rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)
@@ -110,6 +115,11 @@ def check(case, world):
         ("sm_90a", 4, Scaled(AG, 40, 128, 144)),
         ("sm_100a", 3, Scaled(RS, 100, 72, 240)),
         ("sm_90a", 1, Scaled(RS, 66, 24, 48)),
+        ("sm_90a", 3, Scaled(GATHER, 130, 72, 144)),
+        ("sm_100a", 2, Scaled(GATHER, 130, 40, 48)),
+        pytest.param("sm_90a", 1, Scaled(GATHER, 66, 20, 48), marks=pytest.mark.slow),
+        pytest.param("sm_90a", 4, Scaled(GATHER, 3, 100, 48, torch.float8_e5m2), marks=pytest.mark.slow),
+        pytest.param("sm_100a", 3, Scaled(GATHER, 300, 96, 272), marks=pytest.mark.slow),
         pytest.param("sm_100a", 4, Scaled(AR, 129, 64, 192), marks=pytest.mark.slow),
         pytest.param("sm_100a", 2, Scaled(AG, 129, 136, 144), marks=pytest.mark.slow),
     ],
@@ -146,6 +156,49 @@ def test_bf16_and_fp8_calls_share_workspaces(three):
         assert all((out == 96).all() for out in queued[first + 1 : first + 4])
 
 
+@pytest.mark.parametrize(
+    "transport", [None, *(pytest.param(t, marks=pytest.mark.slow) for t in ("copy_engine", "nvshmem"))]
+)
+def test_gathers_of_either_kind_share_a_buffer(transport):
+    """Calls queued together; a rank that lags reads scales of a call that others have left behind."""
+    with world_of("sm_90a", 3, transport=transport, schedule=lagging(2)) as world:
+        queued = []
+        for seed, m in enumerate((70, 2, 40)):
+            case = Scaled(GATHER, m, 72, 96, seed=seed)
+            queued.append((case, queue(case, world)))
+            with poisoned_allocations():
+                x, weight = (torch.full((rows, 32), 0.5, dtype=torch.bfloat16) for rows in (24, 8))
+                plain = [
+                    overlap_gemm.all_gather_gemm(x, weight, rows=72, group=name, backend="fused")
+                    for name in world.names
+                ]
+            queued.append((None, plain))
+        world.synchronize()
+        for case, outs in queued:
+            if case is None:
+                assert all((out == 8).all() for out in outs)
+            else:
+                assert share_of_bound(case, outs) <= 1
+
+
+def test_gathered_rows_come_back_and_weights_share_a_gather(three):
+    x, scale = torch.randn(30, 48).to(torch.float8_e4m3fn), torch.rand(30, 1) + 0.5
+    weights = [torch.randn(n, 48).to(torch.float8_e4m3fn) for n in (16, 0)]
+    scales = [torch.rand(1, 16) + 0.5, torch.ones(0, 1)]
+    found = [
+        overlap_gemm.all_gather_gemm(
+            x[10 * r : 10 * r + 10], weights, scale_x=scale[10 * r : 10 * r + 10], scale_w=scales, rows=30,
+            group=name, backend="fused", return_gathered=True,
+        )
+        for r, name in enumerate(three.names)
+    ]  # fmt: skip
+    three.synchronize()
+    exact = (x.double() * scale) @ (weights[0].double().t() * scales[0])
+    for (out, none), gathered in found:
+        assert torch.equal(gathered.view(torch.uint8), x.view(torch.uint8)) and none.shape == (30, 0)
+        assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 2**-7
+
+
 SPOILED = {
     "no scale of x": lambda r, g: (*g[:3], torch.ones_like(g[3]), g[4]) if r == 1 else g,
     "no scale of the weight": lambda r, g: (*g[:4], torch.ones_like(g[4])) if r == 1 else g,
@@ -154,9 +207,10 @@ SPOILED = {
 }
 
 
+@pytest.mark.parametrize("op", [RS, GATHER])
 @pytest.mark.parametrize("way", SPOILED)
-def test_what_is_judged_notices(three, way):
-    case = Scaled(RS, 70, 136, 96, seed=7)
+def test_what_is_judged_notices(three, way, op):
+    case = Scaled(op, 70, 72, 96, seed=7)
     outs = queue(case, three, SPOILED[way])
     three.synchronize()
     assert share_of_bound(case, outs) > 1
@@ -238,8 +292,6 @@ def test_fast_accumulation_is_for_8_bit_operands(three):
 def test_what_fused_kernels_have_not_is_refused_by_name(three):
     x, scale = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(())
     how = {"group": three.names[0], "backend": "fused", "scale_x": scale, "scale_w": scale}
-    with pytest.raises(ValueError, match="no fused kernel takes shards of an operand with scales"):
-        overlap_gemm.all_gather_gemm(x, x, rows=48, **how)
     with pytest.raises(
         ValueError, match="multiply one 8-bit type, not torch.float8_e4m3fn with torch.float8_e5m2"
     ):

@@ -103,8 +103,6 @@ class Fused:
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
         """Why there is none for a problem's types, None if there is."""
-        if problem.spec.gathers_operand:
-            return "no fused kernel takes shards of an operand with scales"
         if problem.dtype not in FLOAT8 or problem.weight_dtype != problem.dtype:
             return f"fused kernels multiply one 8-bit type, not {problem.dtype} with {problem.weight_dtype}"
         if problem.out_dtype not in DTYPES:
@@ -134,7 +132,7 @@ class Fused:
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
         if problem.spec.gathers_operand:
-            return gather.bind(x, weight, bias, shards, group, problem.keep)
+            return gather.bind(x, weight, bias, shards, group, problem.keep, problem.out_dtype)
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found

@@ -25,13 +25,13 @@ from ..kernels.geometry import (
     END,
     FLAG_BYTES,
     MAX_WORLD,
+    SCALE_BYTES,
     SHARD_PIECES,
     ExchangeShape,
     Puts,
     shard_puts,
     slots_offset,
 )
-from ..kernels.visitors import Bias
 from ..runtime.executor import CudaExecutor, Executor
 from ..runtime.group import Group
 from ..runtime.identity import after_skipped, call_signature
@@ -47,16 +47,17 @@ from . import plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plans import (
-    DTYPES,
     SMALLEST_BUFFER,
     both,
     exchange_arguments,
     keep_plan,
+    kind_of,
     obtain_way,
     peers_for,
     power_of_two,
     resident_clusters,
 )
+from .scaling import as_words, rows_with_scales
 
 
 @dataclass(frozen=True)
@@ -113,23 +114,24 @@ class GatherPlan:
         own: Tensor,
         weights: Sequence[Tensor],
         outs: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
+        extras: Sequence[tuple[Tensor, ...] | None],
         kept: Tensor | None,
     ) -> None:
         """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
-            own: The own shard, `[max(rows, 1), K]`, contiguous.
+            own: The own shard, `[max(rows, 1), K]`; K contiguous, behind a row its scale if it has one.
             weights: `[N_i, K]`, see `operands.aligned`.
             outs: `[M, N_i]`, rows at multiples of 16 bytes.
-            biases: `[N_i]` or None, see `aligned_vector`.
+            extras: What each product's visitors read, see `Plan.launch`.
             kept: `[M, K]`, contiguous, or None.
 
         Raises:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         executor, order = self.executor, self.executor.order
-        with executor.active(own, *weights, *outs, *biases, kept) as stream:
+        vectors = [vector for of_one in extras for vector in of_one or ()]
+        with executor.active(own, *weights, *outs, *vectors, kept) as stream:
             self.workspace.raise_if_failed()
             with order.lock:
                 self.workspace.captured |= order.follow(stream)
@@ -138,14 +140,14 @@ class GatherPlan:
                 flat = None if kept is None else kept.view(-1)
                 given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
                 if not (self.copies or self.relay):
-                    if failure := self._multiply(given, own, weights, outs, biases, stream):
+                    if failure := self._multiply(given, own, weights, outs, extras, stream):
                         raise failure
                     return
                 with executor.fork() as second:
                     if self.relay and self.nbytes:
                         # In front of the product, which fills the SMs: within a GPU copies are kernels.
                         executor.copy(second, self.place, own.data_ptr(), self.nbytes)
-                    failure = self._multiply(given, own, weights, outs, biases, stream)
+                    failure = self._multiply(given, own, weights, outs, extras, stream)
                     send(executor, second, self.workspace, self.copies, own, self.nbytes)
                     if self.relay:
                         self.relay(int(Op.ALL_GATHER_GEMM), self.puts, exchange, second)
@@ -158,18 +160,17 @@ class GatherPlan:
         own: Tensor,
         weights: Sequence[Tensor],
         outs: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
+        extras: Sequence[tuple[Tensor, ...] | None],
         stream: int,
     ) -> BaseException | None:
         """Launches the products; returns why not all of them. A call of which one was launched is ended."""
         last = len(self.products) - 1
-        for i, (product, weight, out, bias) in enumerate(
-            zip(self.products, weights, outs, biases, strict=True)
+        for i, (product, weight, out, read) in enumerate(
+            zip(self.products, weights, outs, extras, strict=True)
         ):
             given = given._replace(is_first=int(i == 0), is_last=int(i == last))
             try:
-                extras = None if bias is None else (bias,)
-                product.gemm(own, weight, out, extras, given, product.num_clusters, stream)
+                product.gemm(own, weight, out, read, given, product.num_clusters, stream)
             except BaseException as error:
                 if i == 0:
                     raise
@@ -186,14 +187,19 @@ def bind(
     shards: Shards,
     group: Group,
     keep: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
 
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return all_gather_gemm(x, weights, biases, shards, group, keep)
+    def run(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype)
 
+    if out_dtype is not None:  # rows are put together with their scales
+        return run
     whole = all(n and n % ROW_ELEMENTS == 0 for n in (*columns, depth))
     strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     if group.size == 1 or not (rows and len(x) and whole and strided):
@@ -201,7 +207,7 @@ def bind(
     if any(bias.stride(0) != 1 for bias in biases):
         return run
     plan = plan_for(group, x, depth, weights, bool(biases), shards, keep)
-    without: list[Tensor | None] = [None] * len(columns)
+    without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -213,7 +219,7 @@ def bind(
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = x.new_empty(rows, depth) if keep else None
-        plan.launch(x, weights, outs, biases or without, kept)
+        plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
         return x if kept is None else kept, outs
 
     return run_as_planned
@@ -226,39 +232,62 @@ def all_gather_gemm(
     shards: Shards,
     group: Group,
     keep: bool,
+    scales: Sequence[Any] = (),
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
-    ``keep`` costs a copy of M x K inside the kernel, beside the products.
+    ``keep`` costs a copy of M x K inside the kernel, beside the products; ``scales``, of x and of each weight
+    (`scaling`), a copy of the own shard in front of it, which puts each row's scale behind the row.
     """
-    rows, depth, alone = shards.total, x.shape[1], group.size == 1
+    rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     if rows == 0:
-        return x, [x.new_empty(0, weight.shape[0]) for weight in weights]
-    own = aligned(x.contiguous()) if shards.size(group.rank) else x.new_zeros(1, padded(depth))
+        return x, [x.new_empty(0, weight.shape[0], dtype=dtype) for weight in weights]
     # A rank without columns takes part all the same: its peers wait for its word.
     used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
     operands = [aligned(weight) for weight in used]
-    outs = [x.new_empty(rows, padded(len(weight))) for weight in used]
-    vectors: list[Tensor | None] = [None] * len(used)
+    outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
+    if scales and not alone:
+        own = rows_with_scales(x, scales[0])
+    else:
+        own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
+    vectors: list[tuple[Tensor, ...]] = [()] * len(used)
+    if scales:
+        by_row = aligned_vector(scales[0], len(x)) if alone else as_words(own)
+        columns = [
+            aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
+            for scale, weight in zip(scales[1], used, strict=True)
+        ]
+        vectors = [(by_row, _padded(column, padded(len(column)))) for column in columns]
     if biases:
-        vectors = [_whole_bias(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
-    kept = own.new_empty(rows, own.shape[1]) if keep and not alone else None
+        found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
+        vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
+    extras = [read or None for read in vectors]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
+    kept = None
     if alone:
-        for weight, out, bias in zip(operands, narrowed, vectors, strict=True):
+        for weight, out, read in zip(operands, narrowed, extras, strict=True):
             shape = ExchangeShape.even(rows, len(weight), 1)
             majors = "k", major(weight, "n")
-            plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth)
-            plain.launch(own, weight, out, None if bias is None else (bias,))
+            plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, bool(biases), depth, out_dtype)
+            plain.launch(own, weight, out, read)
     else:
-        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep)
-        plan.launch(own, operands, narrowed, vectors, kept)
+        kept = own.new_empty(rows, own.stride(0)) if keep else None
+        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype)
+        plan.launch(own, operands, narrowed, extras, kept)
     results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else _first_columns(kept, depth, group), results
 
 
 def plan_for(
-    group: Group, x: Tensor, depth: int, weights: Sequence[Tensor], bias: bool, shards: Shards, keep: bool
+    group: Group,
+    x: Tensor,
+    depth: int,
+    weights: Sequence[Tensor],
+    bias: bool,
+    shards: Shards,
+    keep: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> GatherPlan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
@@ -270,6 +299,7 @@ def plan_for(
         bias: whether there is one.
         shards: of the rows.
         keep: whether all rows are kept.
+        out_dtype: of the results, where operands have scales.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -278,13 +308,13 @@ def plan_for(
     """
     peers, asked = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
-    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, asked)
+    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, out_dtype, asked)
     plan: GatherPlan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, bias, keep, reserve)
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, bias, keep, reserve, out_dtype)
     )
 
 
@@ -297,11 +327,14 @@ def _make_plan(
     bias: bool,
     keep: bool,
     reserve: int,
+    out_dtype: torch.dtype | None = None,
 ) -> GatherPlan:
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes, chunk, asked = depth * dtype.itemsize, shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
+    row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else SCALE_BYTES)
+    chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
+    name, fields = kind_of(dtype, out_dtype, bias)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
     workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts), asked)
     puts = transport != "peer_bulk"
@@ -314,12 +347,9 @@ def _make_plan(
 
     def product(columns: int, b_major: str) -> Product:
         facts = Facts(
-            ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, DTYPES[dtype], group.size, chunk
+            ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, name, group.size, chunk
         )
-        epilogue = (Bias(DTYPES[dtype]),) if bias else ()
-        config = choose_config(
-            facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, epilogue=epilogue
-        )
+        config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=puts)
@@ -330,12 +360,13 @@ def _make_plan(
         return tuple(product(columns, b_major) for columns, b_major in kinds), relay
 
     # Ranks have different columns, and then perhaps different kernels.
-    kind = ("gather", dtype, shards, depth, len(kinds), bias, keep, puts, settings().fields)
+    kind = ("gather", dtype, out_dtype, shards, depth, len(kinds), bias, keep, puts, settings().fields)
     products, relay = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
-    gathered = buffer.as_strided((chunk, depth, owners), (depth, 1, chunk * depth), buffer.storage_offset())
+    pitch = row_bytes // dtype.itemsize
+    gathered = buffer.as_strided((chunk, depth, owners), (pitch, 1, chunk * pitch), buffer.storage_offset())
     exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor, puts)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
@@ -406,10 +437,10 @@ def padded(extent: int) -> int:
     return max(ceil_div(extent, ROW_ELEMENTS), 1) * ROW_ELEMENTS
 
 
-def _whole_bias(bias: Tensor, columns: int) -> Tensor:
-    """`bias` with zeros after, as many as the epilogue reads."""
-    if len(bias) == columns:
-        return aligned_vector(bias, columns)
-    padded = bias.new_zeros(columns)
-    padded[: len(bias)] = bias
+def _padded(vector: Tensor, size: int) -> Tensor:
+    """`vector` with zeros after, as many as the epilogue reads."""
+    if len(vector) == size:
+        return aligned_vector(vector, size)
+    padded = vector.new_zeros(size)
+    padded[: len(vector)] = vector
     return padded

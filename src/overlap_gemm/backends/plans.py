@@ -173,18 +173,29 @@ def plan_for(
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    agreed, kind = peers.agreed, (DTYPES if out_dtype is None else FLOAT8)[dtype]
-    operands: dict[str, Any] = {"a_major": a_major, "b_major": b_major}
-    epilogue: tuple[Visitor, ...] = ()
-    if out_dtype is not None:
-        operands |= dict.fromkeys(("out_dtype", "slot_dtype"), DTYPES[out_dtype])
-        epilogue = (RowColumnScale(),)
-    if bias:
-        epilogue += (Bias(DTYPES[out_dtype or dtype]),)
+    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, bias)
+    operands |= {"a_major": a_major, "b_major": b_major}
     shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth)
-    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, epilogue=epilogue, **operands)
+    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
+
+
+def kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None, bias: bool) -> tuple[str, dict[str, Any]]:
+    """What kernels call the operands' type, and the fields of a configuration that follow from all types.
+
+    Args:
+        dtype: of the operands.
+        out_dtype: of slots, result and bias, where the operands have scales.
+        bias: whether there is one.
+    """
+    epilogue: tuple[Visitor, ...] = () if out_dtype is None else (RowColumnScale(),)
+    if bias:
+        epilogue += (Bias(DTYPES[out_dtype or dtype]),)
+    if out_dtype is None:
+        return DTYPES[dtype], {"epilogue": epilogue}
+    kind = DTYPES[out_dtype]
+    return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind}
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:

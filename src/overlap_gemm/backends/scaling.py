@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.geometry import SCALE_BYTES
 from ..tuning.settings import settings
 from .operands import aligned_vector
 
@@ -32,6 +33,20 @@ DEPTH = 16
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
     return matrix.float() * scale[:, None]
+
+
+def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
+    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory behind each row its scale."""
+    rows, depth = x.shape
+    packed = x.new_empty(max(rows, 1), depth + SCALE_BYTES).view(torch.uint8)
+    packed[:rows, :depth] = x.view(torch.uint8)
+    packed[:rows, depth : depth + scale.itemsize] = aligned_vector(scale, rows)[:, None].view(torch.uint8)
+    return packed.view(x.dtype)[:, :depth]
+
+
+def as_words(rows: Tensor) -> Tensor:
+    """All that is there of `rows_with_scales`, as a float32 vector."""
+    return rows.as_strided((len(rows) * rows.stride(0),), (1,)).view(torch.float32)
 
 
 class Scaled(NamedTuple):

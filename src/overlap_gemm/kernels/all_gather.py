@@ -29,6 +29,9 @@ overwrites a put's source, of which a peer that has read it has everything. The 
 word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
 the arrival of this rank's flags, so copied from.
 
+**Scales** of A's rows travel behind each row, under the shard's flag: the epilogue's warps, which read them,
+are readers of the gather buffer, too.
+
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
 """
@@ -43,7 +46,7 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.failure import Op
-from overlap_gemm.device.memory import order_async_writes
+from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.kernels.call import (
     Call,
     await_peers,
@@ -55,6 +58,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits, stage_layout
 from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
 from overlap_gemm.kernels.gemm import store_subtile
+from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
 from overlap_gemm.schedules import OwnShardFirst, Place
@@ -234,8 +238,28 @@ class ArrivalGate:
         return state, Int32(place.shard)
 
     @cute.jit
+    def open(self, call: GatherCall, shard: Int32, opened: Int32) -> Int32:
+        """All lanes of an epilogue warp, before they visit rows of ``shard``; returns that.
+
+        It has arrived, or there were no sum. But the word that there is one, on sm_100 a commit's, orders
+        nothing that others stored.
+        """
+        if shard != opened and shard != call.call.exchange.rank:
+            await_shard(call, shard, self.op.transport)
+        return Int32(shard)
+
+    def with_rows(self, tile: CtaTile, extras: Any, call: GatherCall) -> Any:
+        """What a tile's visitors read; of rows, the first, the scales that came with the tile's shard."""
+        given, exchange = call.given, call.call.exchange
+        offset, nbytes = call.shard(tile.owner)
+        base = cutlass.select_(tile.owner == exchange.rank, given.own, call.buffer + offset)
+        first = global_pointer(cutlass.Float32, base + given.row_bytes - SCALE_BYTES, SCALE_BYTES)
+        layout = cute.make_layout(Int32(nbytes // given.row_bytes), stride=given.row_bytes // 4)
+        return (cute.make_tensor(first, layout), *extras[1:])
+
+    @cute.jit
     def end(self, call: GatherCall) -> None:
-        """After the last load."""
+        """After a warp's last load, or last visit of rows."""
         if call.given.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 

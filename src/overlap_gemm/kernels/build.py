@@ -231,9 +231,10 @@ def _fake_exchange() -> Exchange:
 
 def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     dtype, kept = DTYPES[config.in_dtype], None
+    whole = 128 // dtype.width
     if keep:
-        kept = make_fake_compact_tensor(dtype, (cute.sym_int64(divisibility=8),), assumed_align=16)
+        kept = make_fake_compact_tensor(dtype, (cute.sym_int64(divisibility=whole),), assumed_align=16)
     extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
-    pitch, shard = cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8)
+    pitch, shard = cute.sym_int64(divisibility=whole), cute.sym_int64(divisibility=whole)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
     return Gathering(_fake_exchange(), Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1))

@@ -173,6 +173,11 @@ class GemmConfig:
         return tuple(operand for visitor in self.epilogue for operand in visitor.operands)
 
     @property
+    def visits_rows(self) -> bool:
+        """Whether a visitor reads something of each row."""
+        return any(operand.along == "rows" for operand in self.epilogue_operands)
+
+    @property
     def is_swap_ab(self) -> bool:
         """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
         return self.kind.swaps

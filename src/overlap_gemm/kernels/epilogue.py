@@ -180,8 +180,11 @@ class Visits:
         )
         values: dict[int, Any] = {}
         for start in places[::run]:
-            loaded = _load_run(tensor, cutlass.min(first + start, cute.size(tensor) - run), run)
-            wide = loaded.load().to(cutlass.Float32)
+            place = cutlass.min(first + start, cute.size(tensor) - run)
+            if along_rows:  # which may be apart
+                values[start] = tensor[place].to(cutlass.Float32)
+                continue
+            wide = _load_run(tensor, place, run).load().to(cutlass.Float32)
             values |= {start + i: wide[i] for i in range(run)}
         return [values[offset] for offset in offsets]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 from cuda.bindings.driver import CUstream
@@ -141,7 +141,10 @@ class FusedGemm:
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group)
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group, call)
+            if cutlass.const_expr(self._epilogue_ends):
+                cast(Any, op.gate).end(call)
+                op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(receive is not None and receive.with_epilogue):
                 receive(call, work, tally, out, extras)
                 op.end(call, tally, self._ending_warps)
@@ -151,10 +154,15 @@ class FusedGemm:
             cute.arch.cluster_wait()
 
     @property
+    def _epilogue_ends(self) -> bool:
+        """Whether the epilogue reads what peers write: what comes with the rows that a gate is for."""
+        return self.op.gate is not None and self.config.visits_rows
+
+    @property
     def _ending_warps(self) -> int:
         """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
         receive = self.op.receive
-        warps = 1 + (self.op.gate is not None)
+        warps = 1 + (self.op.gate is not None) + self._epilogue_ends * self.mainloop.num_epilogue_warps
         if receive is not None:
             warps += self.config.receive_warps + receive.with_epilogue * self.mainloop.num_epilogue_warps
         return warps

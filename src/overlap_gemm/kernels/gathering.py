@@ -35,7 +35,8 @@ class Gathering(NamedTuple):
         exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete; where
             it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
-        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
+        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16. Where
+            rows have scales, with `geometry.SCALE_BYTES`.
         own: ``Int64``: address of the own shard.
         kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
@@ -105,8 +106,9 @@ def await_piece(call: Call, source: Int32, piece: Any) -> None:
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
-    """Warps of a CTA that read the gather buffer: load, and with ``keep`` the receive warps."""
-    return 1 + keep * config.receive_warps
+    """Warps of a CTA that read the gather buffer: load, with ``keep`` receive warps, and who visits rows."""
+    visiting = config.visits_rows * config.epilogue_groups * config.epilogue_threads // 32
+    return 1 + keep * config.receive_warps + visiting
 
 
 @cute.jit

@@ -236,6 +236,9 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
 END = -1
 """For a gate (:mod:`overlap_gemm.kernels.gate`), in place of whose shard it waits for: it ends the call."""
 
+SCALE_BYTES = 16
+"""After each row of a gathered operand with scales: the row's, float32, and what makes a whole 16 bytes."""
+
 SHARD_PIECES = 8
 """Pieces in which a shard of a gathered operand is put at most, each with a flag."""
 

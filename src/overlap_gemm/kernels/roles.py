@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 from cutlass import Int32, cute, pipeline
@@ -46,17 +46,18 @@ def epilogue_role(
     work: Work,
     extras: Any,
     group: Int32,
+    call: Any,
 ) -> None:
     """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
 
     With two groups (ping-pong), each takes every other tile; the mainloop makes their turns at the ring
     alternate, and each group's ring state jumps over the other's subtiles.
     """
-    cfg = mainloop.config
+    cfg, gate = mainloop.config, cast(Any, op.gate)
     thread, _, _ = cute.arch.thread_idx()
     thread = (thread - 32 * mainloop.first_epilogue_warp) % cfg.epilogue_threads
     state = mainloop.epilogue_state(res, ops, group)
-    ring_state = ring.producer_state()
+    ring_state, opened = ring.producer_state(), Int32(-1)
     if cutlass.const_expr(cfg.epilogue_groups > 1):
         ring_state.advance(group * cfg.subtiles)
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
@@ -64,7 +65,11 @@ def epilogue_role(
         acc, state = mainloop.accumulate(res, ops, state)
         row = tile.owner * work.shards.row_step + tile.row
         column = tile.owner * work.shards.col_step + tile.column
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, extras, thread, row, column)
+        read: Any = extras
+        if cutlass.const_expr(gate is not None and cfg.visits_rows):
+            opened = gate.open(call, tile.owner, opened)
+            row, read = tile.row, gate.with_rows(tile, extras, call)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
