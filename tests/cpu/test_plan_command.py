@@ -93,3 +93,21 @@ def test_an_expected_machines_plan_says_what_auto_does_there():
     _, said = plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "b200")
     assert "there `auto` takes torch's way until `tune` has run" in said
     assert "until `tune`" not in plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "h200")[1]
+
+
+def test_operands_with_scales_are_planned_and_run_as_torchs_until_they_are_timed():
+    _, said = plan("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, "--dtype", "float8_e4m3fn")
+    assert "choice, captured in a CUDA graph: torch" in said
+    assert "not fused by itself: 8-bit operands have not been timed between GPUs" in said
+    assert "e4m3_obf16_sbf16" in said and "96 MiB out of each rank" in said
+    _, said = plan("all_gather_gemm", 8192, 28672, 8192, "--ranks", 4, "--dtype", "float8_e5m2")
+    assert "48 MiB out of each rank" in said
+    assert "decomposed" not in said
+
+
+def test_8_bit_operands_take_about_half_the_time():
+    def bound(*more):
+        words = plan("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, *more)[1].split("product ")
+        return float(words[1].split(" us")[0])
+
+    assert 1.9 < bound() / bound("--dtype", "float8_e4m3fn") <= 2

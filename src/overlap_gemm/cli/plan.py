@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.fused import Fused
+from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..kernels.arch import ARCHS
 from ..spec import OPS, op_named
 from ..tuning.machine import Machine, load, machine_for
@@ -17,7 +18,7 @@ from ..tuning.plan import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
 
-DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 def plan(
@@ -33,7 +34,8 @@ def plan(
         int | None, typer.Option(min=1, help="SMs to use. [default: all of the machine's]")
     ] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float16"], typer.Option(help="Of operands and result.")
+        Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"],
+        typer.Option(help="Of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
     machine: Annotated[
         str | None, typer.Option(help="Constants: a file of `tune`, or h200, b200. [default: the arch's]")
@@ -51,7 +53,13 @@ def plan(
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
     width, across = (k, n) if op_named(op).width == "k" else (n, k)
-    asked = Problem(op, m, width, getattr(torch, dtype), "cuda", ranks, across=across)
+    kind = getattr(torch, dtype)
+    asked = Problem(op, m, width, kind, "cuda", ranks, across=across)
+    if kind in FLOAT8:
+        asked = replace(asked, weight_dtype=kind, out_dtype=OUT_DTYPES[0])
+    untimed = Fused().why_slower(asked) if asked.is_scaled else None
+    if asked.is_scaled:  # which no copy engine carries, and of which `auto` takes torch's way
+        eager, captured = (_without(found, "decomposed") for found in (eager, captured))
     if refused := Fused().why_no_kernel(asked):
         eager, captured = (_without(found, "fused") for found in (eager, captured))
     console.print(
@@ -65,9 +73,13 @@ def plan(
         f"{facts.bytes_out / 2**20:.3g} MiB out of each rank"
     )
     for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
+        if untimed:
+            found = _without(found, "fused")
         console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
     if constants.source != "measured":
         console.print("constants not measured: there `auto` takes torch's way until `tune` has run")
+    if untimed:
+        console.print(f"not fused by itself: {untimed}", highlight=False)
     if refused:
         console.print(f"fused kernel: no, {refused}", highlight=False)
         return

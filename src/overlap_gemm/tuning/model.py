@@ -33,6 +33,14 @@ chosen for much to compute has a longer tail where there is little; one chosen f
 long where there is much."""
 
 
+BYTES_RATE = 2.0
+"""How much faster 8-bit operands are multiplied than 16-bit ones, by torch and our kernels without promotion:
+833 to 880 us on one H200 for 8192^3, where bf16 takes 1709 (docs/notes/2026-11-23-fp8-on-h200.md)."""
+
+PROMOTED_RATE = 1.65
+"""The same of our kernels whose sums are promoted (1.21 to 1.25 of the others' time there)."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What all ranks of a call share: the unsharded product `[M, K] x [N, K]^T` and who carries it out.
@@ -109,7 +117,7 @@ def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) 
 def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
     """The time of a rank's product by cuBLAS."""
     m, n, k = facts.local
-    waves = _best_waves(m, n, machine, sms) * k / (2 if DTYPE_BYTES[facts.dtype] == 1 else 1)
+    waves = _best_waves(m, n, machine, sms) * k / (BYTES_RATE if DTYPE_BYTES[facts.dtype] == 1 else 1)
     return machine.launch + max(waves, _memory_seconds(facts, machine))
 
 
@@ -133,14 +141,10 @@ def _memory_seconds(facts: Facts, machine: Machine) -> float:
 
 
 def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) -> float:
-    """A CTA tile on its SM's tensor cores, one of so many waves; 8-bit operands are multiplied twice as fast.
-
-    (On one H200 1.25 to 1.32 PFLOP/s where bf16 has 0.64.) What their promotion costs is the same for every
-    kernel that is compared, and not counted.
-    """
+    """A CTA tile on its SM's tensor cores, one of so many waves."""
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
-    rate *= 2 if config.has_bytes else 1
+    rate *= (PROMOTED_RATE if config.promotes else BYTES_RATE) if config.has_bytes else 1
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + machine.handover * (config.k_split - 1)
 
 
