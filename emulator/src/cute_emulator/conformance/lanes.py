@@ -1,4 +1,4 @@
-"""Lanes of a warp: what one wrote and another uses (PTX ISA 9.7.13.3, 9.7.13.8 to .14)."""
+"""Lanes of a warp: what one wrote and another uses (PTX ISA 9.7.13.2, 9.7.13.8 to .14)."""
 
 from __future__ import annotations
 

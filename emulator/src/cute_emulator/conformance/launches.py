@@ -1,4 +1,4 @@
-"""Programmatic dependent launches (PTX ISA 9.7.14.6)."""
+"""Programmatic dependent launches (PTX ISA 9.7.13.13)."""
 
 from __future__ import annotations
 

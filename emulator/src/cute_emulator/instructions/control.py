@@ -1,4 +1,4 @@
-"""Calls, printf, trap, sleeping and programmatic launch (PTX ISA 9.7.12, 9.7.14, 9.7.19)."""
+"""Calls, printf, trap, sleeping and programmatic launch (PTX ISA 9.7.12, 9.7.13.13, 9.7.19)."""
 
 from __future__ import annotations
 

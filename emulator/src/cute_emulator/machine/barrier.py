@@ -1,4 +1,4 @@
-"""mbarrier objects, named barriers and the cluster barrier (PTX ISA 9.7.13.1, 9.7.13.4, 9.7.13.15)."""
+"""mbarrier objects, named barriers and the cluster barrier (PTX ISA 9.7.13.1, 9.7.13.3, 9.7.13.15)."""
 
 from __future__ import annotations
 

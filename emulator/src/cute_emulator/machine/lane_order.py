@@ -3,7 +3,7 @@
 Since Volta the lanes of a warp need not run in lock-step: what one lane stored another may use only after
 `bar.warp.sync`, or after a barrier, or a release and an acquire, between the two. A shuffle, a vote or an
 election orders no memory (PTX ISA 9.7.9.6, 9.7.13.8 to .14: they wait for the lanes to come; only
-`bar.warp.sync`, 9.7.13.3, "guarantees memory ordering among participating threads").
+`bar.warp.sync`, 9.7.13.2, "guarantees memory ordering among participating threads").
 
 Every ordinary store of a warp is kept until all its lanes know of it. Three things are judged with it:
 

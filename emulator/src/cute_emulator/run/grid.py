@@ -169,7 +169,7 @@ class Grid:
     def depend(self, before: Grid) -> None:
         """It may run beside the grid before it, of which it knows nothing until `griddepcontrol.wait`.
 
-        PTX ISA 9.7.14.6: "If the prerequisite grid is using griddepcontrol.launch_dependents, then the
+        PTX ISA 9.7.13.13: "If the prerequisite grid is using griddepcontrol.launch_dependents, then the
         dependent grid must use griddepcontrol.wait to ensure correct functional execution."
         """
         self.prerequisite, self.history = before, before.history
