@@ -32,7 +32,7 @@ def compiles(rank, size, family, sequence_parallel, dynamic, layers=2):
 
 
 def test_compile(ranks):
-    ranks(2).run(compiles, "llama", True, True, 1)  # compiling is slow: two layers below
+    ranks(2).run(compiles, "llama", True, False, 1)  # compiling is slow: two layers, and any length, below
 
 
 @pytest.mark.slow
