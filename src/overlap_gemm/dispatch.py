@@ -104,7 +104,8 @@ def call_op(
         result = through(*operands, *lowered.arguments)
         return result if lowered.finish is None else lowered.finish(result)
     ranks = find(group)
-    launched = ranks.progress.launched
+    progress = ranks.progress
+    before = progress.launched + progress.skipped
     try:
         try:
             key = (op.name, layouts(x, weight, bias, *scales), options, state(x))
@@ -117,8 +118,8 @@ def call_op(
         if scales:
             _refuse_gradient(op, x, weight, bias, *scales)
         return prepared(x, weight, bias, *scales)
-    except BaseException as error:
-        ranks.progress.raised(error, launched)
+    except BaseException:
+        progress.raised(before)
         raise
 
 

@@ -51,11 +51,11 @@ class Registered:
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
             progress = ranks_of(rest).progress
-            launched = progress.launched
+            before = progress.launched + progress.skipped
             try:
                 return self.bound(operands, rest).run(*operands)
-            except BaseException as error:
-                progress.raised(error, launched)
+            except BaseException:
+                progress.raised(before)
                 raise
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -74,12 +74,12 @@ class Registered:
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
         progress = ranks_of(arguments).progress
-        launched = progress.launched
+        before = progress.launched + progress.skipped
         try:
             bound = self.bound(tensors, arguments)
             return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
-        except BaseException as error:
-            progress.raised(error, launched)
+        except BaseException:
+            progress.raised(before)
             raise
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":

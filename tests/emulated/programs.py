@@ -4,17 +4,30 @@ Whatever ranks do, a run ends in right results or in an error by name; and what 
 before that is right.
 """
 
-from contextlib import ExitStack
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError
+from cute_emulator.host.graphs import Capture
 from overlap_gemm.backends import gather, plans
-from overlap_gemm.kernels.geometry import EPOCH_OFFSET
-from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.emulated import SECOND_STREAM
+from overlap_gemm.kernels.geometry import (
+    COMING_OFFSET,
+    CONTROL_BYTES,
+    ENTERED_OFFSET,
+    EPOCH_OFFSET,
+    READ_OFFSET,
+    RELAY_EPOCH_OFFSET,
+)
+from overlap_gemm.runtime import workspace
+from overlap_gemm.runtime.group import Group, add_virtual, find
+from overlap_gemm.runtime.peers import sides
+from overlap_gemm.runtime.virtual import VirtualSymmetric, VirtualWorld, _worlds
 from overlap_gemm.runtime.workspace import (
     CommTimeoutError,
     MismatchedCallsError,
@@ -26,17 +39,39 @@ from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
 
 NAMED = (CommTimeoutError, MismatchedCallsError, OverlappingCallsError)
+FIRST_GRAPH = 100
+"""Handle of the stream that the first graph is captured on; those of programs are below."""
 
 
 class Call(NamedTuple):
-    """A call that the ranks make."""
+    """A call that ranks make.
+
+    Attributes:
+        case: of the group's ranks; calls of one kind differ in its seed, which is of x.
+        settings: of all ranks.
+        ranks: the group's, in its order; empty: all.
+    """
 
     case: Case
     settings: tuple[tuple[str, object], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def kind(self):
+        """What calls are told apart by that differ in more than their data."""
+        return self._replace(case=self.case.with_seed(0))
 
 
 class Step(NamedTuple):
-    """What a rank does: makes a call, raises before its launch, or does not come to it."""
+    """What a rank does.
+
+    Attributes:
+        call: with which of the calls.
+        how: "call"; "replay", a graph of it; "never", nothing; "odd", makes it with settings with which it
+            may raise; or a key of `FAILS`.
+        settings: of this rank alone.
+        stream: handle.
+    """
 
     call: int
     how: str = "call"
@@ -51,24 +86,185 @@ class Outcome(NamedTuple):
         error: what it raised, None for nothing.
         wrong: results that were finished and are not right: (rank, call, largest error).
         finished: how many were.
+        raised: calls that raised on their rank: (rank, call).
     """
 
     error: Exception | None
     wrong: list[tuple[int, int, float]]
     finished: int
+    raised: list[tuple[int, int]]
+
+
+class Made(NamedTuple):
+    """A result to come: of which rank and call, in whose workspace, and a word that is 1 when it is there."""
+
+    rank: int
+    call: int
+    out: torch.Tensor
+    place: int
+    there: torch.Tensor | None
+
+
+def given_of(case):
+    """A case's operands: those that a graph keeps, weight and bias, are the same for all seeds."""
+    kept, given = operands(case.with_seed(0)), operands(case)
+    return given.x, kept.weight, kept.bias
 
 
 def reference(case, rank, ranks):
     """(exact result of a rank, what its error may be)."""
-    given, layout = operands(case), LAYOUTS[case.op]
-    exact, size = (
-        given.x.double() @ given.weight.double().t(),
-        given.x.double().abs() @ given.weight.double().abs().t(),
-    )
-    if given.bias is not None:
-        exact = exact + given.bias.double()
+    (x, weight, bias), layout = given_of(case), LAYOUTS[case.op]
+    exact, size = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    if bias is not None:
+        exact = exact + bias.double()
     mine = [layout.part(whole, layout.out, rank, ranks) for whole in (exact, size)]
     return mine[0], mine[1] * ranks * 2.0**-8 + mine[0].abs() * 2.0**-7 + 1e-3
+
+
+# --- groups of some ranks ---
+
+
+class SubWorld(VirtualWorld):
+    """A group of some of a world's ranks, on the same devices."""
+
+    def __init__(self, world, ranks):
+        self.within, self.beyond_reach = ranks, world.beyond_reach
+        self._emulator, self._blocks = world._emulator, {}
+        self._executors = tuple(world.executor(rank) for rank in ranks)
+        label = "-".join(map(str, ranks))
+        self.ranks = tuple(
+            Group(f"{world.names[rank]}-of-{label}", place, len(ranks)) for place, rank in enumerate(ranks)
+        )
+        self.names = tuple(group.name for group in self.ranks)
+        for group in self.ranks:
+            add_virtual(group)
+            _worlds[group.name] = self
+
+    has_nvshmem = has_multicast = False
+
+    def _allocate(self, nbytes):
+        everywhere = self._emulator.symmetric((nbytes,), torch.uint8)
+        blocks = [everywhere[rank] for rank in self.within]
+        addresses = [block.data_ptr() for block in blocks]
+        return [VirtualSymmetric(block, torch.tensor(addresses), None, 0) for block in blocks]
+
+
+# --- what a rank may fail at ---
+
+
+@contextmanager
+def planted(owner, name, error):
+    def fails(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        yield
+
+
+FAILS: dict[str, list[tuple[Any, str, Exception]]] = {
+    "skip": [(kind, "launch", MemoryError("no launch")) for kind in (plans.Plan, gather.GatherPlan)],
+    "memory": [(torch.Tensor, "new_empty", torch.OutOfMemoryError("no room for the output"))],
+    "compile": [
+        (plans, "compiled_kernel", RuntimeError("no compiler")),
+        (gather, "compiled_gather", RuntimeError("no compiler")),
+    ],
+    "workspace": [(workspace, "_make", MemoryError("no room for a workspace"))],
+}
+"""What raises in a call, on one rank, before its launch."""
+
+
+@contextmanager
+def failing(how, group):
+    """In the block the rank's call raises, if it comes to that; it may have prepared nothing before."""
+    with ExitStack() as stack:
+        if how == "compile":
+            find(group).calls.clear()
+            for side in sides(group):
+                side.plans.clear()
+        for place in FAILS.get(how, ()):
+            stack.enter_context(planted(*place))
+        yield
+
+
+# --- ages ---
+
+
+def grow_old(held, epoch, left=lambda flag: False):
+    """As if calls like the last two had been made up to this one: of the words that these have written.
+
+    Args:
+        held: a workspace.
+        epoch: of its last call then.
+        left: which flags of tiles, by number, those calls did not raise.
+    """
+    words = held.memory.local[: held.size.zeroed].view(torch.int64)
+    more = epoch - words[EPOCH_OFFSET // 8].item()
+    assert words[EPOCH_OFFSET // 8] >= 2 and more % 2 == 0, "each parity has had a call"
+    for offset in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET, COMING_OFFSET):
+        words[offset // 8] += more * (words[offset // 8] != 0)
+    entered = words[ENTERED_OFFSET // 8 : READ_OFFSET // 8]
+    halves = (entered + more) & 0xFFFFFFFF | entered & ~0xFFFFFFFF
+    entered.copy_(torch.where(entered != 0, halves, entered))
+    flags = words[CONTROL_BYTES // 8 :]
+    raised = torch.tensor([not left(flag) for flag in range(len(flags))]) & (flags != 0)
+    flags += more * raised
+    words[READ_OFFSET // 8 : CONTROL_BYTES // 8] += more * (words[READ_OFFSET // 8 : CONTROL_BYTES // 8] != 0)
+
+
+# --- graphs ---
+
+
+class Graph:
+    """A call that one rank captured, to be replayed with any x."""
+
+    def __init__(self, emulator, executor, number):
+        self.emulator, self.executor = emulator, executor
+        self.stream, self.capture = FIRST_GRAPH + number, Capture()
+        self.x = self.out = self.place = None
+
+    @contextmanager
+    def capturing(self):
+        """In the block what the rank queues is kept."""
+
+        def kept(name):
+            real = getattr(self.emulator, name)
+            return lambda *given: self.capture.keep(partial(real, *given))
+
+        def capture_of(stream):
+            return self.stream if stream.cuda_stream % SECOND_STREAM == self.stream else 0
+
+        rank, streams = self.executor.rank, self.executor.streams
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("copy", "wait_stream"):
+                patch.setattr(self.emulator, name, kept(name))
+            patch.setattr(streams, "is_capturing", lambda: True)
+            patch.setattr(streams, "capture_of", capture_of)
+            patch.setattr(streams, "handle", self.stream)
+            patch.setitem(self.emulator.captures, rank, self.capture)
+            yield
+
+    def replay(self, stream, x):
+        """Queues a replay on a stream, between the copies of its x and of its result; gives the latter."""
+        rank, emulator = self.executor.rank, self.emulator
+        self._copy(stream, self.x, x)
+        emulator.wait_stream(rank, self.stream, stream)
+        for item in self.capture._items:
+            item()
+        emulator.wait_stream(rank, stream, self.stream)
+        out = torch.full_like(self.out, torch.nan)
+        self._copy(stream, out, self.out)
+        return out
+
+    def _copy(self, stream, target, source):
+        assert target.is_contiguous() and source.is_contiguous(), "a graph's operands are not padded"
+        if source.numel():
+            kept = [self.emulator.register(each, self.executor.rank) for each in (target, source)]
+            addresses = [each.data_ptr() for each in kept]
+            self.emulator.copy(self.executor.rank, stream, *addresses, source.numel() * source.element_size())
+
+
+# --- runs ---
 
 
 class Programs:
@@ -78,25 +274,43 @@ class Programs:
         arch: of the kernels.
         calls: what they may make.
         programs: a list of steps for each rank.
+        fields: of the kernels' configuration.
         dead: a rank whose kernels never begin, or None.
-        **options: of the emulator.
+        age: (epoch of the workspaces' last call, which flags it left alone: see `grow_old`), or None: new.
+        ordered: whether replays wait for the calls before them, and calls for the replays, on other streams.
+        **options: of the emulator; ``network`` among them.
     """
 
-    def __init__(self, arch, calls, programs, *, fields, dead=None, **options):
+    def __init__(self, arch, calls, programs, *, fields, dead=None, age=None, ordered=True, **options):
         self.arch, self.calls, self.programs = arch, calls, programs
-        self.fields, self.dead, self.options = fields, dead, options
+        self.fields, self.dead, self.age, self.ordered = fields, dead, age, ordered
+        self.options = options
+        self.marks = any(step.how == "replay" for program in programs for step in program)
 
     def run(self) -> Outcome:
         """Queues all ranks' steps, runs them together, looks at what is finished."""
-        ranks, error, made = len(self.programs), None, []
-        given = [operands(call.case) for call in self.calls]
+        ranks, error = len(self.programs), None
         with ExitStack() as stack:
             stack.enter_context(configured(**self.fields))
             emulator = stack.enter_context(Emulator(self.arch, ranks, **self.options))
-            world = stack.enter_context(VirtualWorld(ranks, emulator=emulator))
+            beyond = self.options.get("network", False)
+            world = stack.enter_context(VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond))
+            self.worlds, self.emulator = {(): world}, emulator
+            for some in {call.ranks for call in self.calls} - {()}:
+                self.worlds[some] = stack.enter_context(SubWorld(world, some))
+            stack.callback(self._let_go)
             stack.enter_context(poisoned_allocations())
+            self.graphs, self.made, self.raised, self.last = {}, [], [], {}
+            if self.age is not None:
+                self._grow_old()
             for rank, program in enumerate(self.programs):
-                made += self._make(world, rank, program, given)
+                for step in program:
+                    if step.how == "replay":
+                        self._capture(rank, step)
+            born = self._epochs()
+            for rank, program in enumerate(self.programs):
+                for step in program:
+                    self._make(rank, step)
             if self.dead is not None:
                 emulator.faults.kill(self.dead)
             try:
@@ -105,55 +319,110 @@ class Programs:
                 error = failure
             except EmulatorError as failure:
                 error = failure
-            epochs = {
-                (held.group.rank, held.memory.local.data_ptr()): held.memory.local[EPOCH_OFFSET:][:8]
-                .view(torch.int64)
-                .item()
-                for held in workspaces()
-            }
+            made = {place: epoch - born.get(place, 0) for place, epoch in self._epochs().items()}
             wrong, finished, counted = [], 0, {}
-            for rank, call, out, place in made:
-                counted[rank, place] = counted.get((rank, place), 0) + 1
-                if counted[rank, place] <= epochs[rank, place]:
-                    exact, bound = reference(self.calls[call].case, rank, ranks)
-                    off, finished = (out.double() - exact).abs(), finished + 1
+            for rank, number, out, place, there in self.made:
+                counted[place] = counted.get(place, 0) + 1
+                if counted[place] <= made[place] if there is None else there.item():
+                    finished += 1
+                    call = self.calls[number]
+                    within = call.ranks or range(ranks)
+                    exact, bound = reference(call.case, list(within).index(rank), len(within))
+                    off = (out.double() - exact).abs()
                     if not (off <= bound).all():
-                        wrong.append((rank, call, off.max().item()))
-        return Outcome(error, wrong, finished)
+                        wrong.append((rank, number, off.max().item()))
+        return Outcome(error, wrong, finished, self.raised)
 
-    def _make(self, world, rank, program, given):
-        """(rank, call, result, workspace) of each call that the rank launches."""
-        made, ranks = [], len(self.programs)
-        for step in program:
-            case, layout = self.calls[step.call].case, LAYOUTS[self.calls[step.call].case.op]
-            if step.how == "never":
-                continue
-            world.executor(rank).streams.handle = step.stream
-            x = layout.part(given[step.call].x, layout.x, rank, ranks)
-            weight = layout.part(given[step.call].weight, layout.weight, rank, ranks)
-            bias = layout.part(given[step.call].bias, layout.bias, rank, ranks)
-            extents = {"gemm_all_gather": {"columns": case.n}, "all_gather_gemm": {"rows": case.m}}.get(
-                case.op, {}
-            )
-            how = {"backend": "fused", "deterministic": False, "group": world.names[rank], **extents}
-            with (
-                configured(**dict(self.calls[step.call].settings), **dict(step.settings)),
-                launches(step.how == "skip") as places,
-            ):
-                try:
-                    out = getattr(overlap_gemm, case.op)(x, weight, bias=bias, **how)
-                except MemoryError:
-                    assert step.how == "skip"
-                    continue
-            made.append((rank, step.call, out, places[0]))
-        return made
+    def _epochs(self):
+        words = {held.memory.local.data_ptr(): held.memory.local[EPOCH_OFFSET:][:8] for held in workspaces()}
+        return {place: word.view(torch.int64).item() for place, word in words.items()}
+
+    def _let_go(self):
+        """Of graphs that are not replayed any more."""
+        for held in workspaces():
+            held.captured = False
+
+    def _grow_old(self):
+        """Makes two calls of each kind, of few rows, as if they had been made for long."""
+        epoch, left = self.age
+        for call in dict.fromkeys(call.kind for call in self.calls):
+            few = call._replace(case=Case(call.case.op, 1, call.case.n, call.case.k, call.case.dtype))
+            for rank in call.ranks or range(len(self.programs)):
+                for _ in range(2):
+                    self._call(rank, few, Step(0))
+        self.worlds[()].synchronize()
+        for held in workspaces():
+            made = held.memory.local[EPOCH_OFFSET:][:8].view(torch.int64).item()
+            grow_old(held, epoch + (made - epoch) % 2, left)
+
+    def _part(self, rank, call):
+        """(name of the group, its rank, operands) of a rank's call."""
+        within, layout = list(call.ranks or range(len(self.programs))), LAYOUTS[call.case.op]
+        own, size = within.index(rank), len(within)
+        where = (layout.x, layout.weight, layout.bias)
+        parts = [
+            layout.part(whole, dim, own, size) for whole, dim in zip(given_of(call.case), where, strict=True)
+        ]
+        return self.worlds[call.ranks].names[own], parts
+
+    def _call(self, rank, call, step):
+        """(result, operands, workspace), of a call that is queued."""
+        group, (x, weight, bias) = self._part(rank, call)
+        case = call.case
+        extents = {"gemm_all_gather": {"columns": case.n}, "all_gather_gemm": {"rows": case.m}}.get(
+            case.op, {}
+        )
+        how = {"backend": "fused", "deterministic": False, "group": group, **extents}
+        with (
+            configured(**{**dict(call.settings), **dict(step.settings)}),
+            launches() as places,
+            failing(step.how, group),
+        ):
+            out = getattr(overlap_gemm, case.op)(x, weight, bias=bias, **how)
+        return out, x, places[0]
+
+    def _capture(self, rank, step):
+        call = self.calls[step.call].kind
+        key = rank, call, step.settings
+        if key not in self.graphs:
+            executor = self.worlds[()].executor(rank)
+            graph = self.graphs[key] = Graph(self.emulator, executor, len(self.graphs))
+            with graph.capturing():
+                graph.out, graph.x, graph.place = self._call(rank, call, step._replace(how="call"))
+
+    def _make(self, rank, step):
+        """Queues what a rank does."""
+        if step.how == "never":
+            return
+        call, executor = self.calls[step.call], self.worlds[()].executor(rank)
+        if self.marks and self.ordered and (before := self.last.get(rank, step.stream)) != step.stream:
+            self.emulator.wait_stream(rank, step.stream, before)
+        executor.streams.handle = self.last[rank] = step.stream
+        if step.how == "replay":
+            graph = self.graphs[rank, call.kind, step.settings]
+            _, (x, *_) = self._part(rank, call)
+            out, place = graph.replay(step.stream, x), graph.place
+        else:
+            try:
+                out, _, place = self._call(rank, call, step)
+            except Exception:
+                if step.how == "call":
+                    raise
+                self.raised.append((rank, step.call))
+                return
+        there = None
+        if self.marks:
+            there = self.emulator.register(torch.zeros(1, dtype=torch.int64), rank)
+            one = self.emulator.register(torch.ones(1, dtype=torch.int64), rank)
+            self.emulator.copy(rank, step.stream, there.data_ptr(), one.data_ptr(), 8)
+        self.made.append(Made(rank, step.call, out, place, there))
 
 
 class launches:  # noqa: N801
-    """In the block each launch notes its workspace, or raises before it is made."""
+    """In the block each launch notes its workspace."""
 
-    def __init__(self, fails):
-        self.fails, self.places, self.patch = fails, [], pytest.MonkeyPatch()
+    def __init__(self):
+        self.places, self.patch = [], pytest.MonkeyPatch()
 
     def __enter__(self):
         for kind in (plans.Plan, gather.GatherPlan):
@@ -162,8 +431,6 @@ class launches:  # noqa: N801
 
     def _noting(self, launch):
         def noted(plan, *given):
-            if self.fails:
-                raise MemoryError("no room for the output")
             self.places.append(plan.workspace.memory.local.data_ptr())
             return launch(plan, *given)
 
@@ -173,4 +440,4 @@ class launches:  # noqa: N801
         self.patch.undo()
 
 
-__all__ = ["NAMED", "Call", "Outcome", "Programs", "Step"]
+__all__ = ["FAILS", "NAMED", "Call", "Outcome", "Programs", "Step", "grow_old"]

@@ -9,20 +9,14 @@ import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.device import flags
-from overlap_gemm.kernels.geometry import (
-    COMING_OFFSET,
-    CONTROL_BYTES,
-    ENTERED_OFFSET,
-    EPOCH_OFFSET,
-    READ_OFFSET,
-    RELAY_EPOCH_OFFSET,
-)
+from overlap_gemm.kernels.geometry import EPOCH_OFFSET
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 
+from .programs import grow_old
 from .test_sequences import ARCHS
 
 WAYS = {
@@ -36,20 +30,6 @@ WAYS = {
 }
 OLD = 2**31 + 6
 """Calls: two to four days of serving."""
-
-
-def grow_old(held, epoch):
-    """As if calls like the last two had been made up to this one: of the words that these have written."""
-    words = held.memory.local[: held.size.zeroed].view(torch.int64)
-    more = epoch - words[EPOCH_OFFSET // 8].item()
-    assert words[EPOCH_OFFSET // 8] >= 2 and more % 2 == 0, "each parity has had a call"
-    for offset in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET, COMING_OFFSET):
-        words[offset // 8] += more * (words[offset // 8] != 0)
-    entered = words[ENTERED_OFFSET // 8 : READ_OFFSET // 8]
-    halves = (entered + more) & 0xFFFFFFFF | entered & ~0xFFFFFFFF
-    entered.copy_(torch.where(entered != 0, halves, entered))
-    for raised in (words[READ_OFFSET // 8 : CONTROL_BYTES // 8], words[CONTROL_BYTES // 8 :]):
-        raised += more * (raised != 0)
 
 
 def run(arch, way, age, network=False, ranks=2, starved=1):

@@ -1,6 +1,5 @@
 """A call has an identity: ranks that are in different calls get an error by name, never a wrong result."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -8,15 +7,17 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, Schedule
+from overlap_gemm import dispatch
 from overlap_gemm.backends import gather, plans
 from overlap_gemm.kernels import call as kernel_call
 from overlap_gemm.runtime import identity
+from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
 
-from .programs import NAMED, Call, Programs, Step
+from .programs import Call, Programs, Step
 from .test_sequences import ARCHS
 
 both = pytest.mark.parametrize("arch", ARCHS)
@@ -104,15 +105,29 @@ def test_a_call_that_raised_on_all_ranks_differs_in_nothing():
     assert found.error is None and not found.wrong and found.finished == 4, found
 
 
-def test_arguments_that_do_not_fit_on_one_rank_count(monkeypatch):
-    """The op was entered there, and nothing launched."""
+def test_a_call_that_raised_counts_once_and_if_nothing_of_it_was_launched():
     progress = identity.Progress()
     for launched in (1, 0, 0):
-        error, before = ZeroDivisionError(), progress.launched
+        before = progress.launched + progress.skipped
         progress.launched += launched
         for _ in range(2):  # an op called by an op
-            progress.raised(error, before)
+            progress.raised(before)
     assert (progress.launched, progress.skipped) == (1, 2)
+
+
+def test_arguments_that_do_not_fit_count_also_where_one_error_is_raised_twice(monkeypatch):
+    """The op was entered, and nothing launched; an error may be kept, and raised in several calls."""
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        group, kept = find(world.names[0]), ValueError("kept")
+
+        def fails(*_):
+            raise kept
+
+        monkeypatch.setattr(dispatch, "_prepare", fails)
+        for number in (1, 2):
+            with pytest.raises(ValueError, match="kept"):
+                overlap_gemm.gemm_reduce_scatter(torch.ones(2, 8), torch.ones(8, 8), group=group.name)
+            assert group.progress.skipped == number
 
 
 # --- the controls ---
@@ -140,67 +155,6 @@ def test_without_the_comparison_a_wrong_result_is_returned(monkeypatch):
     calls = [call_of("gather by copies", 64 * (1 + i), 64, 2, i) for i in range(2)]
     found = run("sm_90a", calls, [steps(0, 1), steps(1, 0)])
     assert found.wrong or not isinstance(found.error, MismatchedCallsError), found
-
-
-# --- any sequence ---
-
-FAULTS = ("none", "none", "order", "skip", "all skip", "never", "dead")
-
-
-def drawn(arch, seed):
-    """(calls, programs, fault, options): six calls of any ops, and what one rank does otherwise."""
-    draw = random.Random(seed)
-    ranks, calls = draw.choice([2, 2, 3]), []
-    for number in range(6):
-        m = draw.choice([1, 2, ranks, 17, 64, 130, 200])
-        calls.append(
-            call_of(draw.choice(list(WAYS)), m, draw.choice([8, 64, 136]), ranks, 10 * seed + number)
-        )
-    streams = draw.choice([1, 1, 2])
-
-    def step(number):
-        own = (("reserve_sms", draw.choice([0, 1])),)
-        return Step(number, settings=own, stream=draw.randrange(streams))
-
-    programs = [[step(number) for number in range(6)] for _ in range(ranks)]
-    fault, odd, at = draw.choice(FAULTS), draw.randrange(ranks), draw.randrange(5)
-    program = programs[odd]
-    if fault == "order":
-        program[at], program[at + 1] = program[at + 1], program[at]
-    elif fault in ("skip", "never"):
-        program[at] = program[at]._replace(how=fault)
-    elif fault == "all skip":
-        for each in programs:
-            each[at] = each[at]._replace(how="skip")
-    options = {
-        "mode": draw.choice(["immediate", "random", "lazy"]),
-        "seed": seed,
-        "schedule": lagging(draw.randrange(ranks)),
-        "dead": odd if fault == "dead" else None,
-    }
-    alike = fault == "order" and calls[at].case.with_seed(0) == calls[at + 1].case.with_seed(0)
-    return calls, programs, "alike" if alike else fault, options
-
-
-def check_drawn(arch, seed):
-    calls, programs, fault, options = drawn(arch, seed)
-    if fault == "alike":  # calls that differ in their data alone: nobody could tell
-        return
-    found = run(arch, calls, programs, **options)
-    assert not found.wrong, (fault, found)
-    if fault in ("none", "all skip"):
-        assert found.error is None, (fault, found)
-        assert found.finished == len(programs) * (6 - (fault == "all skip")), found
-    else:
-        assert isinstance(found.error, NAMED), (fault, found)
-
-
-@both
-@pytest.mark.parametrize(
-    "seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 150))]
-)
-def test_random_programs(arch, seed):
-    check_drawn(arch, seed)
 
 
 # --- a call of several products of which one fails ---

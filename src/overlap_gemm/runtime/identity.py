@@ -10,8 +10,9 @@ bits alongside it (:mod:`overlap_gemm.kernels.call`):
   that do not fit, or an output for which there was no memory. Calls that raise on all ranks differ in
   nothing. A captured call carries the count as it was when it was captured.
 
-What no signature sees: a replay of the same graph that one rank leaves out, and one of several identical
-calls that never reached the library. Then the last call waits for a peer that does not come.
+What no signature sees: a replay of the same graph that one rank leaves out, one of several identical calls
+that never reached the library, and one that raised where only replays of calls like it follow, captured
+before. Then the last call waits for a peer that does not come.
 """
 
 from __future__ import annotations
@@ -71,13 +72,10 @@ class Progress:
     launched: int = 0
     skipped: int = 0
 
-    def raised(self, error: BaseException, launched: int) -> None:
+    def raised(self, before: int) -> None:
         """A call has raised: counts it if nothing of it was launched; of nested calls the innermost decides.
 
         Args:
-            error: What it raised.
-            launched: What `launched` was when the call was entered.
+            before: What `launched` and `skipped` were together when the call was entered.
         """
-        if not getattr(error, "_is_counted", False):
-            error._is_counted = True  # type: ignore[attr-defined]
-            self.skipped += self.launched == launched
+        self.skipped += self.launched + self.skipped == before
