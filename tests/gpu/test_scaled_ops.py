@@ -1,0 +1,73 @@
+"""8-bit operands with scales on a GPU: kernels of P virtual ranks, and torch's products, against float64."""
+
+import pytest
+import torch
+from tests.emulated.test_scaled_ops import AG, AR, RS, Scaled, queue, share_of_bound
+
+import overlap_gemm
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.tuning.settings import configured
+
+CASES = {
+    "scattered": (Scaled(RS, 520, 264, 208), {}),
+    "scattered-e5m2": (Scaled(RS, 200, 136, 112, torch.float8_e5m2, torch.float16, bias=False), {}),
+    "one-shot": (Scaled(AR, 130, 128, 176), {"algorithm": "one_shot"}),
+    "two-shot": (Scaled(AR, 520, 512, 208), {"algorithm": "two_shot"}),
+    "gathered": (Scaled(AG, 130, 512, 256), {}),
+    "many-tiles": (Scaled(RS, 2048, 1024, 1024), {}),
+}
+
+
+def on(device):
+    return lambda rank, given: tuple(None if one is None else one.to(device) for one in given)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_ranks(device, name, size):
+    case, fields = CASES[name]
+    if size == 1 and "algorithm" in fields:
+        fields = {}
+    k = case.k // 16 // size * 16 * size
+    case = Scaled(case.op, case.m, case.n, k, case.dtype, case.out, case.bias)
+    with configured(**fields), VirtualWorld(size, device=device) as world:
+        launches = [queue(case, world, on(device)) for _ in range(3)]
+        world.synchronize()
+    for outs in launches:
+        assert share_of_bound(case, [out.cpu() for out in outs]) <= 1
+
+
+@pytest.mark.parametrize("promoted", [True, False])
+def test_a_long_sum_is_promoted(device, promoted):
+    """Positive products over K = 28672: without promotion a third of their sum is lost."""
+    torch.manual_seed(0)
+    x, weight = (torch.rand(128, 28672).add(0.5).to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones((), device=device)
+    with configured(fast_accum=not promoted), VirtualWorld(1, device=device) as world:
+        out = overlap_gemm.gemm_reduce_scatter(
+            x.to(device),
+            weight.to(device),
+            group=world.names[0],
+            backend="fused",
+            scale_x=scale,
+            scale_w=scale,
+        )
+        world.synchronize()
+    lost = float((1 - out.cpu().double() / (x.double() @ weight.double().t())).abs().max())
+    assert lost < 2**-7 if promoted else lost > 0.1
+
+
+@pytest.mark.parametrize("tensorwise", [True, False])
+def test_torchs_product(device, tensorwise):
+    """Any number of columns; by `torch._scaled_mm`, of a group of one."""
+    overlap_gemm.init()
+    try:
+        for n in (8, 40, 264):
+            case = Scaled(RS, 130, n, 208, bias=False, tensorwise=tensorwise)
+            x, weight, _, scale_x, scale_w = on(device)(0, case.operands(0, 1))
+            out = overlap_gemm.gemm_reduce_scatter(
+                x, weight, scale_x=scale_x, scale_w=scale_w, backend="torch"
+            )
+            assert share_of_bound(case, [out.cpu()]) <= 1
+    finally:
+        overlap_gemm.finalize()
