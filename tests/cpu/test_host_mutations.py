@@ -1,12 +1,15 @@
-"""Mutants of the host side: those that once survived, and a sample of all (`-m slow`; an hour)."""
+"""Mutants of the host side: those that once survived (`-m slow`), and what a run over all files found."""
 
 import ast
+import json
+from pathlib import Path
 
 import pytest
 
 from overlap_gemm.testing.forked import ForkedTests
 from overlap_gemm.testing.mutants import NOTICED_BY, PACKAGE, RULES, Mutant, edited, mutants, noticed_by
 
+DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
     ("options.py", "self._replace(backend=preferring(self.backend))",
      "self._replace(backend=preferring(self.backend), deterministic=None)", RULES),
@@ -52,6 +55,35 @@ def runs():
 @pytest.mark.parametrize(("file", "before", "after", "tests"), ONCE_SURVIVED, ids=lambda value: value[:40])
 def test_what_once_survived_is_noticed_by_the_default_suite(file, before, after, tests, runs):
     assert noticed_by(edited(file, before, after), [tests], runs)
+
+
+# --- what a run over all files found ---
+
+FOUND = json.loads(DATA.read_text())
+NOTE = Path(__file__).parents[2] / "docs" / "notes" / "2026-11-23-host-mutants.md"
+EQUIVALENT = "equivalent: "
+
+
+def test_nearly_all_of_a_hundred_mutants_are_noticed():
+    """Survivors say why they are; of those that are not equivalent there are at most 5 %."""
+    tried, left = FOUND["mutants"], [one for one in FOUND["mutants"] if not one["noticed_by"]]
+    assert len({one["mutant"] for one in tried}) == len(tried) >= 100
+    assert all(len(one["why"].removeprefix(EQUIVALENT)) > 20 for one in left), left
+    equivalent = sum(one["why"].startswith(EQUIVALENT) for one in left)
+    assert len(tried) - len(left) >= 0.95 * (len(tried) - equivalent)
+    assert all(one["mutant"].split(" ")[0] in NOTE.read_text() for one in left)
+    said = f"{len(tried) - len(left)} of {len(tried)} are noticed, {equivalent} are equivalent"
+    assert f"{said} (commit {FOUND['commit']}, {FOUND['date']};" in " ".join(NOTE.read_text().split())
+
+
+def test_mutants_of_every_file_were_tried_and_noticed_by_its_tests():
+    by = {
+        file: [one for one in FOUND["mutants"] if one["mutant"].startswith(f"{file}:")] for file in NOTICED_BY
+    }
+    assert sum(map(len, by.values())) == len(FOUND["mutants"]) and min(map(len, by.values())) >= 5
+    for file, every in by.items():
+        assert {one["noticed_by"] for one in every} <= {None, *NOTICED_BY[file]}
+        assert all((Path(__file__).parents[2] / test).exists() for test in NOTICED_BY[file])
 
 
 # --- the tool ---

@@ -60,7 +60,11 @@ NOTICED_BY = {
     ],
     "runtime/workspace.py": ["tests/cpu/test_workspace.py", RULES, "tests/multi/test_one_rank_fails.py"],
     "backends/reach.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_reach.py"],
-    "backends/select.py": ["tests/cpu/test_select.py", "tests/cpu/test_fused_backend.py"],
+    "backends/select.py": [
+        "tests/cpu/test_select.py",
+        "tests/cpu/test_fused_backend.py",
+        "tests/multi/test_logging.py",
+    ],
     "backends/torch_backend.py": ["tests/cpu/test_select.py", "tests/multi/test_ops.py"],
     "backends/plans.py": [RULES, "tests/cpu/test_fused_backend.py", "tests/multi/test_one_rank_fails.py"],
     "tuning/machine.py": [RULES, "tests/cpu/test_select.py", "tests/cpu/test_tune_command.py"],
