@@ -67,11 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     (cudaErrorInsufficientDriver); only TVM-FFI functions, made from object files, find the emulator's.
 
     Raises:
-        pytest.UsageError: a test's name has an address in it, so processes side by side collect others.
+        pytest.UsageError: a test's name has an address or values in it, so processes side by side collect others.
     """
     for item in items:
-        if " at 0x" in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid}: give this parameter an id that is no address")
+        if " at 0x" in item.nodeid or "tensor(" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: give this parameter an id that is no address or value")
 
     def place(item: pytest.Item) -> int:
         if "compiled" in item.path.parts:

@@ -92,7 +92,9 @@ def test_calls_of_other_kinds_keep_out_of_each_others_way(op):
         torch.testing.assert_close(call(X, WEIGHT), X @ WEIGHT.t())
 
 
-@pytest.mark.parametrize("other", [X.t(), X.double(), X[:3], [X], None], ids=str)
+@pytest.mark.parametrize(
+    "other", [X.t(), X.double(), X[:3], [X], None], ids=["strides", "dtype", "rows", "list", "none"]
+)
 def test_tensors_of_a_list_count_as_others_do(other):
     assert calls.layouts(X, [WEIGHT, X]) == calls.layouts(X + 1, [WEIGHT, X])
     assert calls.layouts(X, [WEIGHT, X]) != calls.layouts(X, [WEIGHT, other])
