@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     (cudaErrorInsufficientDriver); only TVM-FFI functions, made from object files, find the emulator's.
 
     Raises:
-        pytest.UsageError: a test's name has an address or values in it, so processes side by side collect others.
+        pytest.UsageError: a test's name has an address or values in it, so processes collect others.
     """
     for item in items:
         if " at 0x" in item.nodeid or "tensor(" in item.nodeid:
