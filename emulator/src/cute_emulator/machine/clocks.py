@@ -103,12 +103,17 @@ class Clocks:
         self._warps[warp] = _Warp(begin, begin)
 
     def turn(self, warp: Warp) -> None:
-        """A warp's turn begins."""
-        self._acting, self.now = warp, self._warps[warp].now
+        """A warp's turn begins; one that has exited may still be queued, and runs nothing in it."""
+        state = self._warps.get(warp)
+        self._acting = None if state is None else warp
+        if state is not None:
+            self.now = state.now
 
     def turn_ended(self, warp: Warp, instructions: int) -> None:
         """It has ended, after so many instructions."""
         self._latest, self._acting = max(self._latest, self.now), None
+        if warp not in self._warps:
+            return
         state = self._warps[warp]
         state.now = self.now
         state.instructions += instructions
