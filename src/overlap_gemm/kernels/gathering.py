@@ -6,6 +6,7 @@ The protocol is :mod:`overlap_gemm.kernels.all_gather`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -92,9 +93,8 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, Op.ALL_GATHER_GEMM, source)
     full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
-    pieces = transport.shard_pieces(Int32(ceil_div(call.shard(source)[1], shard_piece(full))))
-    for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
-        await_piece(call.call, source, piece)
+    pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
+    transport.await_pieces(pieces, partial(await_piece, call.call, source))
     cute.arch.sync_warp()
 
 

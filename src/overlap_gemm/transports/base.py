@@ -147,9 +147,11 @@ class Transport(ABC):
             wait_flag(call.flag(call.base, flag, source), call.epoch, call.bound.times(waits), site)
         cute.arch.sync_warp()
 
-    def shard_pieces(self, pieces: Any) -> Any:
-        """Flags that tell of a shard that ``pieces`` puts make up."""
-        return 1
+    @cute.jit
+    def await_pieces(self, pieces: Any, wait: cutlass.Constexpr) -> None:
+        """All lanes: ``wait`` for the flags of a shard, which ``pieces`` puts may make up: here it has one."""
+        if cute.arch.lane_idx() == 0:
+            wait(0)
 
     def partials(self, call: Any) -> tuple[Any, Any, Any]:
         """Where the partials of an own tile lie: (base address, the first slot's source, sources)."""

@@ -23,7 +23,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, release_flag
-from overlap_gemm.device.memory import bulk_store, global_pointer, store_run
+from overlap_gemm.device.memory import LANES, bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
 from overlap_gemm.transports.base import Transport, store_in_turn
 
@@ -82,9 +82,11 @@ class _Puts(Transport):
         if not exists:
             act()
 
-    def shard_pieces(self, pieces: Any) -> Any:
+    @cute.jit
+    def await_pieces(self, pieces: Int32, wait: cutlass.Constexpr) -> None:
         """Each piece is followed by a flag."""
-        return pieces
+        for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
+            wait(piece)
 
     def loads_in_flight(self, returns: bool) -> int:
         """Where sums return, the puts are the bound, and with 8 loads the kernels spill on sm_90a."""
