@@ -149,7 +149,7 @@ class Transport(ABC):
 
     @cute.jit
     def await_pieces(self, pieces: Any, wait: cutlass.Constexpr) -> None:
-        """All lanes: ``wait`` for the flags of a shard, which ``pieces`` puts may make up: here it has one."""
+        """All lanes: ``wait`` for the flags of a shard, which ``pieces`` puts may make up: here one."""
         if cute.arch.lane_idx() == 0:
             wait(0)
 
