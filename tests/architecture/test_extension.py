@@ -6,13 +6,11 @@ from types import MappingProxyType
 import cutlass
 import pytest
 from cutlass import cute
-from tests.emulated.kernel_case import KernelCase, Workspaces
+from tests.emulated.kernel_case import launched
 
-from cute_emulator import Emulator
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.kernels import arch as archs
 from overlap_gemm.kernels.arch import ARCHS, Mma, arch_of
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, Operand
 from overlap_gemm.transports import PeerBulk, Transport
@@ -73,15 +71,9 @@ class OrdinaryStores(Transport):
         store_run(peers[peer] + offset, values)
 
 
-def run(config, transport, world, target=None, **sizes):
+def run(config, transport, world, target=None):
     """One launch on every rank, checked against float64."""
-    case = KernelCase(config, world=world, **{"rows": 264, "cols": 152, "depth": 200, **sizes})
-    with Emulator(target or config.arch, world, mode="random") as emulator:
-        compiled = compile_kernel(make_kernel(config, transport))
-        exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
-        case.launch(emulator, compiled, exchanges, num_clusters=2)
-        emulator.run()
-    case.check()
+    launched(config, transport, world, target, rows=264, cols=152, depth=200).check()
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -7,6 +7,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import from_dlpack
 
+from cute_emulator import Emulator
+from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
@@ -179,3 +181,14 @@ class Workspaces:
 def _matrix(tensor):
     leading = 1 if tensor.stride(1) == 1 else 0
     return from_dlpack(tensor, assumed_align=16).mark_layout_dynamic(leading_dim=leading)
+
+
+def launched(config, transport, world, target=None, **sizes):
+    """The case of one launch on every rank, in random mode; `target`: what the emulator is, if not `arch`."""
+    case = KernelCase(config, world=world, **sizes)
+    with Emulator(target or config.arch, world, mode="random") as emulator:
+        compiled = compile_kernel(make_kernel(config, transport))
+        exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
+        case.launch(emulator, compiled, exchanges, num_clusters=2)
+        emulator.run()
+    return case

@@ -12,7 +12,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
 from overlap_gemm.transports import PeerBulk
 
-from .kernel_case import KernelCase, Workspaces
+from .kernel_case import KernelCase, launched
 
 SCALED = (RowColumnScale(),)
 CONFIGS = [
@@ -27,18 +27,6 @@ CONFIGS = [
 ]
 
 
-def launched(config, world, **sizes):
-    """One launch on every rank; what it was."""
-    case = KernelCase(config, world=world, **sizes)
-    with Emulator(config.arch, world, mode="random") as emulator:
-        transport = PeerBulk() if world > 1 else None
-        compiled = compile_kernel(make_kernel(config, transport))
-        exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
-        case.launch(emulator, compiled, exchanges, num_clusters=2)
-        emulator.run()
-    return case
-
-
 @pytest.mark.parametrize(
     ("config", "world"),
     [(c, world) for c in CONFIGS for world in (1, 3) if world == 1 or not c.fast_accum],
@@ -46,7 +34,9 @@ def launched(config, world, **sizes):
 )
 def test_rows_and_columns_are_scaled(config, world):
     tile_m, tile_n = config.cluster_tile
-    launched(config, world, rows=tile_m + 9, cols=tile_n + 24, depth=336).check()
+    launched(
+        config, PeerBulk() if world > 1 else None, world, rows=tile_m + 9, cols=tile_n + 24, depth=336
+    ).check()
 
 
 def lost(fast_accum):
@@ -88,4 +78,4 @@ def test_what_there_is_no_kernel_for_is_refused_by_rule(fields, rule):
 def test_blackwell_takes_either_major():
     assert not ARCHS["sm_100a"].bytes_k_major
     config = GemmConfig("sm_100a", (128, 64), in_dtype="e4m3", a_major="m", b_major="n", epilogue=SCALED)
-    launched(config, 1, rows=144, cols=80, depth=192).check()
+    launched(config, None, 1, rows=144, cols=80, depth=192).check()
