@@ -120,7 +120,7 @@ class GatherPlan:
         """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
-            own: The own shard, `[max(rows, 1), K]`; K contiguous, behind a row its scale if it has one.
+            own: The own shard, `[max(rows, 1), K]`; K contiguous, after a row its scale if it has one.
             weights: `[N_i, K]`, see `operands.aligned`.
             outs: `[M, N_i]`, rows at multiples of 16 bytes.
             extras: What each product's visitors read, see `Plan.launch`.
@@ -238,7 +238,7 @@ def all_gather_gemm(
     """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
     ``keep`` costs a copy of M x K inside the kernel, beside the products; ``scales``, of x and of each weight
-    (`scaling`), a copy of the own shard in front of it, which puts each row's scale behind the row.
+    (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     if rows == 0:

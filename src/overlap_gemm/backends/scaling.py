@@ -36,7 +36,7 @@ def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory behind each row its scale."""
+    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scale."""
     rows, depth = x.shape
     packed = x.new_empty(max(rows, 1), depth + SCALE_BYTES).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)

@@ -29,7 +29,7 @@ overwrites a put's source, of which a peer that has read it has everything. The 
 word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
 the arrival of this rank's flags, so copied from.
 
-**Scales** of A's rows travel behind each row, under the shard's flag: the epilogue's warps, which read them,
+**Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
 are readers of the gather buffer, too.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
