@@ -1,4 +1,4 @@
-"""Draws the README's picture of a benchmark's results: our time beside the best other, eager and captured.
+"""Draws the README's picture of a benchmark's results: our time against the best other, eager and captured.
 
 cd benchmarks; python picture.py results/h200x4.json ../docs/pictures/beside-torch.png
 """
