@@ -42,6 +42,9 @@ OPS: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
 }
 """How each is called: op, (M, N, K) over all ranks, ways."""
 
+PUBLISHED = [name for name in OPS if name != "AG-GEMM sending"]
+"""Those whose tiles have flags."""
+
 RANKS, SMS = 2, 4
 
 
@@ -63,6 +66,7 @@ class Stretch:
 WRITTEN_TO_FLAG = "stores written -> flag raised"
 ARRIVED_TO_LOAD = "flag acquired -> first load"
 STAGE_TO_STORE = "stage full -> store issued"
+HANDED_TO_FLAG = "tile found written -> flag raised"
 
 STRETCHES = (
     Stretch(
@@ -80,7 +84,15 @@ STRETCHES = (
         re.compile(r"mbarrier\.try_wait"),
         re.compile(r"cp\.async\.bulk\.global"),
     ),
+    Stretch(
+        HANDED_TO_FLAG,
+        re.compile(r"mbarrier\.test_wait"),
+        re.compile(r"st\.(release|relaxed)\.sys\.global"),
+    ),
 )
+
+BULK_STORE = re.compile(r"cp\.async\.bulk\.global")
+RELEASE = re.compile(r"(st\.release|fence\.acq_rel)\.sys")
 
 
 @dataclass(frozen=True)
@@ -112,13 +124,22 @@ class CriticalPaths:
 
     Attributes:
         found: name of a stretch -> what it cost, each time.
+        stores: bulk stores.
+        fences: releases at system scope by warps that had issued some: what they stand in.
     """
 
     found: dict[str, list[Cost]] = field(default_factory=dict)
+    stores: int = 0
+    fences: int = 0
     _running: dict[tuple[int, str], Cost] = field(default_factory=dict, repr=False)
+    _sending: set[int] = field(default_factory=set, repr=False)
 
     def executed(self, warp: Any, opcode: str) -> None:
         """A warp has executed an instruction."""
+        if BULK_STORE.match(opcode):
+            self.stores += 1
+            self._sending.add(id(warp))
+        self.fences += id(warp) in self._sending and bool(RELEASE.match(opcode))
         for stretch in STRETCHES:
             key = (id(warp), stretch.name)
             if key in self._running:
@@ -178,12 +199,24 @@ def listening(listener: Callable[[Any, str], None]) -> Iterator[None]:
 
 def measure(arch: str, name: str) -> dict[str, dict[str, int]]:
     """The worst of each stretch of an op: name -> counts; several tiles and units per CTA."""
+    return worst(paths_of(arch, name))
+
+
+def paths_of(arch: str, name: str, **fields: Any) -> CriticalPaths:
+    """What an op executes whose kernel has these ``fields``, too."""
     paths = CriticalPaths()
-    call(arch, name, paths.executed)
+    call(arch, name, paths.executed, **fields)
+    return paths
+
+
+def worst(paths: CriticalPaths) -> dict[str, dict[str, int]]:
+    """Of each stretch that there is: name -> counts."""
     return {each.name: asdict(paths.worst(each.name)) for each in STRETCHES if each.name in paths.found}
 
 
-def call(arch: str, name: str, listener: Callable[[Any, str], None], ranks: int = RANKS) -> None:
+def call(
+    arch: str, name: str, listener: Callable[[Any, str], None], ranks: int = RANKS, **fields: Any
+) -> None:
     """Calls an op on all ranks, and tells ``listener`` what they execute."""
     op, (m, n, k), ways = OPS[name]
     case, layout = Case(op, m, n, k, torch.bfloat16, bias=False), LAYOUTS[op]
@@ -191,7 +224,7 @@ def call(arch: str, name: str, listener: Callable[[Any, str], None], ranks: int 
     lengths = {"all_gather_gemm": {"rows": m}, "gemm_all_gather": {"columns": n}}.get(op, {})
     with (
         listening(listener),
-        configured(**KERNELS[arch], **ways),
+        configured(**KERNELS[arch], **ways, **fields),
         Emulator(arch, ranks, num_sms=SMS) as emulator,
         VirtualWorld(ranks, emulator=emulator) as world,
     ):
@@ -209,11 +242,19 @@ def main() -> None:
     asked = parser.parse_args()
     found = {}
     for arch in KERNELS:
-        for name in OPS:
-            found[f"{arch} {name}"] = measure(arch, name)
-            for stretch, cost in found[f"{arch} {name}"].items():
+        for name, way, fields in [
+            *((name, name, {}) for name in OPS),
+            *((name, f"{name}, publisher", {"publisher": True}) for name in PUBLISHED),
+        ]:
+            paths = paths_of(arch, name, **fields)
+            found[f"{arch} {way}"] = worst(paths)
+            for stretch, cost in found[f"{arch} {way}"].items():
                 counts = ", ".join(f"{value:4} {what}" for what, value in cost.items())
-                print(f"{arch:8} {name:17} {stretch:30} {counts}", flush=True)
+                print(f"{arch:8} {way:28} {stretch:34} {counts}", flush=True)
+            if name in PUBLISHED:
+                sent = {"stores": paths.stores, "fences": paths.fences}
+                found[f"{arch} {way}"]["sending warps"] = sent
+                print(f"{arch:8} {way:28} {'sending warps':34} {sent}", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -35,6 +35,17 @@ SHAPES = [
     (512, 8192, 2048),
     (64, 8192, 7168),
 ]
+BLOCKED = [
+    GemmConfig("sm_90a", tile, cluster, mma, in_dtype="e4m3", blocks=(1, 128, 128), sums=sums)  # type: ignore[arg-type]
+    for mma, tile, cluster, sums in (
+        ("pingpong", (64, 128), (2, 1), 2),
+        ("pingpong", (64, 128), (2, 1), 1),
+        ("cooperative", (128, 128), (2, 1), 1),
+        ("cooperative", (128, 128), (1, 1), 1),
+    )
+]
+"""With scales of blocks, of their own; their ratios are to torch's row-wise product, too."""
+
 KERNELS = [
     ("cooperative", (128, 128), (2, 1), False),
     ("cooperative", (128, 128), (1, 1), False),
@@ -79,7 +90,8 @@ def main() -> None:
     for mma, tile, cluster, fast in KERNELS:
         config = config_of(mma, tile, cluster, fast)
         kernels[config.name] = (config, compile_kernel(make_kernel(config)))
-    print(f"{len(kernels)} kernels compiled in {time.time() - began:.0f} s", flush=True)
+    blocked = [compile_kernel(make_kernel(config)) for config in BLOCKED]
+    print(f"{len(blocked) + len(kernels)} kernels compiled in {time.time() - began:.0f} s", flush=True)
     results = []
     for m, n, k in SHAPES:
         if time.time() - began > limit:
@@ -96,7 +108,7 @@ def main() -> None:
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         errors: dict[str, float] = {}
 
-        def capture(name: str, call: Any) -> None:
+        def capture(name: str, call: Any, exact: torch.Tensor = exact) -> None:
             call(0)
             error = (out[:256].float() - exact).norm() / exact.norm()  # noqa: B023
             errors[name] = round(float(error), 6)  # noqa: B023
@@ -130,6 +142,20 @@ def main() -> None:
                 compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
 
             capture(name, ours)
+        scales = [torch.rand(rows, k // 128, device="cuda") + 0.5 for rows in (m, n // 128)]
+        wide_a = scales[0][:256].repeat_interleave(128, 1)
+        wide_b = scales[1].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        of_blocks = (a[:256].float() * wide_a) @ (b.float() * wide_b).t()
+        for config, compiled in zip(BLOCKED, blocked, strict=True):
+            clusters = min(sms // config.cluster_size, ExchangeShape.even(m, n, 1).num_clusters(config))
+
+            def with_blocks(i: int, compiled: Any = compiled, clusters: int = clusters) -> None:
+                a, b, _, _ = pairs[i % 2]  # noqa: B023
+                extras = tuple(map(tensor, scales))  # noqa: B023
+                stream = CUstream(torch.cuda.current_stream().cuda_stream)
+                compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
+
+            capture(config.name, with_blocks, of_blocks)
         replays = {name: max(1, int(15e3 / burst(graph, 1))) for name, graph in graphs.items()}
         names = list(graphs)
         samples: dict[str, list[float]] = {name: [] for name in names}

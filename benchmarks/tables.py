@@ -96,6 +96,35 @@ def times(name: str, captured: str, eager: str) -> list[dict[str, str]]:
     ]
 
 
+def float8(name: str) -> list[dict[str, str]]:
+    """Fused and torch's ways with 16-bit and with 8-bit operands, side by side."""
+    results = report(name)["results"]
+    of = {(one["float8"], *(one[key] for key in ("op", "m", "n", "k"))): one["us"] for one in results}
+    rows = []
+    for (float8, op, m, n, k), bytes_ in of.items():
+        if float8:
+            halves = of[False, op, m, n, k]
+            ways = {"bf16": halves, "e4m3": bytes_}
+            rows.append(
+                {
+                    "op": op,
+                    "M, N, K": f"{m}, {n}, {k}",
+                    **{
+                        f"{dtype} {way}": microseconds(us[name] / 1e6)
+                        for dtype, us in ways.items()
+                        for way, name in (("fused", "now"), ("torch", "torch"))
+                    },
+                    **{
+                        f"e4m3 {way}": microseconds(bytes_[way] / 1e6) if way in bytes_ else ""
+                        for way in ("torch fast", "torch-symm")
+                    },
+                    "e4m3: fused / torch": f"{bytes_['now'] / bytes_['torch']:.2f}",
+                    "fused: e4m3 / bf16": f"{bytes_['now'] / halves['now']:.2f}",
+                }
+            )
+    return rows
+
+
 def layers(name: str) -> list[dict[str, str]]:
     """The projections of a layer, in milliseconds."""
     rows = []
@@ -167,7 +196,7 @@ def emulator() -> list[dict[str, str]]:
 
 
 TABLES: dict[str, Callable[..., list[dict[str, str]]]] = {
-    one.__name__: one for one in (ways, times, layers, scattered, decomposed, emulator)
+    one.__name__: one for one in (ways, times, float8, layers, scattered, decomposed, emulator)
 }
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class PushToPeer:
     flags: Any
     first: Any
     stride: Any
+    num_tiles: Any
+
+    def has(self, tile):
+        """Whether this CTA has so many tiles."""
+        return tile < self.num_tiles
 
     def locate(self, tile):
         """Address of the tile in the peer's inbox."""
@@ -108,8 +113,8 @@ def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: 
                 values.store(values.load() + received.load())
                 cute.autovec_copy(values, out[at])
     elif cute.arch.lane_idx() == 0:
-        sender = PushToPeer(stages, peer.inbox, peer.flags, first, stride)
-        ring.drain(ring.consumer_state(), num_tiles, SUBTILES, sender)
+        sender = PushToPeer(stages, peer.inbox, peer.flags, first, stride, num_tiles)
+        ring.drain(ring.consumer_state(), SUBTILES, sender)
 
 
 @cute.jit

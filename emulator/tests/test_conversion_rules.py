@@ -57,6 +57,43 @@ def test_narrowing_rounds_clamps_and_keeps_nan(kind, ends, mode):
     np.testing.assert_array_equal(both >> 16, got.view(np.uint16))
 
 
+@pytest.mark.parametrize("ends", ["", ".relu", ".satfinite", ".relu.satfinite"])
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_random_bits_carry_into_what_is_kept(kind, ends):
+    """Away from zero where the bits that are cut off, at most 13 or 16, and the random ones overflow."""
+    form, taken = {"f16": (F16, 13), "bf16": (BF16, 16)}[kind]
+    rng = np.random.default_rng(3)
+    beyond = np.nextafter(np.float32(form.largest), np.float32(np.inf))
+    x = np.concatenate(
+        [A, np.float32([beyond, -beyond, 70000, 1 + 2**-9, 2.0**-15 * 1.7]), rng.normal(size=27)]
+    )
+    x = np.resize(x, 128).astype(np.float32)
+    bits = rng.integers(0, 1 << 32, 128, np.uint32)
+    bits[::5] |= np.uint32(0xFFFF0000)  # all ones carry whatever is cut off
+    bits[1::5] &= np.uint32(0xFFFF)
+    got = convert(f"cvt.rs{ends}.{kind}x2.f32 {{}}, %r0, %r1, %r2;", [x, x[::-1], bits], np.uint32)
+    for half, values, shift in ((got >> 16, x, 16), (got & 0xFFFF, x[::-1], 0)):
+        random = bits >> np.uint32(shift) & np.uint32((1 << taken) - 1)
+        want = np.array(
+            [_carried(float(v), int(r), form, taken) for v, r in zip(values, random, strict=True)]
+        )
+        if "relu" in ends:
+            want = np.where(want < 0, 0, want) + 0.0
+        if "satfinite" in ends:
+            want = np.clip(want, -float(form.largest), float(form.largest))
+        same(half.astype(np.uint16).view(HALF[kind][0]).astype(np.float64), want)
+        assert (half[np.isnan(values)] == 0x7FFF).all()
+
+
+def _carried(x: float, random: int, to, taken: int) -> float:
+    if not np.isfinite(x) or x == 0:
+        return x
+    down = max(to.lowest, int(np.frexp(abs(x))[1]) - to.bits)
+    whole, rest = divmod(Fraction(abs(x)) / Fraction(2) ** down, 1)
+    out = (whole + (int(rest * (1 << taken)) + random >> taken)) * Fraction(2) ** down
+    return float(np.copysign(np.inf if out > to.largest else float(out), x))
+
+
 @FEW
 @given(WORDS, st.sampled_from(["rna", "rn", "rz"]))
 def test_tf32_rounds_as_asked(words, mode):

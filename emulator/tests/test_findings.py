@@ -13,6 +13,7 @@ from cute_emulator.host.emulator import Emulator
 from cute_emulator.machine.checks import CHECKS
 from cute_emulator.machine.memory import Named
 from cute_emulator.machine.roles import parse_roles
+from cute_emulator.ptx.shared_names import Part, View, as_comment, name
 from cute_emulator.run.launch import Machine
 from cute_emulator.source import excerpt
 from cute_emulator.testing import emulator_command
@@ -216,6 +217,96 @@ def test_a_race_names_the_lane_and_the_tensors_element(tmp_path):
     (line,) = (one for one in done.stderr.splitlines() if "[race]" in one)
     assert "(element [3, 2] of argument 1, " in line, line
     assert "by rank 0 CTA (0, 0, 0) warp 1 lane 5, line" in line
+
+
+SHARED = """
+import sys
+import cutlass, cutlass.cute as cute, torch
+from cutlass.cute.runtime import from_dlpack
+from cutlass.memory import SmemAllocator
+
+@cute.struct
+class Storage:
+    full: cute.struct.MemRange[cutlass.Int64, 2]
+    sA: cute.struct.Align[cute.struct.MemRange[cutlass.Float16, 2048], 1024]
+
+@cute.kernel
+def kernel(x: cute.Tensor, part: cutlass.Constexpr):
+    thread, _, _ = cute.arch.thread_idx()
+    smem = SmemAllocator()
+    words = smem.allocate_array(cutlass.Float32, 65)
+    storage = smem.allocate(Storage)
+    table = smem.allocate_tensor(cutlass.Float32, cute.make_layout((64, 4), stride=(1, 64)), 128)
+    row = cute.make_tensor(cute.arch.alloc_smem(cutlass.Float32, 64), cute.make_layout(64))
+    sA = storage.sA.get_tensor(cute.make_layout((64, 8, 4)))
+    if cutlass.const_expr(part == "stage"):
+        sA[thread, 0, 2] = cutlass.Float16(1)
+        x[thread] = cutlass.Float32(sA[63 - thread, 0, 2])
+    elif cutlass.const_expr(part == "table"):
+        table[thread, 1] = x[thread]
+        x[thread] = table[63 - thread, 1]
+    elif cutlass.const_expr(part == "words"):
+        words[thread] = x[thread]
+        x[thread] = words[63 - thread]
+    elif cutlass.const_expr(part == "row"):
+        row[thread] = x[thread]
+        x[thread] = row[63 - thread]
+    else:
+        cute.arch.mbarrier_init(storage.full.data_ptr() + 1, 3)
+        cute.arch.sync_threads()
+        cute.arch.mbarrier_wait(storage.full.data_ptr() + 1, 0)
+
+@cute.jit
+def go(x: cute.Tensor, part: cutlass.Constexpr):
+    kernel(x, part).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+go(from_dlpack(torch.ones(64, device="cuda")), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("stage", r"write of shared 0x\w+ \(stage 2 of storage.sA\) of rank 0 CTA"),
+        ("table", r"write of shared 0x\w+ \(element \[32, 1\] of table\) of rank 0 CTA"),
+        ("words", r"write of shared 0x\w+ \(words \+ 128\) of rank 0 CTA"),
+        ("row", r"write of shared 0x\w+ \(element \[32\] of row\) of rank 0 CTA"),
+        ("wait", r"waits for mbarrier 0x\w+ \(storage.full \+ 8\) \(phase 0"),
+    ],
+)
+def test_shared_memory_is_named_as_in_the_source(part, said, tmp_path):
+    (tmp_path / "names.py").write_text(SHARED)
+    done = emulator_command("--collect", tmp_path / "names.py", part)
+    assert done.returncode and re.search(said, done.stderr), done.stderr
+
+
+PARTS = [
+    Part("dynamic", 64, 64, "bar"),
+    Part("dynamic", 1024, 4096, "sA", View(16, "((8,8),(16,1),(1,2)):((16,128),(1,0),(0,1024))")),
+    Part("static", 0, 64, "row", View(32, "(4,4):(4,1)")),
+    Part("static", 64, 64, "any", View(32, "(?,4):(4,1)")),
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (2048 + 64, "bar"),
+        (2048 + 72, "bar + 8"),
+        (2048 + 128, ""),
+        (2048, ""),
+        (2048 + 1024 + 2047, "stage 0 of sA"),
+        (2048 + 1024 + 2048, "stage 1 of sA"),
+        (1024 + 4 * 6, "element [1, 2] of row"),
+        (1024 + 72, "any + 8"),
+    ],
+)
+def test_places_in_shared_memory(at, said):
+    ptx = ".entry k()\n{\n}\n" + as_comment("other", []) + as_comment("k", PARTS)
+    symbols = {"static@17": 1024, "dynamic": 2048}
+    assert name(ptx, "k", symbols, 8192, at) == said
+    assert name(ptx, "k", symbols, 4096, at) == "", "a part beyond the end: the layout is another one"
+    assert name(ptx, "other", symbols, 8192, at) == name(ptx, "none", symbols, 8192, at) == ""
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,25 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+
+import pytest
 
 from cute_emulator.testing import emulator_command
 
 FOLDER = Path(__file__).parents[1] / "public"
-_spec = importlib.util.spec_from_file_location("run_public", FOLDER / "run.py")
-public = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(public)
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+public = load("run")
+cutlass_examples = load("cutlass_examples")  # which imports the other
 
 KERNEL = """
 import sys
@@ -64,3 +75,24 @@ def test_the_page_counts_the_tests_of_quack_that_were_kept():
     assert len({r["test"].partition("[")[0] for r in kept["outcomes"]}) == len(kept["outcomes"])
     text = f"of {len(ran)} that were not skipped {ran.count('pass')} pass, none with a finding"
     assert "reported" not in ran and text in public.PAGE.read_text()
+
+
+def test_every_script_of_cutlass_that_did_not_pass_was_judged_and_stands_in_the_page():
+    kept = json.loads(cutlass_examples.RESULTS.read_text())
+    assert len({row["script"] for row in kept["scripts"]}) == len(kept["scripts"]) == 188
+    for row in kept["scripts"]:
+        assert (row["verdict"] == "pass") != ("judged" in row), row
+        assert row["verdict"] != "reported" or row["judged"].startswith("right: "), row
+    assert cutlass_examples.table(kept) in public.PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "shows", "verdict"),
+    [("right", None, "pass"), ("wrong", None, "stops"), ("wrong", "AssertionError: [0, 1]", "pass")],
+)
+def test_a_script_runs_in_a_forked_process(argument, shows, verdict, tmp_path):
+    """With the arguments of its row; one that shows an error passes with that error."""
+    (tmp_path / "kernel.py").write_text(KERNEL.replace("STEP", "1"))
+    row = {"script": "kernel.py", "arguments": argument, "arch": "sm_90a", "ranks": 1}
+    row |= {"shows": shows} if shows else {}
+    assert cutlass_examples.run(row, tmp_path, "immediate", 60)["verdict"] == verdict

@@ -11,7 +11,8 @@ REFUSED = """
 add.rz.f64 %d9, %d9, %d9; fma.rz.f64 %d9, %d9, %d9, %d9; sqrt.rm.f64 %d9, %d9; rcp.rz.f64 %d9, %d9;
 add.rna.f32x2 %d9, %d9, %d9; fma.rn.oob.f16 %h1, %h1, %h1, %h1; add.rz.f16 %h1, %h1, %h1; sqrt.f16 %h1, %h1;
 cvt.rp.f16.f32 %h1, %r1; cvt.rm.bf16x2.f32 %r1, %r1, %r1; cvt.rz.f64.s64 %d9, %d9; cvt.sat.f64.f32 %d9, %r1;
-cvt.rs.f16x2.f32 %r1, %r1, %r1, %r1; cvt.pack.sat.s16.s32 %r1, %r1, %r1;
+cvt.rs.satfinite.e4m3x4.f32 %r1, {%r1, %r1, %r1, %r1}, %r1; cvt.rs.f16.f32 %h1, %r1;
+cvt.rs.satfinite.e2m1x4.f32 %h1, {%r1, %r1, %r1, %r1}, %r1; cvt.pack.sat.s16.s32 %r1, %r1, %r1;
 cvt.rn.satfinite.s2f6x2.f32 %h1, %r1, %r1; set.lt.and.f32.f32 %r1, %r1, %r1, %p1;
 setp.lt.f16x2 %p1|%p2, %r1, %r1; setp.foo.f32 %p1, %r1, %r1; setp.foo.s32 %p1, %r1, %r1;
 setp.ltu.s32 %p1, %r1, %r1; set.lt.f16x2.f16x2 %r1, %r1, %r1; testp.normal.f32 %p1, %r1;

@@ -221,3 +221,15 @@ def test_events_of_a_run_that_broke_off_hold_nobody_up():
     submit(m, STORE, [flag], stream=2, block=(1, 1, 1))
     m.run()
     assert flag[0] == 7
+
+
+def test_a_warp_that_asks_alone_and_again_is_told_with_how_often():
+    m = machine([], num_sms=1)
+    one = "mov.u32 %r1, %tid.x; setp.ge.u32 %p0, %r1, 32; @%p0 bra END;"
+    body = one + "setmaxnreg.dec.sync.aligned.u32 40; " * 3 + "setmaxnreg.dec.sync.aligned.u32 32; END:"
+    submit(m, body, [], block=(128, 1, 1))
+    m.run()
+    (finding,) = m.report.findings
+    assert (
+        "(warp 0: dec 40, 3 times then dec 32, warp 1: none, warp 2: none, warp 3: none)" in finding.message
+    )

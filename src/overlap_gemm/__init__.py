@@ -2,7 +2,8 @@
 
 The public names load on first use (PEP 562), so that a part that needs no torch, such as
 :mod:`overlap_gemm.pipelines`, imports none. Whoever runs a saved program that calls
-``torch.ops.overlap_gemm``, and uses no public name, imports :mod:`overlap_gemm.ops`, which registers them.
+``torch.ops.overlap_gemm``, and uses no public name, imports :mod:`overlap_gemm.dispatch.ops`, which
+registers them.
 """
 
 from importlib import import_module
@@ -10,8 +11,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .ahead import reserve, warmup
-    from .functional import all_gather_gemm, explain, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+    from .api.ahead import reserve, warmup
+    from .api.functional import (
+        all_gather_gemm,
+        explain,
+        gemm_all_gather,
+        gemm_all_reduce,
+        gemm_reduce_scatter,
+    )
+    from .api.quantization import quantize_rows
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
     from .runtime.order import CaptureError
@@ -28,8 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 HOMES = (
-    "ahead",
-    "functional",
+    "api.ahead",
+    "api.functional",
+    "api.quantization",
     "runtime.agree",
     "runtime.bootstrap",
     "runtime.order",
@@ -56,6 +65,7 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "init",
+    "quantize_rows",
     "reserve",
     "warmup",
     "workspace_bytes",

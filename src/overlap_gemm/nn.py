@@ -12,19 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import moves, ops
-from .backends.base import BackendName
-from .dispatch import call_op
-from .functional import (
-    Length,
-    all_gather_gemm,
-    gemm_all_gather,
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-)
-from .linears import InitMethod, ShardedLinear, clip_grad_norm_, full_state_dict
-from .lowering import lower_column_parallel_gemm
-from .norms import (
+from .api.float8 import Float8
+from .api.functional import Length, column_parallel_gemm
+from .api.linears import InitMethod, ShardedLinear, clip_grad_norm_, full_state_dict
+from .api.norms import (
     LayerNorm,
     RMSNorm,
     SequenceParallelWarning,
@@ -32,13 +23,15 @@ from .norms import (
     sum_sequence_parallel_gradients,
     warn_of_forgotten,
 )
-from .options import CallOptions
-from .random_numbers import Dropout, per_rank_random
+from .api.random_numbers import Dropout, per_rank_random
+from .backends.base import BackendName
+from .dispatch import moves
 from .runtime.group import GroupLike
 
 __all__ = [
     "ColumnParallelLinear",
     "Dropout",
+    "Float8",
     "LayerNorm",
     "ParallelMLP",
     "RMSNorm",
@@ -76,6 +69,7 @@ class ColumnParallelLinear(ShardedLinear):
         rows: As for `overlap_gemm.all_gather_gemm`.
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -97,6 +91,7 @@ class ColumnParallelLinear(ShardedLinear):
         rows: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -105,7 +100,7 @@ class ColumnParallelLinear(ShardedLinear):
         super().__init__(
             input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
-            backend=backend, reserve_sms=reserve_sms, device=device, dtype=dtype,
+            backend=backend, reserve_sms=reserve_sms, float8=float8, device=device, dtype=dtype,
         )  # fmt: skip
         self.gather_output, self.rows = gather_output, rows
 
@@ -114,7 +109,7 @@ class ColumnParallelLinear(ShardedLinear):
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             warn_of_forgotten(self, x)
-            out = all_gather_gemm(
+            out = self.products.all_gather_gemm(
                 x,
                 self.weight,
                 bias=bias,
@@ -126,7 +121,7 @@ class ColumnParallelLinear(ShardedLinear):
                 reserve_sms=self.reserve_sms,
             )
         elif self.gather_output:
-            out = gemm_all_gather(
+            out = self.products.gemm_all_gather(
                 x,
                 self.weight,
                 bias=bias,
@@ -136,7 +131,9 @@ class ColumnParallelLinear(ShardedLinear):
                 reserve_sms=self.reserve_sms,
             )
         else:
-            out = column_parallel_gemm(x, self.weight, bias, self.tp_group, self.backend, self.reserve_sms)
+            out = self.products.column_parallel_gemm(
+                x, self.weight, bias, self.tp_group, self.backend, self.reserve_sms
+            )
         return (out, self.bias) if self.skip_bias_add else out
 
 
@@ -161,6 +158,7 @@ class RowParallelLinear(ShardedLinear):
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -181,13 +179,14 @@ class RowParallelLinear(ShardedLinear):
         tp_group: GroupLike = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(
             input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
-            backend=backend, reserve_sms=reserve_sms, device=device, dtype=dtype,
+            backend=backend, reserve_sms=reserve_sms, float8=float8, device=device, dtype=dtype,
         )  # fmt: skip
         self.input_is_parallel = input_is_parallel
 
@@ -197,7 +196,7 @@ class RowParallelLinear(ShardedLinear):
             x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            out = gemm_reduce_scatter(
+            out = self.products.gemm_reduce_scatter(
                 x,
                 self.weight,
                 bias=bias,
@@ -208,7 +207,7 @@ class RowParallelLinear(ShardedLinear):
                 reserve_sms=self.reserve_sms,
             )
         else:
-            out = gemm_all_reduce(
+            out = self.products.gemm_all_reduce(
                 x,
                 self.weight,
                 bias=bias,
@@ -239,6 +238,7 @@ class ParallelMLP(nn.Module):
         rows: As for `overlap_gemm.all_gather_gemm`.
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -256,6 +256,7 @@ class ParallelMLP(nn.Module):
         rows: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -263,7 +264,7 @@ class ParallelMLP(nn.Module):
         common: dict[str, Any] = {
             "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend,
-            "reserve_sms": reserve_sms, "device": device, "dtype": dtype,
+            "reserve_sms": reserve_sms, "float8": float8, "device": device, "dtype": dtype,
         }  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
@@ -292,7 +293,7 @@ class ParallelMLP(nn.Module):
         first, second = self.gate_proj, self.up_proj
         if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
             warn_of_forgotten(first, x)
-            gate, up = all_gather_gemm(
+            gate, up = first.products.all_gather_gemm(
                 x,
                 [first.weight, second.weight],
                 bias=None if first.bias is None else [first.bias, second.bias],
@@ -306,34 +307,6 @@ class ParallelMLP(nn.Module):
         else:
             gate, up = first(x), second(x)
         return self.down_proj(nn.functional.silu(gate) * up)
-
-
-def column_parallel_gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: GroupLike,
-    backend: BackendName = "auto",
-    reserve_sms: int | None = None,
-) -> Tensor:
-    """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
-
-    Args:
-        x: `[..., K]`, the same on every rank.
-        weight: This rank's `[N_local, K]`.
-        bias: `[N_local]` or None.
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        backend: For the gemm_all_reduce of backward.
-        reserve_sms: The same.
-
-    Returns:
-        `[..., N_local]`.
-
-    Raises:
-        ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
-    """
-    options = CallOptions(backend, None, reserve_sms)
-    return call_op(ops.local_gemm, lower_column_parallel_gemm, x, weight, bias, group, options)
 
 
 def _is_bare(layer: nn.Module) -> bool:

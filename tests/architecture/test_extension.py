@@ -5,15 +5,25 @@ from types import MappingProxyType
 
 import cutlass
 import pytest
+import torch
 from cutlass import cute
+from tests.architecture.all_to_all import GEMM_ALL_TO_ALL, PATTERN
 from tests.emulated.kernel_case import launched
 
+from cute_emulator import Emulator
+from overlap_gemm.backends.fused import Fused
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.kernels import arch as archs
 from overlap_gemm.kernels.arch import ARCHS, Mma, arch_of
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, Operand
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import OPS, PATTERNS
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.transports import PeerBulk, Transport
+from overlap_gemm.tuning.model import Facts
+from overlap_gemm.tuning.prediction import predict
+from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
 
 
@@ -103,3 +113,40 @@ def test_another_architecture(small_hopper):
     assert config.ab_stages == 2 < hopper.ab_stages
     for transport, world in ((None, 1), (PeerBulk(), 2)):
         run(config, transport, world, small_hopper.target)
+
+
+@pytest.fixture
+def all_to_all(monkeypatch):
+    """GEMM all-to-all: one file, and a line in each of the registries of ops and patterns."""
+    monkeypatch.setitem(OPS, GEMM_ALL_TO_ALL.name, GEMM_ALL_TO_ALL)
+    monkeypatch.setitem(PATTERNS, PATTERN.name, PATTERN)
+    return GEMM_ALL_TO_ALL
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_another_op(all_to_all, arch, world):
+    """By the runtime's plans and workspaces, ragged rows, again, by flags and as LL words."""
+    rows, columns, depth = 150, 72 * world, 72
+    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
+    exact, shards = x.double() @ weight.double().T, Shards.even(rows, world)
+    with Emulator(arch, world) as emulator, VirtualWorld(world, emulator=emulator) as ranks:
+        for transport in ("peer_bulk", "ll", "peer_bulk"):
+            with configured(transport=transport):
+                outs = [
+                    Fused().call(all_to_all, own, weight, None, shards, group, depth)
+                    for own, group in zip(x.split(shards.chunk), ranks.ranks, strict=True)
+                ]
+                ranks.synchronize()
+            for out, expected in zip(outs, exact.split(-(-columns // world), 1), strict=True):
+                assert out.shape == expected.shape
+                assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+
+
+def test_the_planner_knows_another_op(all_to_all):
+    assert all_to_all.arguments(6, 4, 2, least=True) == {"rows": 6} and not all_to_all.gathers_operand
+    facts = Facts(all_to_all.name, 8192, 8192, 2048, "bf16", 4)
+    assert facts.local == (2048, 8192, 2048) and facts.bytes_out == 2048 * 8192 * 2 * 3 / 4
+    found = predict(facts, "sm_90a", 132, True)
+    assert found.fused.total < found.product + found.link
+    assert found.fused.total > max(found.product, found.link)

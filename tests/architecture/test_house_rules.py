@@ -41,7 +41,7 @@ PLANTED = {
     "overlap_gemm/transports/nvshmem.py": "torch",
     "overlap_gemm/transports/peer_bulk.py": "overlap_gemm.runtime.workspace",
     "overlap_gemm/runtime/executor.py": "cute_emulator",
-    "overlap_gemm/runtime/order.py": "overlap_gemm.ops",
+    "overlap_gemm/runtime/order.py": "overlap_gemm.dispatch.ops",
     "overlap_gemm/kernels/config.py": "overlap_gemm.transports",
     "overlap_gemm/backends/base.py": "overlap_gemm.nn",
     "overlap_gemm/schedules/orders.py": "nvshmem",

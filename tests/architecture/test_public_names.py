@@ -41,6 +41,7 @@ SIGNATURES = {
         "tile_transport=None", "fields",
     ),
     "reserve": ("ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
+    "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",
         "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",
@@ -78,6 +79,7 @@ def test_signatures():
 def test_parallelize():
     assert signature(parallel.parallelize) == (
         "model", "mesh", "*", "sequence_parallel=True", "logits='replicated'", "backend='auto'",
+        "float8=None",
     )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def test_importing_the_package_starts_nothing():
 
 @pytest.mark.parametrize("code", ["import overlap_gemm; dir(overlap_gemm)", "import overlap_gemm.pipelines"])
 def test_kernel_authors_need_no_torch(code):
-    ours = {"overlap_gemm.functional", "overlap_gemm.kernels", "overlap_gemm.runtime"}
+    ours = {"overlap_gemm.api.functional", "overlap_gemm.kernels", "overlap_gemm.runtime"}
     assert loaded(code, {"torch"} | ours) == []
 
 
@@ -148,7 +150,7 @@ def test_an_op_may_be_the_first_thing_used_inside_a_compiled_function():
         "torch.testing.assert_close(f(x, w), x @ w.t());"
         "dist.destroy_process_group()"
     )
-    assert loaded(code, {"overlap_gemm.ops"}) == ["overlap_gemm.ops"]
+    assert loaded(code, {"overlap_gemm.dispatch.ops"}) == ["overlap_gemm.dispatch.ops"]
 
 
 def test_examples_need_only_the_pipelines_and_the_emulator():

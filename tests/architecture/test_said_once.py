@@ -15,8 +15,8 @@ OP_NAMES = 13
 PATTERN_NAMES = 7
 """The same of patterns, and of collectives that are called so."""
 
-TRANSPORT_NAMES = 9
-"""Names of transports that decide something: on the host, what `configured` asks for."""
+TRANSPORT_NAMES = 1
+"""Names of transports that decide something: `OVERLAP_GEMM_SYMMETRIC=nvshmem`, which is no transport."""
 
 
 def trees():

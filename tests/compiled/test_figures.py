@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.cli.compile_check import KERNELS, check, figures_of
+from overlap_gemm.cli.compile_check import KERNELS, check, checked_configs, figures_of, takes
 from overlap_gemm.kernels.lint import count_instructions, inner_loop_instructions
-from overlap_gemm.tuning.space import every_config
 
 RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels.json").read_text())
-CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)}
+CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in checked_configs(arch)}
 QUICK = ["sm_90a_pingpong_128x128_c1x1_bf16", "sm_90a_cooperative_128x256_c1x1_bf16"]
 QUICK += ["sm_100a_1cta_128x256_c1x1_bf16", "sm_100a_2cta_256x256_c2x1_bf16"]
+BLOCKED = "sm_90a_cooperative_128x128_c2x1_e4m3_obf16_sbf16_b1x128x128_s1"
+PROMOTING = [name for name, config in CONFIGS.items() if config.promotes]
 SLACK = 1.03  # instructions: small changes of no consequence
 
 
 def test_every_kernel_is_recorded():
     """Of the ops whose results go to everybody, the quick ones at least."""
     every = {f"{name} {op}" for name in CONFIGS for op in KERNELS}
-    wanted = {f"{name} {op}" for name in CONFIGS for op in ("GEMM", "GEMM-RS")}
+    wide = [name for name, config in CONFIGS.items() if not config.has_bytes]
+    wanted = {f"{name} {op}" for name in wide for op in ("GEMM", "GEMM-RS")}
     wanted |= {f"{name} {op}" for name in QUICK for op in KERNELS}
     assert wanted <= set(RECORDED) <= every
 
@@ -52,6 +54,23 @@ def test_kernels_for_few_rows_are_checked_as_they_run(name):
     """Of small tiles the data is its own flag; with other kernels' registers their receive role spills."""
     checked = check(CONFIGS[name], "GEMM-AR two-shot")
     assert not checked.findings
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        (name, op)
+        if (name.endswith("cooperative_128x128_c2x1_e4m3_obf16_sbf16_scale") or name == BLOCKED)
+        and op in ("GEMM-RS", "GEMM-AR two-shot", "AG-GEMM sending")
+        else pytest.param(name, op, marks=pytest.mark.slow)
+        for name in PROMOTING
+        for op in KERNELS
+        if takes(CONFIGS[name], op)
+    ],
+)
+def test_promoting_kernels_spill_nowhere(name, op):
+    """Consumers have three sums in registers, the receive and shard roles few: each kernel there is."""
+    assert not check(CONFIGS[name], op).findings
 
 
 def test_the_inner_loop_is_the_shortest_that_multiplies():

@@ -8,11 +8,12 @@ import pytest
 from cutlass import cute
 
 from overlap_gemm.kernels import split
+from overlap_gemm.kernels.all_gather import ArrivalGate
 from overlap_gemm.kernels.arch import ARCHS
 from overlap_gemm.kernels.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings, report_of
-from overlap_gemm.kernels.visitors import Bias
+from overlap_gemm.kernels.visitors import Bias, RowColumnScale
 from overlap_gemm.transports import PeerBulk
 from overlap_gemm.tuning.space import every_config
 
@@ -37,6 +38,7 @@ VARIANTS = [
     {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 6, "inflight": 5},
+    {"publisher": True},
 ]
 
 
@@ -82,6 +84,30 @@ def test_output_gather_compiles_and_is_clean(config, compiled):
 @pytest.mark.parametrize("pattern", ["one_shot", "two_shot"])
 def test_all_reduce_compiles_and_is_clean(config, pattern, compiled):
     is_clean(compiled(config, pattern))
+
+
+@pytest.mark.parametrize(
+    "config", [LARGEST[0], *(c for c in LARGEST if c.mma == "2cta")], ids=lambda c: c.name
+)
+@pytest.mark.parametrize("pattern", ["two_shot", pytest.param("output_gather", marks=pytest.mark.slow)])
+def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
+    """In the kernels that need the most registers."""
+    is_clean(compiled(dataclasses.replace(config, publisher=True), pattern))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        c if c in LARGEST[:1] else pytest.param(c, marks=pytest.mark.slow)
+        for c in LARGEST
+        if c.mma != "swap_ab"
+    ],
+    ids=lambda c: c.name,
+)
+def test_own_sums_of_the_epilogue_compile_and_are_clean(config, compiled):
+    """Where an epilogue's thread holds the most accumulators beside them."""
+    for more in ({}, {"slot_dtype": "f32"}):
+        is_clean(compiled(dataclasses.replace(config, own_last=True, **more), "reduce_scatter"))
 
 
 def is_clean(seen):
@@ -156,6 +182,20 @@ def test_all_lanes_are_after_what_the_last_of_the_grid_has_seen(arch):
         barrier = next(n for n in range(i, len(lines)) if "bar.warp.sync" in lines[n])
         without = "\n".join(lines[:barrier] + lines[barrier + 1 :])
         assert any("no bar.warp.sync" in finding for finding in ptx_findings(without, exchanges=True))
+
+
+@pytest.mark.parametrize("fields", [{"epilogue": (RowColumnScale(),)}, {"blocks": (1, 128, 128), "sums": 1}])
+def test_who_reads_gathered_scales_acquires_them(fields, monkeypatch):
+    """No run tells: the load warp has acquired the same shard, and an emulated load sees all stores."""
+    config = GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", **fields)
+
+    def acquires():
+        kernel = make_gather_kernel(config, PeerBulk())
+        return inspect(partial(compile_kernel, kernel)).ptx.count("ld.acquire.sys")
+
+    found = acquires()
+    monkeypatch.setattr(ArrivalGate, "open", lambda self, call, shard, opened: opened)
+    assert found - acquires() == 2, "a peer's entry, and its shard"
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -23,7 +23,7 @@ from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summa
 from overlap_gemm.cli.workload import Workload
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS
-from overlap_gemm.tuning.plan import Facts, predict
+from overlap_gemm.tuning.prediction import Facts, predict
 from overlap_gemm.tuning.timing import Replay, Timings
 
 bench_module = importlib.import_module("overlap_gemm.cli.bench")

@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlap_gemm
-from overlap_gemm import calls, moves, ops
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.torch_backend import Torch
+from overlap_gemm.dispatch import calls, moves, ops
+from overlap_gemm.dispatch.registered import Bound
 from overlap_gemm.nn import column_parallel_gemm
-from overlap_gemm.registered import Bound
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
 from overlap_gemm.spec import OPS
@@ -60,8 +60,8 @@ def test_what_is_known_is_not_found_out_again(op, monkeypatch):
     call = getattr(overlap_gemm, op)
     wanted = call(X, WEIGHT, bias=BIAS)
     never = mock.Mock(side_effect=AssertionError("found out again"))
-    for name in ("overlap_gemm.lowering._check", "overlap_gemm.ops.choose", "overlap_gemm.ops.Problem.of"):
-        monkeypatch.setattr(name, never)
+    for name in ("lowering._check", "ops.choose", "ops.Problem.of"):
+        monkeypatch.setattr(f"overlap_gemm.dispatch.{name}", never)
     monkeypatch.setattr("os.environ", {})  # reads of the environment are not free, and say nothing new
     assert torch.equal(call(X, WEIGHT, bias=BIAS), wanted)
     with pytest.raises(AssertionError, match="found out again"):
@@ -144,7 +144,7 @@ def test_sms_left_to_others_reach_the_backend_in_both_passes(op, way, monkeypatc
     if way == "compiled":
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    with mock.patch("overlap_gemm.dispatch.is_plain", lambda *_: way == "plain"):
+    with mock.patch("overlap_gemm.dispatch.bound.is_plain", lambda *_: way == "plain"):
         for reserve in (8, None, 3):
             x = X.clone().requires_grad_()
             call(x, reserve).sum().backward()
@@ -261,7 +261,7 @@ def test_gradients_are_those_of_torchs_dispatcher(op):
                 for t, need in zip((X, WEIGHT, BIAS), wanted, strict=True)
             ]
             with (
-                mock.patch("overlap_gemm.dispatch.is_plain", lambda *_, plain=plain: plain),
+                mock.patch("overlap_gemm.dispatch.bound.is_plain", lambda *_, plain=plain: plain),
                 mock.patch.object(Bound, "with_gradient", lambda self, *t: past(self, *t)),
             ):
                 out = call(given[0], given[1], bias=given[2])

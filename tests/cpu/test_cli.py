@@ -63,6 +63,16 @@ def test_explain_as_if_of_more_ranks():
     assert "backward: all_gather_gemm runs as 'torch'" in said
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_explain_knows_operands_of_8_bits(dtype):
+    for ranks in ((), ("--ranks", 8)):
+        code, said = explained("gemm_reduce_scatter", 64, 32, 64, "--dtype", dtype, *ranks)
+        assert code == 0 and f"torch.{dtype} x torch.{dtype} to torch.bfloat16" in said
+        assert "backward:" not in said, "there is no gradient"
+    code, said = explained("gemm_reduce_scatter", 64, 32, 40, "--dtype", dtype)
+    assert code != 0
+
+
 def test_explain_refuses_what_cannot_be():
     assert explained("gemm", 1, 1, 1)[0] == 2
     code, said = explained("gemm_all_reduce", 1, 1, 1, "--backend", "fused")

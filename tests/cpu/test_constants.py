@@ -8,7 +8,7 @@ import pytest
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
 from overlap_gemm.tuning.model import Facts
-from overlap_gemm.tuning.plan import predict_on
+from overlap_gemm.tuning.prediction import predict_on
 
 TUNED = {
     "mma_rate", "memory_rate", "link_rate", "bulk_rate", "copy_rate", "launch", "epilogue", "arrival", "step",
@@ -28,9 +28,10 @@ LIMITS = {
 NUMBERS = [field.name for field in fields(Machine) if field.type == "float" and field.name not in LIMITS]
 
 CALLS = [
-    Facts(op, m, n, k, "bf16", world)
-    for op, world, (m, n, k) in product(
+    Facts(op, m, n, k, dtype, world)
+    for op, dtype, world, (m, n, k) in product(
         OPS,
+        ("bf16", "e4m3"),
         (2, 4),
         [(1, 4096, 4096), (16, 8192, 28672), (512, 4096, 1024), (2048, 4096, 2048), (8192, 8192, 8192)],
     )

@@ -138,8 +138,20 @@ def beyond_the_models_bytes():
     ]
 
 
+def float8(column):
+    """Of all shapes, as their table has them."""
+    return [float(row[column]) for row in tables.float8("h200x2-variants")]
+
+
+def float8_beside_every_way():
+    """The fused ops' time beside the fastest of torch's ways, also those that do not promote sums."""
+    every = [result["us"] for result in report("h200x2-variants")["results"] if result["float8"]]
+    return [us["now"] / min(us[way] for way in us if way.startswith("torch")) for us in every]
+
+
 FIGURES = {
     "README.md": [
+        lambda: f"on two H200: {said(float8('e4m3: fused / torch'))} of the time of torch's product",
         lambda: f"{said(against('h200x4', 'graph', 512))} of the time of the faster of torch's own ways",
         lambda: (
             f"{said(against('h200x4', 'eager', 512))} of it called eagerly "
@@ -203,6 +215,14 @@ FIGURES = {
             "torch's two calls {} and {}".format(*few_rows())
         ),
     ],
+    "docs/fp8.md": [
+        lambda: f"took {said(float8('e4m3: fused / torch'))} of the time of `torch` in CUDA graphs",
+        lambda: f"and {said(float8('fused: e4m3 / bf16'))} of what they take with bfloat16",
+        lambda: (
+            f"that do not promote sums, {said(float8_beside_every_way())} "
+            f"({slower(float8_beside_every_way())} are slower:"
+        ),
+    ],
     "docs/evidence.md": [
         lambda: (
             f"all ops {said(against('h200x4', 'graph', 512))} of the faster of torch's ways from 512 rows on"
@@ -213,14 +233,16 @@ SOURCES = {
     "README.md": ["h200x4"],
     "benchmarks/README.md": [
         "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-layer-compiled", "h200x2-shapes",
-        "h200x2-gemm-reduce-scatter", "h200x2-all-gather", "h200x2-last", "emulator-speed",
+        "h200x2-gemm-reduce-scatter", "h200x2-all-gather", "h200x2-last", "h200x2-variants", "emulator-speed",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode",
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
     "docs/evidence.md": ["h200x4"],
+    "docs/fp8.md": ["h200x2-variants"],
 }  # fmt: skip
 NOT_TIMED = {
     ("docs/fused.md", "64 of 132 "): "8192 columns in tiles of 128, and the SMs of an H200",
+    ("docs/fp8.md", "3 %"): "tests/multi/test_float8.py holds it",
     ("docs/models.md", "1 times"): "tests/multi/test_model_loading.py holds it",
     ("docs/pipelines.md", "12 KB"): "the product that follows",
     ("docs/pipelines.md", "900 GB/s"): "NVLink 5's data sheet",

@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
-from overlap_gemm.backends import plans
+from overlap_gemm.backends import ways
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.compiled import transport_for
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.operands import aligned, aligned_vector, major
-from overlap_gemm.backends.plans import size_class
 from overlap_gemm.backends.select import choose, preferring
+from overlap_gemm.backends.ways import LL_WORDS, PUTS, STORES, putting, wanted
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.peers import Agreed, Peers
-from overlap_gemm.spec import PATTERNS
+from overlap_gemm.spec import PATTERNS, TRANSPORTS
 from overlap_gemm.tuning.settings import configured, settings
 from overlap_gemm.tuning.space import default_config
 
@@ -141,26 +140,35 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
 
 
 @pytest.mark.parametrize(
-    ("arch", "why_puts", "transport"),
-    [
-        ("sm_90a", None, "peer_bulk"),
-        ("sm_100a", None, "peer_bulk"),
-        ("sm_90a", "so", "staged"),
-        ("sm_100a", "so", "nvshmem"),
-        ("sm_103a", "so", "nvshmem"),
-    ],
+    ("arch", "device", "relays"),
+    [("sm_90a", "staged", True), ("sm_100a", "nvshmem", False), ("sm_103a", "nvshmem", False)],
 )
-def test_the_transport_follows_from_whether_stores_will_do(arch, why_puts, transport):
-    assert transport_for(arch, why_puts) == transport
+def test_who_puts_follows_from_the_architecture(arch, device, relays):
+    for way in (STORES, PUTS):
+        puts = putting(way, arch, "so")
+        assert (puts.device, puts.relays, puts.in_library) == (device, relays, not relays)
+        assert puts.kind == way.kind and puts.peers is way.peers
+
+
+def test_what_a_call_goes_by_follows_from_what_is_asked_for_and_from_its_rows():
+    few, many = (
+        GemmConfig("sm_90a", (16, 64), mma="swap_ab"),
+        GemmConfig("sm_90a", (128, 128), mma="pingpong"),
+    )
+    assert few.sends_ll and wanted(None, few) is LL_WORDS and wanted(None, many) is wanted(None) is STORES
+    by = {name: wanted(transport, many).device for name, transport in TRANSPORTS.items()}
+    assert by == {name: name for name in TRANSPORTS} | dict.fromkeys(("copy_engine", "k_slices"), "peer_bulk")
+    for name in ("ll", "nvls"):
+        with pytest.raises(ValueError, match=f"'{name}' sends values of 16 bits; got slot_dtype='f32'"):
+            wanted(TRANSPORTS[name], GemmConfig(slot_dtype="f32"))
 
 
 def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.4.5")
-    assert transport_for("sm_90a", None) == "peer_bulk"
     with pytest.raises(
         RuntimeError, match="^so, and .* cannot link .* NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2"
     ):
-        transport_for("sm_90a", "so")
+        putting(STORES, "sm_90a", "so")
 
 
 def test_puts_that_are_not_installed_are_named(monkeypatch):
@@ -169,7 +177,7 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(RuntimeError, match=r"pip install nvidia-nvshmem-cu13 \(the extra 'nvshmem'\)"):
-        transport_for("sm_100a", "so")
+        putting(STORES, "sm_100a", "so")
 
 
 def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
@@ -182,10 +190,12 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
         obtained.append(asked)
         return SimpleNamespace(reaches_all=reaches_all)
 
-    def way(words=False):
-        return plans.obtain_way(peers, lambda *asked: asked, settings().tile_transport, words)[1]
+    def way(config=None):
+        asked = TRANSPORTS.get(settings().tile_transport or "")
+        return ways.obtain_way(peers, wanted(asked, config), lambda way: way.kind)[1].device
 
-    monkeypatch.setattr(plans, "obtain", obtain)
+    few = GemmConfig("sm_90a", (16, 64), mma="swap_ab")
+    monkeypatch.setattr(ways, "obtain", obtain)
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
     with configured(transport="nvshmem"):
         with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
@@ -193,10 +203,10 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
         assert not obtained
         monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
         assert way() == "staged"
-    assert way() == "peer_bulk" and way(words=True) == "ll"
+    assert way() == "peer_bulk" and way(few) == "ll"
     reaches_all = False
-    assert way(words=True) == "staged"
-    assert obtained == [(True, False), (False, False), (False, True), (False, True), (False, False)]
+    assert way(few) == "staged"
+    assert obtained == ["puts", "", "words", "words", ""]
 
 
 # --- memory ---
@@ -204,7 +214,7 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
 
 def test_puts_have_a_workspace_of_their_own_with_staging():
     config, shape = GemmConfig(), ExchangeShape.even(512, 512, 4)
-    stores, puts = size_class(config, shape), size_class(config, shape, puts=True)
+    stores, puts = (way.tiles_class(config, shape) for way in (STORES, PUTS))
     assert puts.nbytes(reaches_all=True) == stores.nbytes(reaches_all=False)
     assert not stores.holds(puts) and not puts.holds(stores)
 
@@ -212,7 +222,7 @@ def test_puts_have_a_workspace_of_their_own_with_staging():
 @given(st.integers(1, 5000), st.integers(1, 3000), st.integers(2, 8), st.sampled_from(list(PATTERNS)))
 def test_a_workspace_class_holds_every_call_of_it(rows, columns, world, pattern):
     config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world, pattern)
-    size = size_class(config, shape)
+    size = STORES.tiles_class(config, shape)
     buffer = size.buffer
     assert size.nbytes(reaches_all=True) == size.zeroed + 2 * buffer
     assert size.nbytes(reaches_all=False) == size.zeroed + 4 * buffer

@@ -10,17 +10,19 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm import calls, ops
-from overlap_gemm.backends import copies, decomposed, gather, plans, reach
-from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
+from overlap_gemm.backends import by_shards, decomposed, reach
+from overlap_gemm.backends.plan import Copies, Plan, Product
+from overlap_gemm.device.failure import RECORD_WORDS, Role
+from overlap_gemm.dispatch import calls, ops
 from overlap_gemm.integrations import torch_symm_mem
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
 from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
 from overlap_gemm.schedules import TileGrid
 from overlap_gemm.schedules.orders import OwnShardFirst, WorkList
-from overlap_gemm.spec import OPS
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.machine import machine_for
 
@@ -36,7 +38,7 @@ def test_deterministic_sums_are_those_of_the_gradient_too(op, plain, monkeypatch
     seen, real = [], ops.choose
     monkeypatch.setattr(ops, "choose", lambda problem, asked: seen.append(problem) or real(problem, asked))
     x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
-    with mock.patch("overlap_gemm.dispatch.is_plain", lambda *_: plain):
+    with mock.patch("overlap_gemm.dispatch.bound.is_plain", lambda *_: plain):
         out = getattr(overlap_gemm, op)(x, weight, deterministic=True)
     forward = len(seen)
     out.sum().backward()
@@ -68,6 +70,9 @@ class Device:
         yield 1
 
 
+COPIES = Copies((), 0, 0)
+
+
 class Given:
     """Stands for a kernel's arguments."""
 
@@ -88,20 +93,21 @@ def workspace():
 
 def tiles(device, space, launched):
     shape = ExchangeShape.even(64, 64, 2)
-    plan = plans.Plan(device, None, shape, lambda *_: launched.append(1), 1, space, Given())
-    return lambda: plan.launch(X, WEIGHT, X, None)
+    product = Product(GemmConfig("sm_100a"), lambda *_: launched.append(1), 1)
+    plan = Plan(device, shape.pattern, (product,), space, Given())
+    return lambda: plan.launch(X, (WEIGHT,), (X,), (None,))
 
 
 def gathered(device, space, launched):
-    product = gather.Product(lambda *_: launched.append(1), 1)
-    plan = gather.GatherPlan(device, (product,), space, Given(), 0, ())
-    return lambda: plan.launch(X, [WEIGHT], [X], [None], None)
+    product = Product(GemmConfig("sm_100a"), lambda *_: launched.append(1), 1)
+    plan = Plan(device, "input_gather", (product,), space, Given(), Given(), COPIES)
+    return lambda: plan.launch(X, [WEIGHT], [X], [None])
 
 
 def copy_plan(device, space, launched):
-    return copies.CopyPlan(
-        device, space, Given(), lambda *_: launched.append(1), 0, 0, (), 0, X, ((1, X),)
-    )  # fmt: skip
+    gate = lambda *_: launched.append(1)  # noqa: E731
+    plan = Plan(device, "input_gather", (), space, Given(), travel=COPIES, gate=gate)
+    return by_shards.ByShards(plan, 0, 0, X, ((1, X),))
 
 
 def copied(device, space, launched):
@@ -145,7 +151,7 @@ def test_an_eager_call_captures_nothing(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_call_after_a_failed_one_raises_and_launches_nothing(kind):
     space, launched = workspace(), []
-    record = [1, 1, Op.GEMM_REDUCE_SCATTER, Role.RECEIVE_PARTIAL, 3, 2, 4, 7, 0, 5, 0]
+    record = [1, 1, GEMM_REDUCE_SCATTER.code, Role.RECEIVE_PARTIAL, 3, 2, 4, 7, 0, 5, 0]
     assert len(record) == RECORD_WORDS
     space.record[:] = torch.tensor(record, dtype=torch.int32)
     with pytest.raises(CommTimeoutError, match="rank 1 .* gave up on rank 2"):

@@ -18,7 +18,7 @@ from overlap_gemm.tuning.model import (
     link_seconds,
     transfer_seconds,
 )
-from overlap_gemm.tuning.plan import predict, predict_on
+from overlap_gemm.tuning.prediction import predict, predict_on
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import (
     candidates,

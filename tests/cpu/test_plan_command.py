@@ -95,10 +95,13 @@ def test_an_expected_machines_plan_says_what_auto_does_there():
     assert "until `tune`" not in plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "h200")[1]
 
 
-def test_operands_with_scales_are_planned_and_run_as_torchs_until_they_are_timed():
-    _, said = plan("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, "--dtype", "float8_e4m3fn")
+def test_operands_with_scales_are_planned_and_run_as_torchs_where_they_are_not_timed():
+    how = ("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, "--dtype", "float8_e4m3fn")
+    _, said = plan(*how, "--machine", "b200")
     assert "choice, captured in a CUDA graph: torch" in said
-    assert "not fused by itself: 8-bit operands have not been timed between GPUs" in said
+    assert "not fused by itself: products of 8-bit operands have not been timed on" in said
+    _, said = plan(*how)
+    assert "choice, captured in a CUDA graph: fused" in said and "not fused by itself" not in said
     assert "e4m3_obf16_sbf16" in said and "96 MiB out of each rank" in said
     _, said = plan("all_gather_gemm", 8192, 28672, 8192, "--ranks", 4, "--dtype", "float8_e5m2")
     assert "48 MiB out of each rank" in said

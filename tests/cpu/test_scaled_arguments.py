@@ -1,5 +1,7 @@
 """What is refused of operands with scales, and what is said of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from overlap_gemm import explain, gemm_reduce_scatter
 from overlap_gemm.backends import scaling
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
-from overlap_gemm.backends.select import choose
+from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.select import choose, predicted
 from overlap_gemm.spec import OPS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,6 +54,33 @@ def test_scales_belong_to_8_bit_operands_and_so_does_the_results_type():
 def test_every_weight_has_its_scales():
     with pytest.raises(ValueError, match="2 weights need as many scale_w, got 1"):
         overlap_gemm.all_gather_gemm(X, [WEIGHT, WEIGHT], scale_x=SCALES["scale_x"], scale_w=[torch.ones(())])
+
+
+BLOCKS_REFUSED = {
+    "of the weight's rows": (
+        {"scale_w": torch.ones(136, 2)},
+        r"scale_w of blocks of 128 must be \[2, 2\] .* got \[136, 2\]",
+    ),
+    "of one operand": ({"scale_w": torch.ones(136, 1)}, r"scale_w of blocks .* got \[136, 1\]"),
+    "of other rows": (
+        {"scale_x": torch.ones(5, 2)},
+        r"scale_x of blocks of 128 must be \[6, 2\] .* got \[5, 2\]",
+    ),
+    "too many": ({"scale_x": torch.ones(6, 3)}, r"or for 128 of K; got \[6, 3\]"),
+}
+
+
+@pytest.mark.parametrize("what", BLOCKS_REFUSED)
+def test_scales_of_blocks_have_their_shapes(what):
+    change, words = BLOCKS_REFUSED[what]
+    given = {"scale_x": torch.ones(6, 2), "scale_w": torch.ones(2, 2)}
+    x, weight = torch.ones(6, 144).to(E4M3), torch.ones(136, 144).to(E4M3)
+    with pytest.raises(ValueError, match=words):
+        gemm_reduce_scatter(x, weight, **given | change)
+    assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
+    with pytest.raises(ValueError, match="scales of rows, not of blocks"):
+        gemm_reduce_scatter(x, weight, **given, backend="torch")
+    assert "scales of blocks" in str(explain("gemm_reduce_scatter", x, weight, **given))
 
 
 @pytest.mark.parametrize("which", ["scale_x", "bias", "weight"])
@@ -108,7 +138,12 @@ def test_auto_takes_torchs_way_and_says_why():
     choice = choose(problem())
     assert choice.backend.name == "torch"
     assert "float8_e4m3fn x torch.float8_e4m3fn to torch.bfloat16" in str(choice)
-    assert "timed between GPUs" in (Fused().why_slower(problem(device_type="cuda")) or "")
+    with_scales = partial(problem, device_type="cuda", rows=8192, features=8192, across=8192)
+    assert "nobody asked" in (Fused().why_slower(with_scales()) or "")
+    measured, expected = (Reach(arch, 132, None) for arch in ("sm_90a", "sm_100a"))
+    assert Fused().why_slower(with_scales(reach=measured)) is None
+    assert predicted(with_scales(reach=measured)).best == "fused"
+    assert "8-bit operands have not been timed on" in (Fused().why_slower(with_scales(reach=expected)) or "")
     assert "runs as 'torch'" in str(explain("gemm_reduce_scatter", X, WEIGHT, **SCALES))
 
 
@@ -116,7 +151,7 @@ def test_what_torch_has_no_product_for_is_dequantised(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no such product\nmore")
 
-    scaling._why_no_scaled_mm.cache_clear()
+    scaling.why_no_product.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     try:
         choice = choose(problem())
@@ -127,7 +162,7 @@ def test_what_torch_has_no_product_for_is_dequantised(monkeypatch):
         out = gemm_reduce_scatter(X, WEIGHT, **SCALES, reserve_sms=1)  # no call that is known already
         assert (out == 32 * 0.125).all()
     finally:
-        scaling._why_no_scaled_mm.cache_clear()
+        scaling.why_no_product.cache_clear()
 
 
 def test_what_travels_is_counted_in_its_own_type():

@@ -123,7 +123,7 @@ def test_an_op_takes_the_transports_that_it_has_and_names_them_beside_another(op
     spec = OPS[op]
     with configured(transport=transport):
         if transport in transports_of(spec):
-            assert settings().transport_of(spec) == transport
+            assert settings().transport_of(spec) is TRANSPORTS[transport]
         else:
             with pytest.raises(
                 ValueError, match=f"transport='{transport}' is for .*, not for {op}, which has"
@@ -133,13 +133,13 @@ def test_an_op_takes_the_transports_that_it_has_and_names_them_beside_another(op
 
 def test_shards_and_tiles_are_asked_for_apart_and_blocks_nest():
     with configured(shard_transport="copy_engine"), configured(tile_transport="ll"):
-        assert settings().transport_of(OPS["all_gather_gemm"]) == "copy_engine"
-        assert settings().transport_of(OPS["gemm_all_reduce"]) == "ll"
+        assert settings().transport_of(OPS["all_gather_gemm"]) is TRANSPORTS["copy_engine"]
+        assert settings().transport_of(OPS["gemm_all_reduce"]) is TRANSPORTS["ll"]
         with configured(transport="peer_bulk"):
-            assert {settings().transport_of(op) for op in OPS.values()} == {"peer_bulk"}
+            assert {settings().transport_of(op) for op in OPS.values()} == {TRANSPORTS["peer_bulk"]}
         with configured(transport="nvshmem", shard_transport="peer_bulk"):
-            assert settings().transport_of(OPS["all_gather_gemm"]) == "peer_bulk"
-            assert settings().transport_of(OPS["gemm_all_gather"]) == "nvshmem"
+            assert settings().transport_of(OPS["all_gather_gemm"]) is TRANSPORTS["peer_bulk"]
+            assert settings().transport_of(OPS["gemm_all_gather"]) is TRANSPORTS["nvshmem"]
     assert settings() == Settings()
 
 

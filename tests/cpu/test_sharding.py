@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 
 
 @given(total=st.integers(0, 200), parts=st.integers(1, 17))

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from overlap_gemm.device.failure import RECORD_WORDS, Op, Role
+from overlap_gemm.device.failure import RECORD_WORDS, Role
 from overlap_gemm.runtime import peers, symmetric, workspace
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.workspace import CommTimeoutError, OverlappingCallsError, SizeClass
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 
 SIZE = SizeClass(zeroed=64, buffer=1000, buffers=2, staging_buffers=2)
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtai
 def test_a_record_becomes_the_error_that_it_is(obtained, role, error, words):
     space, other = obtained(), obtained(size=SizeClass(64, 9000, 2, 2))
     other.raise_if_failed()
-    record = [1, 1, Op.GEMM_REDUCE_SCATTER, role, 3, 2, 4, 7, 0, 5, 0]
+    record = [1, 1, GEMM_REDUCE_SCATTER.code, role, 3, 2, 4, 7, 0, 5, 0]
     assert len(record) == RECORD_WORDS
     space.record.copy_(torch.tensor(record, dtype=torch.int32))
     with pytest.raises(error, match=words) as caught:

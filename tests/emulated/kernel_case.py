@@ -51,8 +51,29 @@ class KernelCase:
         self.b = [operand(self.cols, cfg.b_major) for _ in range(self.world)]
         own = [owned_rows(self.rows, self.shape.shard, rank) for rank in range(self.world)]
         self.own = own
+        self.scales = [self._scales(generator) for _ in range(self.world)]
         self.extras = [self._extras(rank, generator) for rank in range(self.world)]
         self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
+
+    def _scales(self, generator):
+        """Of blocks: what the kernel reads."""
+        if self.config.blocks is None:
+            return []
+        rows, columns, width = self.config.blocks
+        blocks = [
+            (-(-self.rows // rows), -(-self.depth // width)),
+            (-(-self.cols // columns), -(-self.depth // width)),
+        ]
+        return [2 ** (4 * torch.rand(shape, generator=generator) - 2) for shape in blocks]
+
+    def dequantised(self, rank):
+        """A and B of a rank in float64, with the scales of their blocks."""
+        found = [self.a[rank].double(), self.b[rank].double()]
+        for i, scales in enumerate(self.scales[rank]):
+            rows, width = self.config.blocks[i], self.config.blocks[2]
+            wide = scales.double().repeat_interleave(rows, 0).repeat_interleave(width, 1)
+            found[i] *= wide[: len(found[i]), : self.depth]
+        return found
 
     def _extras(self, rank, generator):
         """What each visitor reads: of its own on every rank, or the same where sums are complete."""
@@ -84,12 +105,13 @@ class KernelCase:
         clusters = min(num_clusters, self.shape.num_clusters(self.config))
         for rank, exchange in enumerate(exchanges):
             extras = [extra for of_visitor in self.extras[rank] for extra in of_visitor]
+            scales = tuple(_matrix(scale) for scale in self.scales[rank])
             with emulator.rank(rank):
                 compiled(
                     _matrix(self.a[rank]),
                     _matrix(self.b[rank]),
                     _matrix(self.outs[rank]),
-                    tuple(from_dlpack(extra, assumed_align=16).mark_layout_dynamic() for extra in extras)
+                    scales + tuple(from_dlpack(x, assumed_align=16).mark_layout_dynamic() for x in extras)
                     or None,
                     exchange,
                     clusters,
@@ -100,16 +122,16 @@ class KernelCase:
         """Every element within the bound of its roundings; rows nobody owns untouched."""
         cfg = self.config
         partials = [
-            self._visited(a.double() @ b.double().t(), rank, "partial")
-            for rank, (a, b) in enumerate(zip(self.a, self.b, strict=True))
+            self._visited(a @ b.t(), rank, "partial")
+            for rank, (a, b) in enumerate(map(self.dequantised, range(self.world)))
         ]
         total = sum(partials)
         magnitude = sum(p.abs() for p in partials)
         slot = torch.finfo(TORCH[cfg.slot_dtype]).eps / 2 if self.world > 1 else 0
         out = torch.finfo(TORCH[cfg.out_dtype]).eps / 2
         products = sum(
-            self._visited(a.double().abs() @ b.double().abs().t(), rank, "partial").abs()
-            for rank, (a, b) in enumerate(zip(self.a, self.b, strict=True))
+            self._visited(a.abs() @ b.abs().t(), rank, "partial").abs()
+            for rank, (a, b) in enumerate(map(self.dequantised, range(self.world)))
         )
         # Of 8-bit types wgmma cuts each product 13 bits below the largest of its instruction, which of these
         # operands is less than 16 times the mean.

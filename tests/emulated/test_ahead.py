@@ -5,25 +5,27 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import plans
+from overlap_gemm.backends import plans, ways
 from overlap_gemm.backends.ahead import reserve
 from overlap_gemm.backends.plans import plan_for
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import workspaces
-from overlap_gemm.spec import PATTERNS
+from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.tuning.settings import configured
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("pattern", ["reduce_scatter", "one_shot", "output_gather"])
-def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
+def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern, dtype):
     """``"one_shot"`` stands for an all-reduce: the model settles which; and whether a scatter is one."""
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
-    monkeypatch.setattr(plans, "SMALLEST_FLAGS", 1)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_FLAGS", 1)
+    out = None if dtype == torch.bfloat16 else torch.bfloat16
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
-        held = [reserve(g, CPU, torch.bfloat16, [PATTERNS[pattern].op], 4096, 1024) for g in world.ranks]
+        held = [reserve(g, CPU, dtype, [PATTERNS[pattern].op], 4096, 1024, out) for g in world.ranks]
         assert overlap_gemm.workspace_bytes() == sum(held)
         for rows in (1, 2, 100, 300, 700, 1000, 2048, 4095, 4096):
             for columns, depth in ((16, None), (1024, None), (1024, 64), (1024, 1 << 17)):
@@ -33,10 +35,10 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern):
                     tiles = [{"mma": "1cta", "tile": (128, columns)} for columns in (64, 128, 256)]
                     for fields in ({}, *(tiles if pattern != "one_shot" else ())):
                         with configured(**fields):
-                            plan_for(group, CPU, torch.bfloat16, shape, "k", "k", False, depth)
+                            plan_for(group, CPU, dtype, shape, "k", "k", False, depth, out)
         assert overlap_gemm.workspace_bytes() == sum(held)
         larger = ExchangeShape.even(9000, 1024, 2, pattern)
-        plan_for(world.ranks[0], CPU, torch.bfloat16, larger, "k", "k", False)
+        plan_for(world.ranks[0], CPU, dtype, larger, "k", "k", False, None, out)
         assert overlap_gemm.workspace_bytes() > sum(held)
 
 
@@ -47,3 +49,38 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
             held = [reserve(group, CPU, torch.bfloat16, ops, 100, 64) for group in world.ranks]
         assert {space.size.kind for space in workspaces()} == {"puts", "gather puts"}
         assert overlap_gemm.workspace_bytes() == sum(held)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op):
+    """The public door: nothing would be there to find by a type that has no calls without scales."""
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+
+        def held(**how):
+            return [overlap_gemm.reserve(op, group=g.name, device=CPU, **how) for g in world.ranks]
+
+        reserved = held(max_rows=32, columns=64, dtype=torch.float8_e4m3fn)
+        assert all(reserved) and overlap_gemm.workspace_bytes() == sum(reserved)
+        for group in world.ranks:
+            m, n, k = 32, 64, 64
+            shapes = OPS[op].shapes(m, n, k, lambda extent: extent // 2)
+            x, weight = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in shapes)
+            one = torch.ones(())
+            said = OPS[op].arguments(m, n, k)
+            getattr(overlap_gemm, op)(
+                x, weight, scale_x=one, scale_w=one, group=group.name, backend="fused", **said
+            )
+        world.synchronize()
+        assert overlap_gemm.workspace_bytes() == sum(reserved)
+
+
+def test_rows_of_8_bits_are_gathered_with_their_scales():
+    """A MiB of rows, which the smallest gather buffer holds, and scales, which it does not."""
+    held = {}
+    for dtype, rows in ((torch.bfloat16, 512), (torch.float8_e4m3fn, 1008), (torch.float8_e4m3fn, 1024)):
+        with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+            group = world.ranks[0]
+            out = None if dtype == torch.bfloat16 else torch.bfloat16
+            held[dtype, rows] = reserve(group, CPU, dtype, ["all_gather_gemm"], rows, 1024, out)
+    small, still_small, large = held.values()
+    assert still_small == small < large

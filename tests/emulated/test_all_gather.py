@@ -10,8 +10,8 @@ import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, Schedule
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends import gather
-from overlap_gemm.device.failure import Op, Role
-from overlap_gemm.kernels import all_gather
+from overlap_gemm.device.failure import Role
+from overlap_gemm.kernels import all_gather, gathering
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     MAX_WORLD,
@@ -22,7 +22,8 @@ from overlap_gemm.kernels.geometry import (
 )
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_launch
 from overlap_gemm.tuning.machine import machine_for
@@ -277,7 +278,7 @@ def test_a_lost_flag_is_named(arch, transport):
         with pytest.raises(CommTimeoutError) as caught:
             world.run()
     failure = caught.value.failure
-    assert (failure.rank, failure.source, failure.op) == (1, 2, Op.ALL_GATHER_GEMM)
+    assert (failure.rank, failure.source, failure.op) == (1, 2, ALL_GATHER_GEMM.code)
     assert (failure.role, failure.expected, failure.seen) == (Role.LOAD_GATE, 1, 0)
 
 
@@ -327,7 +328,7 @@ def without_proxy_fence(patch):
 
 
 def without_readers(patch):
-    patch.setattr(all_gather, "await_readers", lambda *_: None)
+    patch.setattr(gathering, "await_readers", lambda *_: None)
 
 
 @pytest.mark.usefixtures("changed_kernels")

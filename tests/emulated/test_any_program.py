@@ -14,7 +14,7 @@ import torch
 
 from cute_emulator import Schedule
 from cute_emulator.host.replace import environment
-from overlap_gemm.backends import gather, plans
+from overlap_gemm.backends import plan
 from overlap_gemm.testing.cases import Case
 
 from .programs import FAILS, NAMED, Call, Programs, Step
@@ -255,6 +255,5 @@ def test_300_calls(arch, first):
 @pytest.mark.parametrize("seed", [110, 112])
 def test_without_the_count_of_calls_that_raised_wrong_results_are_counted(seed, monkeypatch):
     """The control."""
-    monkeypatch.setattr(plans, "after_skipped", lambda signature, skipped: 0)
-    monkeypatch.setattr(gather, "after_skipped", lambda signature, skipped: 0)
+    monkeypatch.setattr(plan, "after_skipped", lambda signature, skipped: 0)
     assert Drawn(seed).run("sm_90a")["wrong"]

@@ -88,7 +88,7 @@ def few_kernels(monkeypatch):
 
 @pytest.mark.usefixtures("few_kernels")
 def test_compile_check_lists_what_ptxas_says():
-    result = invoke("compile-check", "--arch", "sm_100a", "--match", "1cta_128x64_c1x1")
+    result = invoke("compile-check", "--arch", "sm_100a", "--match", "1cta_128x64_c1x1_bf16")
     assert result.exit_code == 0, result.output
     assert "sm_100a_1cta_128x64_c1x1_bf16" in result.output
     assert "2 kernels compiled, 0 with findings" in result.output
@@ -97,6 +97,6 @@ def test_compile_check_lists_what_ptxas_says():
 @pytest.mark.usefixtures("few_kernels")
 def test_compile_check_fails_on_a_finding(monkeypatch):
     monkeypatch.setattr(compile_check, "ptx_findings", lambda ptx, exchanges: ["planted finding"])
-    result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1")
+    result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1_bf16")
     assert result.exit_code == 1
     assert "planted finding" in result.output

@@ -5,9 +5,10 @@ import torch
 
 from cute_emulator import Emulator
 from cute_emulator.machine.inject import StoreFault
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
@@ -71,7 +72,7 @@ def test_a_lost_flag_is_reported_with_its_tile_and_epochs(arch, source, target):
         # A rank tells another of its entry once; of the tiles, one flag arrives, the others are lost.
         World(arch, flag_fault("drop", source, target, skip=1)).run()
     failure = caught.value.failure
-    assert (failure.rank, failure.source, failure.op) == (target, source, Op.GEMM_REDUCE_SCATTER)
+    assert (failure.rank, failure.source, failure.op) == (target, source, GEMM_REDUCE_SCATTER.code)
     assert (failure.role, failure.expected, failure.seen) == (Role.RECEIVE_PARTIAL, 1, 0)
     assert failure.flag == failure.tile * 3 + source
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from overlap_gemm.testing.cases import Case
 
 from .test_faults import ARCHS, World, flag_fault
@@ -27,13 +28,13 @@ def world(arch, way, harm):
 
 
 WAYS = {
-    "one-shot": (("gemm_all_reduce", "one_shot"), Op.GEMM_ALL_REDUCE, {Role.RECEIVE_PARTIAL}),
+    "one-shot": (("gemm_all_reduce", "one_shot"), GEMM_ALL_REDUCE.code, {Role.RECEIVE_PARTIAL}),
     "two-shot": (
         ("gemm_all_reduce", "two_shot"),
-        Op.GEMM_ALL_REDUCE,
+        GEMM_ALL_REDUCE.code,
         {Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT},  # some warps wait for the one, some for the other
     ),
-    "gather": (("gemm_all_gather", None), Op.GEMM_ALL_GATHER, {Role.RECEIVE_RESULT}),
+    "gather": (("gemm_all_gather", None), GEMM_ALL_GATHER.code, {Role.RECEIVE_RESULT}),
 }
 
 
@@ -58,7 +59,7 @@ def test_a_lost_result_is_told_from_a_lost_partial(arch):
     with pytest.raises(CommTimeoutError) as caught:
         world(arch, WAYS["two-shot"][0], flag_fault("drop", 0, 2, skip=1)).run()
     failure = caught.value.failure
-    assert (failure.rank, failure.source, failure.op) == (2, 0, Op.GEMM_ALL_REDUCE)
+    assert (failure.rank, failure.source, failure.op) == (2, 0, GEMM_ALL_REDUCE.code)
     assert (failure.role, failure.tile, failure.seen) == (Role.RECEIVE_RESULT, 0, 0)
     assert failure.flag >= 3 and failure.flag % 3 == failure.source
 

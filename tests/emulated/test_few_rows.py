@@ -38,7 +38,7 @@ def taken(monkeypatch):
 
     def noting(group, device, dtype, shape, *others):
         plan = plan_for(group, device, dtype, shape, *others)
-        found.append((shape.pattern, plan.shape.pattern))
+        found.append((shape.pattern, plan.pattern))
         return plan
 
     monkeypatch.setattr(fused, "plan_for", noting)

@@ -39,6 +39,52 @@ def test_rows_and_columns_are_scaled(config, world):
     ).check()
 
 
+BLOCKS = (1, 128, 128)
+BLOCKED = [
+    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=BLOCKS),
+    GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong", in_dtype="e5m2", blocks=BLOCKS, sums=1),
+    GemmConfig(
+        "sm_90a",
+        (128, 128),
+        (1, 2),
+        "cooperative",
+        in_dtype="e4m3",
+        blocks=BLOCKS,
+        epilogue=(Bias("bf16"),),
+        sums=1,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "world"), [(c, world) for c in BLOCKED for world in (1, 3)],
+    ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
+)  # fmt: skip
+def test_blocks_are_scaled_as_they_are_promoted(config, world):
+    """Rows, columns and K that end inside a block and inside a tile; several tiles a group."""
+    tile_m, tile_n = config.cluster_tile
+    transport = PeerBulk() if world > 1 else None
+    launched(config, transport, world, rows=2 * tile_m + 9, cols=tile_n + 24, depth=464).check()
+
+
+SPOILED = {
+    "no scale of A": lambda a, b: (torch.ones_like(a), b),
+    "no scale of B": lambda a, b: (a, torch.ones_like(b)),
+    "the next row's": lambda a, b: (a.roll(1, 0), b),
+    "the next block of columns'": lambda a, b: (a, b.roll(1, 0)),
+    "the next block of K": lambda a, b: (a.roll(1, 1), b),
+}
+
+
+@pytest.mark.parametrize("way", SPOILED)
+def test_a_scale_of_another_block_is_noticed(way):
+    case = launched(BLOCKED[0], None, 1, rows=64, cols=136, depth=272)
+    case.check()
+    case.scales = [SPOILED[way](*scales) for scales in case.scales]
+    with pytest.raises(AssertionError, match="wrong, at"):
+        case.check()
+
+
 def lost(fast_accum):
     """What of positive sums over K = 28672 is lost, as a share."""
     config = GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", fast_accum=fast_accum)
@@ -63,6 +109,12 @@ def test_long_sums_need_the_promotion():
             {"tile": (128, 128)},
             "128 accumulators a thread; where sums are promoted .* room for 64",
         ),
+        ({"blocks": (1, 64, 128)}, r"blocks must be one of \(1, 128, 128\); got \(1, 64, 128\)"),
+        ({"blocks": BLOCKS, "fast_accum": True}, "for kernels that promote, .* fast_accum=True"),
+        ({"blocks": BLOCKS, "mma": "swap_ab", "tile": (32, 64)}, "not swap_ab; got mma='swap_ab'"),
+        ({"blocks": BLOCKS, "arch": "sm_100a", "mma": "1cta", "tile": (128, 128)}, "kernels that promote"),
+        ({"blocks": BLOCKS, "mma": "cooperative", "tile": (128, 128)}, "sums=2 .* got mma='cooperative'"),
+        ({"sums": 1, "in_dtype": "bf16"}, "sums must be one of 2; got 1"),
         ({"a_major": "m"}, "a_major must be one of k; got m"),
         ({"b_major": "n"}, "b_major must be one of k; got n"),
         ({"out_dtype": "e4m3"}, "out_dtype for mma='pingpong' must be one of bf16, f16, f32; got e4m3"),

@@ -49,7 +49,7 @@ def test_a_call_enters_few_python_functions(world, launched, grad, budget):
 
 def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):
     call(world, bias=BIAS)
-    helpers = {fused: ("plan_for", "aligned", "aligned_vector"), plans: ("obtain", "size_class", "settings")}
+    helpers = {fused: ("plan_for", "aligned", "aligned_vector"), plans: ("obtain_way", "settings")}
     for module, names in helpers.items():
         for name in names:
             monkeypatch.setattr(module, name, mock.Mock(side_effect=AssertionError(f"{name} again")))

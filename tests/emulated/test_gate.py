@@ -1,4 +1,4 @@
-"""Shards by copy engines and a gate in front of each: `backends.copies`, with copies instead of products."""
+"""Shards by copy engines, a gate in front of each: `backends.by_shards`, with copies instead of products."""
 
 import random
 from dataclasses import replace
@@ -9,13 +9,13 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends import copies
+from overlap_gemm.backends import by_shards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.kernels import gate
 from overlap_gemm.kernels.geometry import END
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
 
@@ -36,11 +36,11 @@ def gather(world, emulator, rows, depth, seed):
     shards, outs = Shards.even(rows, len(world.ranks)), []
     for group in world.ranks:
         own, out = on_rank(emulator, group.rank, x, shards)
-        plan = copies.plan_for(group, own, shards)
-        with plan.executor.active() as stream, plan.call(own, out) as arrivals:
+        plan = by_shards.plan_for(group, own, shards)
+        with plan.plan.executor.active() as stream, plan.call(own, out) as arrivals:
             for source, block in arrivals:
                 place = out[slice(*shards.range(source))]
-                plan.executor.copy(stream, place.data_ptr(), block.data_ptr(), block.numel() * 2)
+                plan.plan.executor.copy(stream, place.data_ptr(), block.data_ptr(), block.numel() * 2)
         outs.append(out)
     return [(out, x) for out in outs]
 
@@ -65,14 +65,14 @@ def beside(world, emulator, rows, depth, seed):
     grad, pairs = torch.randn(rows, depth, generator=generator).bfloat16(), []
     for group in world.ranks:
         own, out = on_rank(emulator, group.rank, x, shards)
-        plan = copies.plan_for(group, own, shards)
+        plan = by_shards.plan_for(group, own, shards)
         # Every rank adds its own columns of `grad` times those of the unit matrix: together they are `grad`.
         part = torch.zeros(depth, depth).bfloat16()
         part[:, group.rank :: ranks] = torch.eye(depth)[:, group.rank :: ranks]
         options = {"k": depth * ranks, "group": group.name, "backend": "fused"}
         scatter = partial(overlap_gemm.gemm_reduce_scatter, grad.clone(), part, **options)
-        with plan.executor.active() as stream, plan.beside(own, scatter) as (summed, gathered):
-            plan.executor.copy(stream, out.data_ptr(), gathered.data_ptr(), gathered.numel() * 2)
+        with plan.plan.executor.active() as stream, plan.beside(own, scatter) as (summed, gathered):
+            plan.plan.executor.copy(stream, out.data_ptr(), gathered.data_ptr(), gathered.numel() * 2)
         pairs.append((out, x))
         pairs.append((summed, grad[slice(*shards.range(group.rank))]))
     return pairs
@@ -131,7 +131,7 @@ def failing(world, emulator, rows, depth, seed):
     shards = Shards.even(rows, len(world.ranks))
     for group in world.ranks:
         own = emulator.empty((shards.size(group.rank), depth), torch.bfloat16, group.rank).zero_()
-        plan = copies.plan_for(group, own, shards)
+        plan = by_shards.plan_for(group, own, shards)
         with pytest.raises(ZeroDivisionError), plan.beside(own, lambda: 1 / 0):
             raise AssertionError("the block has nothing to read")
     return []
@@ -162,7 +162,8 @@ def test_a_call_ends_whatever_fails(fails):
     with Emulator("sm_90a", 3) as emulator, VirtualWorld(3, emulator=emulator) as world:
         group = world.ranks[0]
         own = emulator.empty((2, 64), torch.bfloat16, group.rank).fill_(1)
-        plan = replace(copies.plan_for(group, own, Shards.even(6, 3)), gate=launch)
+        plan = by_shards.plan_for(group, own, Shards.even(6, 3))
+        plan = replace(plan, plan=replace(plan.plan, gate=launch))
         with pytest.raises(RuntimeError, match=fails), plan.call(own):
             if fails == "the block":
                 raise RuntimeError(fails)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import gather
+from overlap_gemm.backends import gather, ways
 
 from .test_all_gather import World
 
@@ -62,7 +62,7 @@ def test_a_closed_workspace_is_not_used_again(world):
 
 
 def test_what_is_reserved_serves_smaller_calls(world, monkeypatch):
-    monkeypatch.setattr(gather, "SMALLEST_BUFFER", 1)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1)
     held = [
         overlap_gemm.reserve("all_gather_gemm", max_rows=300, columns=61, group=name, device="cpu")
         for name in world.world.names

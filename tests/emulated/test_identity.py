@@ -7,8 +7,9 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, Schedule
-from overlap_gemm import dispatch
-from overlap_gemm.backends import gather, plans
+from overlap_gemm.backends import plan, plans
+from overlap_gemm.backends.plan import Plan
+from overlap_gemm.dispatch import bound as dispatch
 from overlap_gemm.kernels import call as kernel_call
 from overlap_gemm.runtime import identity
 from overlap_gemm.runtime.group import find
@@ -140,7 +141,7 @@ def test_without_its_part_of_the_signature_a_wrong_result_is_returned(monkeypatc
         monkeypatch.setattr(plans, "signature_of", lambda *_: 0)
         programs = [steps(0, 1), steps(1, 0)]
     else:
-        monkeypatch.setattr(plans, "after_skipped", lambda signature, skipped: 0)
+        monkeypatch.setattr(plan, "after_skipped", lambda signature, skipped: 0)
         programs = [steps(0, 1), [Step(0, "skip"), Step(1)]]
     found = run("sm_90a", calls, programs)
     assert found.wrong, found
@@ -170,15 +171,15 @@ class Failing:
 def test_a_second_product_that_fails_leaves_nobody_waiting(monkeypatch):
     """The call that was begun ends, its peers' results are right, and the next call is not blamed."""
     x, weight = torch.randn(130, 64).bfloat16(), torch.randn(2, 3, 64, 64).bfloat16()
-    launch, broken = gather.GatherPlan.launch, {"rank": 1}
+    launch, broken = Plan.launch, {"rank": 1}
 
     def breaking(plan, own, weights, *rest):
         if plan.workspace.group.rank == broken["rank"]:
             first, second = plan.products
-            plan = replace(plan, products=(first, replace(second, gemm=Failing())))
+            plan = replace(plan, products=(first, second._replace(gemm=Failing())))
         return launch(plan, own, weights, *rest)
 
-    monkeypatch.setattr(gather.GatherPlan, "launch", breaking)
+    monkeypatch.setattr(Plan, "launch", breaking)
     with (
         configured(**ARCHS["sm_90a"]),
         Emulator("sm_90a", 3, num_sms=3) as emulator,

@@ -8,12 +8,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
 from cute_emulator import Emulator
-from overlap_gemm.device.failure import Op
 from overlap_gemm.kernels.arch import ARCHS
 from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import Puts, tile_puts
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config
 
@@ -102,7 +102,7 @@ def beyond_reach(config, transport, relay, mode, reach):
                     lists = tile_puts(config, case.shape, rank, spaces.slots, spaces.buffer)
                     puts = tuple(Puts(*map(Int64, each)) for each in (*lists, Puts()))
                     with emulator.rank(rank):
-                        relay()(Int32(Op.GEMM_REDUCE_SCATTER), puts, exchange, RELAY_STREAM)
+                        relay()(Int32(GEMM_REDUCE_SCATTER.code), puts, exchange, RELAY_STREAM)
         emulator.run()
     first.check()
     second.check()

@@ -209,7 +209,7 @@ def test_other_ops_are_refused(op):
 @pytest.mark.parametrize("field", ["slot_dtype", "out_dtype"])
 def test_values_have_16_bits(field):
     fields = {**SMALL["sm_90a"], field: "f32"}
-    with pytest.raises(ValueError, match=f"transport='nvls' sums values of 16 bits; got .*{field}='f32'"):
+    with pytest.raises(ValueError, match=f"transport='nvls' sends values of 16 bits; got .*{field}='f32'"):
         run(OP, "sm_90a", 2, (64, 64, 128), fields, transport="nvls")
 
 

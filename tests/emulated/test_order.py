@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends import plans
+from overlap_gemm.backends import ways
 from overlap_gemm.kernels.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture
 def small_classes(monkeypatch):
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     with configured(mma="1cta", tile=(128, 64)):
         yield
 
@@ -106,7 +106,7 @@ def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
             launched = list(run_launches(case, world, 2))
         except (EmulatorError, CommTimeoutError):
             launched = []
-        chosen = {plan.config for side in peers.sides() for plan in side.plans.values()}
+        chosen = {plan.products[0].config for side in peers.sides() for plan in side.plans.values()}
     verdicts = [judge(case, given, outs, torch.bfloat16) for given, outs in launched]
     assert len(chosen) == (1 if agreed else 2)
     assert (len(verdicts) == 2 and all(verdict.holds for verdict in verdicts)) == agreed, verdicts
@@ -126,7 +126,7 @@ def test_sms_that_are_left_to_others_change_no_bit():
             world.synchronize()
             outs.append(out)
             assert judge(case, given, out, torch.bfloat16).holds
-        grids = [[plan.num_clusters for plan in side.plans.values()] for side in peers.sides()]
+        grids = [[plan.products[0].num_clusters for plan in side.plans.values()] for side in peers.sides()]
     assert grids == [[3, 2, 1]] * 2
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 
@@ -143,7 +143,7 @@ def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch)
         "scatter": Case("gemm_reduce_scatter", 512, 128, 64, torch.bfloat16, seed=1),
         "gather": Case("all_gather_gemm", 256, 128, 64, torch.bfloat16, seed=1),
     }[way]
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     with (
         configured(**ARCHS[arch], shard_transport="copy_engine"),
         Emulator(arch, 2, num_sms=8) as emulator,
@@ -166,7 +166,7 @@ def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch)
 def test_a_call_beside_another_is_an_error_by_name(monkeypatch, first):
     """As a replay of a graph beside a call, which the host does not see: the device's word does."""
     monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     with (
         configured(mma="1cta", tile=(128, 64)),
         Emulator("sm_100a", 2, num_sms=8) as emulator,

@@ -6,7 +6,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
 from overlap_gemm.tuning.settings import configured

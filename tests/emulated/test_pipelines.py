@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint64, cute, memory, pipeline
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.pipelines import (
     RECORD_WORDS,
     EpilogueRing,
@@ -140,7 +140,7 @@ def launch_wait(flag: Int64, epoch: Uint64, bound: WaitBound, site: cutlass.Cons
 @pytest.mark.parametrize(
     ("site", "epoch", "seen", "record"),
     [
-        (FailureSite(tile=5, index=3), 7, 6, Failure(0, Op.OTHER, Role.OTHER, 5, 0, 3, 7, 6)),
+        (FailureSite(tile=5, index=3), 7, 6, Failure(0, 0, Role.OTHER, 5, 0, 3, 7, 6)),
         (FailureSite(rank=2, op=70, role=90), 1, -3, Failure(2, 70, 90, 0, 0, 0, 1, 2**48 - 3)),
     ],
 )

@@ -170,7 +170,7 @@ def kernel({ARGUMENTS}):
                 stages[(8 * warp + v) * 32 + lane, state.index] = 2 * x[i * 32 + 8 * warp + v, lane]
 {at(12, BLANK.split(snippet("ring.acquire"))[2])}
     elif warp == 4:
-{at(8, snippet("ring.drain(").replace("epoch))", "epoch, acks, bound, places))"))}
+{at(8, snippet("ring.drain(").replace("num_tiles))", "num_tiles, acks, bound, places))"))}
     else:
         receive(got, out, own_flags, peer_acks, num_received, epoch, bound)
 

@@ -105,9 +105,9 @@ def test_the_same_arguments_again_and_again(arch):
         recorded = []
         launch = plans.Plan.launch
 
-        def record(plan, a, b, out, extras):
-            recorded.append((plan, a, b, out, extras))
-            launch(plan, a, b, out, extras)
+        def record(plan, *tensors):
+            recorded.append((plan, *tensors))
+            launch(plan, *tensors)
 
         def fill(given):
             for r in range(2):
@@ -124,11 +124,11 @@ def test_the_same_arguments_again_and_again(arch):
         for seed in range(1, 6):
             given = operands(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False, seed=seed))
             fill(given)
-            for plan, a, b, out, extras in recorded:
+            for plan, a, weights, (out,), extras in recorded:
                 out.fill_(torch.nan)
-                plan.launch(a, b, out, extras)
+                plan.launch(a, weights, (out,), extras)
             world.synchronize()
-            outs = [out for _, _, _, out, _ in recorded]
+            outs = [out for _, _, _, (out,), _ in recorded]
             right(Case("gemm_reduce_scatter", 130, 64, 64, torch.bfloat16, bias=False), [(given, outs)])
 
 

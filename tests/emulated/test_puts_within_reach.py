@@ -15,6 +15,7 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.spec import op_coded
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
@@ -97,7 +98,7 @@ def test_results_and_then_a_dead_rank_is_named(op):
     # There is an *entered* word for each parity, so that of the second call has never been written.
     seen = 0 if failure.role == Role.CALL_ENTERED else 1
     assert (failure.source, failure.expected, failure.seen) == (1, 2, seen)
-    assert failure.op.name.lower() == OPS[op][0]
+    assert op_coded(failure.op) == OPS[op][0]
     assert failure.role in (Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT, Role.LOAD_GATE, Role.CALL_ENTERED)
 
 

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 import overlap_gemm
+from cute_emulator import EmulatorError
 from overlap_gemm.backends import fused
-from overlap_gemm.sharding import Shards
+from overlap_gemm.backends.plan import Copies
+from overlap_gemm.kernels import all_gather
+from overlap_gemm.kernels.all_gather import ArrivalGate
+from overlap_gemm.kernels.epilogue import Visits
+from overlap_gemm.kernels.fused_gemm import FusedGemm
+from overlap_gemm.kernels.geometry import FLAG_BYTES, SCALE_BYTES
+from overlap_gemm.kernels.visitors import RowColumnScale
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations, whole
 from overlap_gemm.tuning.settings import configured
 
@@ -34,6 +42,7 @@ class Scaled:
     bias: bool = True
     tensorwise: bool = False
     seed: int = 0
+    blocks: bool = False
 
     def operands(self, rank, ranks):
         """(x, weight, bias, scale_x, scale_w) of a rank."""
@@ -49,6 +58,9 @@ class Scaled:
         every = self.n if spec.weight == "n" else n
         weight = (torch.randn(every, k, generator=rows) / 8).to(self.dtype)
         scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
+        if self.blocks:
+            scale_x = 2 ** (4 * torch.rand(m, -(-k // 128), generator=given) - 2)
+            scale_w = 2 ** (4 * torch.rand(-(-every // 128), -(-k // 128), generator=rows) - 2)
         return x, weight, bias if self.bias else None, scale_x, scale_w
 
 
@@ -58,7 +70,10 @@ def of_rank(case, rank, ranks):
     if OPS[case.op].weight == "n":
         rows = slice(*Shards.even(case.n, ranks).range(rank))
         weight, bias = weight[rows], None if bias is None else bias[rows].clone()
-        scale_w = scale_w if case.tensorwise else scale_w[rows]
+        if case.blocks:
+            scale_w = scale_w[rows.start // 128 : -(-rows.stop // 128)]
+        elif not case.tensorwise:
+            scale_w = scale_w[rows]
     return x, weight, bias, scale_x, scale_w
 
 
@@ -78,6 +93,15 @@ def queue(case, world, change=lambda rank, given: given):
     return outs
 
 
+def dequantised(matrix, scale):
+    """In float64, by scales of rows, of all, or of blocks of 128."""
+    rows, depth = matrix.shape
+    if scale.shape[-1:] not in ((), (1,)):
+        scale = scale if len(scale) == rows else scale.repeat_interleave(128, 0)[:rows]
+        scale = scale.repeat_interleave(128, 1)[:, :depth]
+    return matrix.double() * scale
+
+
 def share_of_bound(case, outs):
     """The largest error as a share of what may be lost (docs/fp8.md)."""
     spec, ranks = OPS[case.op], len(outs)
@@ -85,10 +109,10 @@ def share_of_bound(case, outs):
     every = [case.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
     bias = every[0][2]
     if spec.gathers_operand:
-        gathered = torch.cat([x.double() * scale for x, _, _, scale, _ in every])
+        gathered = torch.cat([dequantised(x, scale) for x, _, _, scale, _ in every])
         every = [(gathered, every[0][1], bias, torch.ones(()), every[0][4])]
     for x, weight, _, scale_x, scale_w in every:
-        a, b = x.double() * scale_x, weight.double() * scale_w
+        a, b = dequantised(x, scale_x), dequantised(weight, scale_w)
         exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
         rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)
     exact = exact if bias is None else exact + bias.double()
@@ -129,6 +153,40 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
     with world_of(arch, ranks, mode="random") as world:
         for tensorwise in (False, True):
             check(replace(case, tensorwise=tensorwise, seed=int(tensorwise)), world)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (3, Scaled(RS, 130, 136, 3 * 272, blocks=True)),
+        (3, Scaled(GATHER, 130, 3 * 128, 272, blocks=True)),
+        (2, Scaled(AR, 70, 264, 2 * 144, torch.float8_e5m2, torch.float16, bias=False, blocks=True)),
+        pytest.param(2, Scaled(AG, 40, 256, 400, blocks=True), marks=pytest.mark.slow),
+        pytest.param(1, Scaled(RS, 66, 24, 272, blocks=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda given: f"{given.op}-{given.m}" if isinstance(given, Scaled) else str(given),
+)
+def test_scales_of_blocks(ranks, case):
+    """Calls of blocks, then of rows, on the same workspaces; the last rank lags."""
+    cases = [case, replace(case, blocks=False, seed=1), replace(case, seed=2)]
+    fields = {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)}
+    with world_of("sm_90a", ranks, fields, mode="random", schedule=lagging(ranks - 1)) as world:
+        queued = [queue(one, world) for one in cases]
+        world.synchronize()
+        for one, outs in zip(cases, queued, strict=True):
+            assert share_of_bound(one, outs) <= 1
+        for which in (3, 4) if case.op in (RS, GATHER) and ranks > 1 else ():
+            spoil = lambda _, given, at=which: (*given[:at], given[at].roll(1, 1), *given[at + 1 :])  # noqa: E731
+            changed = queue(case, world, spoil)
+            world.synchronize()
+            assert share_of_bound(case, changed) > 1
+
+
+def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():
+    x, weight = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (16, 136))
+    scales = {"scale_x": torch.ones(16, 2), "scale_w": torch.ones(2, 2)}
+    with world_of("sm_100a", 2) as world, pytest.raises(ValueError, match="for kernels of sm_90a"):
+        overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[0], backend="fused", **scales)
 
 
 @pytest.fixture
@@ -231,6 +289,79 @@ def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch)
     outs = queue(case, three)
     three.synchronize()
     assert share_of_bound(case, outs) > 1
+
+
+def without_a_scale(patch):
+    patch.setattr(RowColumnScale, "apply", lambda self, x, row, column: x * row)
+
+
+def with_the_next_rows(patch):
+    elements = Visits._elements
+    patch.setattr(Visits, "_elements", lambda self, operand, tensor, own, row, *at: elements(
+        self, operand, tensor, own, row + (operand.along == "rows"), *at
+    ))  # fmt: skip
+
+
+def with_the_next_shards(patch):
+    rows = ArrivalGate.with_rows
+    patch.setattr(ArrivalGate, "with_rows", lambda self, tile, extras, call: rows(
+        self, tile._replace(owner=(tile.owner + 1) % call.call.exchange.world), extras, call
+    ))  # fmt: skip
+
+
+def with_flags_before_scales(patch):
+    def send(copies, executor, second, own, exchange):
+        """Each row's values, the flag, each row's scale."""
+        pitch = own.stride(0)
+        for shard, flag in copies.places:
+            for at in range(0, copies.nbytes, pitch):
+                executor.copy(second, shard + at, own.data_ptr() + at, pitch - SCALE_BYTES)
+            executor.copy(second, flag, copies.coming, FLAG_BYTES)
+            for at in range(pitch - SCALE_BYTES, copies.nbytes, pitch):
+                executor.copy(second, shard + at, own.data_ptr() + at, SCALE_BYTES)
+
+    patch.setattr(Copies, "send", send)
+
+
+def without_the_epilogue_as_a_reader(patch):
+    patch.setattr(FusedGemm, "_epilogue_ends", False)
+    patch.setattr(all_gather, "readers", lambda config, keep: 1 + keep * config.receive_warps)
+
+
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        without_a_scale,
+        with_the_next_rows,
+        with_the_next_shards,
+        with_flags_before_scales,
+        without_the_epilogue_as_a_reader,
+    ],
+)
+def test_what_is_taken_out_of_a_gather_is_missed(mistake, monkeypatch):
+    mistake(monkeypatch)
+    assert not gathers_hold()
+
+
+def test_gathers_hold_with_nothing_taken_out():
+    assert gathers_hold()
+
+
+def gathers_hold():
+    """Calls with other scales queued together, one rank after the others, in several orders of events."""
+    for seed, starved in enumerate((1, 0, 2)):
+        cases = [Scaled(GATHER, 192, n, 48, seed=10 * seed + i) for i, n in enumerate((72, 24, 72))]
+        how = {"transport": "copy_engine", "mode": "lazy", "seed": seed, "schedule": lagging(starved)}
+        try:
+            with world_of("sm_90a", 3, num_sms=2, **how) as world:
+                queued = [queue(case, world) for case in cases]
+                world.synchronize()
+        except EmulatorError:
+            return False
+        if any(share_of_bound(case, outs) > 1 for case, outs in zip(cases, queued, strict=True)):
+            return False
+    return True
 
 
 def test_scales_that_lie_anywhere(three):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends import plans
+from overlap_gemm.backends import ways
 from overlap_gemm.kernels import send
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
@@ -177,7 +177,7 @@ def test_many_calls_of_which_one_rank_owns_everything(arch):
 @pytest.mark.parametrize("starved", [0, 1])
 def test_classes_take_turns(arch, starved, monkeypatch):
     """The calls of each class must reuse its buffers safely, with calls of others in between."""
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
 
 
@@ -250,7 +250,7 @@ def test_random_sequences(arch, seed):
 @both
 @pytest.mark.parametrize("seed", [21, pytest.param(5, marks=pytest.mark.slow)])
 def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
-    monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
 
 
@@ -260,7 +260,7 @@ def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
 @pytest.mark.parametrize("seed", range(200, 260))
 def test_more_random_sequences(arch, seed, classes, monkeypatch):
     if classes == "many":
-        monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+        monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
 
 
@@ -276,7 +276,7 @@ def test_random_sequences_of_all_ops(arch, seed):
 @pytest.mark.parametrize("seed", range(300, 340))
 def test_more_random_sequences_of_all_ops(arch, seed, classes, monkeypatch):
     if classes == "many":
-        monkeypatch.setattr(plans, "SMALLEST_BUFFER", 1 << 10)
+        monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed, random_calls)
 
 

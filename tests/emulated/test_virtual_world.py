@@ -5,9 +5,10 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
@@ -65,7 +66,7 @@ def test_a_rank_that_never_calls_is_named(world, monkeypatch, rank):
     with pytest.raises(CommTimeoutError) as caught:
         world.synchronize()
     failure = caught.value.failure
-    assert (failure.rank, failure.source, failure.op) == (rank, 1 - rank, Op.GEMM_REDUCE_SCATTER)
+    assert (failure.rank, failure.source, failure.op) == (rank, 1 - rank, GEMM_REDUCE_SCATTER.code)
     assert failure.role in (Role.RECEIVE_PARTIAL, Role.CALL_ENTERED)  # it waits for both
     assert (failure.expected, failure.seen) == (1, 0)
     assert f"rank {1 - rank} is dead, stalled" in str(caught.value).lower()

@@ -1,4 +1,4 @@
-"""Shards by copy engines, a gate and cuBLAS (`backends.copies`), a GPU per rank."""
+"""Shards by copy engines, a gate and cuBLAS (`backends.by_shards`), a GPU per rank."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.collectives import gemm
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.launches import SLEEP_CYCLES
 from overlap_gemm.testing.shares import own_device

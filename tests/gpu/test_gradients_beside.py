@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import copies
-from overlap_gemm.sharding import Shards
+from overlap_gemm.backends import by_shards
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.testing.launches import SLEEP_CYCLES
 from overlap_gemm.testing.shares import own_device
@@ -62,14 +62,14 @@ def random_layers(seed, rank, size):
 
 def copies_from(nbytes):
     """Shards of at least so many bytes go by copy engines."""
-    return mock.patch.object(copies, "constants", lambda arch: SimpleNamespace(copy_bytes=nbytes))
+    return mock.patch.object(by_shards, "constants", lambda arch: SimpleNamespace(copy_bytes=nbytes))
 
 
 def mixed(rank, size, seed, late):
     """Some by copies, some not, with the forward's gathers in the same workspaces between."""
-    found, calls = [], mock.Mock(wraps=copies.CopyPlan.beside)
+    found, calls = [], mock.Mock(wraps=by_shards.ByShards.beside)
     counted = lambda plan, *a: calls(plan, *a)  # noqa: E731
-    with poisoned_allocations(), mock.patch.object(copies.CopyPlan, "beside", counted):
+    with poisoned_allocations(), mock.patch.object(by_shards.ByShards, "beside", counted):
         for i, (layer, small) in enumerate(random_layers(seed, rank, size)):
             if rank == late and i % 3 == 0:
                 torch.cuda._sleep(SLEEP_CYCLES)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overlap_gemm
 from overlap_gemm.backends import fused
-from overlap_gemm.backends.plans import Plan
+from overlap_gemm.backends.plan import Plan
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.runtime.peers import sides
@@ -49,10 +49,11 @@ def beside_nccl(rank, size, reserve):
             assert all(torch.equal(out, alone) for out in outs)
             assert torch.equal(gathered.view(size, -1), every[:, None].expand(size, 1 << 22))
     grids = [
-        plan.num_clusters * plan.config.cluster_size
+        product.num_clusters * product.config.cluster_size
         for side in sides()
         for plan in side.plans.values()
-        if plan.is_open and isinstance(plan, Plan)  # other tests' plans, in these processes, may be gathers
+        if plan.is_open and isinstance(plan, Plan)  # not the caller's products, shard by shard
+        for product in plan.products
     ]
     sms = torch.cuda.get_device_properties(rank).multi_processor_count
     assert grids and all(grid <= sms - reserve for grid in grids)

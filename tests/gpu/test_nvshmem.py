@@ -18,6 +18,7 @@ import overlap_gemm
 from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.symmetric import why_no_puts
 from overlap_gemm.runtime.workspace import CommTimeoutError, raise_if_failed
+from overlap_gemm.spec import op_coded
 from overlap_gemm.testing import launches
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.ranks import Ranks
@@ -168,7 +169,7 @@ def test_a_dead_pe_is_named(op, world):
     assert found.pop(missing) is None
     for text, failure in found:
         assert failure is not None, text
-        assert (failure.op.name.lower(), failure.source) == (case.op, missing), text
+        assert (op_coded(failure.op), failure.source) == (case.op, missing), text
         assert failure.role in (Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT, Role.LOAD_GATE, Role.CALL_ENTERED)
         assert (failure.expected, failure.seen) == (2, 1)
         assert f"Rank {missing} is dead, stalled" in text

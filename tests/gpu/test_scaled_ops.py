@@ -1,8 +1,10 @@
 """8-bit operands with scales on a GPU: kernels of P virtual ranks, and torch's products, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.emulated.test_scaled_ops import AG, AR, RS, Scaled, queue, share_of_bound
+from tests.emulated.test_scaled_ops import AG, AR, GATHER, RS, Scaled, queue, share_of_bound
 
 import overlap_gemm
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -14,6 +16,15 @@ CASES = {
     "one-shot": (Scaled(AR, 130, 128, 176), {"algorithm": "one_shot"}),
     "two-shot": (Scaled(AR, 520, 512, 208), {"algorithm": "two_shot"}),
     "gathered": (Scaled(AG, 130, 512, 256), {}),
+    "rows-gathered": (Scaled(GATHER, 520, 136, 208), {}),
+    "rows-gathered-e5m2": (Scaled(GATHER, 200, 72, 112, torch.float8_e5m2, torch.float16, bias=False), {}),
+    "many-rows-gathered": (Scaled(GATHER, 2048, 1024, 1024), {}),
+    "blocks": (Scaled(RS, 520, 264, 1088, blocks=True), {}),
+    "blocks-e5m2": (
+        Scaled(AR, 200, 136, 2304, torch.float8_e5m2, torch.float16, bias=False, blocks=True),
+        {},
+    ),
+    "many-blocks": (Scaled(RS, 2048, 1024, 4096, blocks=True), {}),
     "many-tiles": (Scaled(RS, 2048, 1024, 1024), {}),
 }
 
@@ -29,7 +40,9 @@ def test_virtual_ranks(device, name, size):
     if size == 1 and "algorithm" in fields:
         fields = {}
     k = case.k // 16 // size * 16 * size
-    case = Scaled(case.op, case.m, case.n, k, case.dtype, case.out, case.bias)
+    case = replace(case, k=k)
+    if case.blocks and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("scales of blocks are Hopper's")
     with configured(**fields), VirtualWorld(size, device=device) as world:
         launches = [queue(case, world, on(device)) for _ in range(3)]
         world.synchronize()

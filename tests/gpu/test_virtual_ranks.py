@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.device.failure import NOTHING, Op, Role
+from overlap_gemm.device.failure import NOTHING, Role
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import HOPPER_KERNELS, Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.testing.ranks import Ranks
@@ -92,7 +93,7 @@ def call_alone(rank, size, caller):
 def test_a_rank_that_never_calls_is_named(caller):
     with Ranks(1, device="cuda") as process:
         ((text, failure),) = process.run(call_alone, caller)
-    assert (failure.rank, failure.source, failure.op) == (caller, 1 - caller, Op.GEMM_REDUCE_SCATTER)
+    assert (failure.rank, failure.source, failure.op) == (caller, 1 - caller, GEMM_REDUCE_SCATTER.code)
     assert failure.role in (Role.RECEIVE_PARTIAL, Role.CALL_ENTERED)  # it waits for both
     assert failure.expected == 1
     assert failure.seen in (0, NOTHING)  # a flag, or words that are their own

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm import ops
-from overlap_gemm.sharding import Shards
+from overlap_gemm.dispatch import ops
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
 
 M, N, K = 9, 7, 10
 
@@ -34,7 +34,7 @@ def warmed_up(rank, size, op):
     with (
         mock.patch.object(ops, "choose", never),
         mock.patch.object(dist, "isend", never),
-        mock.patch("overlap_gemm.lowering._check", never),
+        mock.patch("overlap_gemm.dispatch.lowering._check", never),
     ):
         for call, given in calls_of(op, rank, size):
             out = call()
@@ -47,9 +47,28 @@ def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
 
+def warmed_up_in_8_bits(rank, size, op):
+    e4m3 = torch.float8_e4m3fn
+    m, n, k = 8, 32, 32
+    overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, bias=True)
+    never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
+    x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
+    given = {"bias": torch.ones(weight[0], dtype=torch.bfloat16), **OPS[op].arguments(m, n, k)}
+    given |= {"scale_x": torch.ones(x[0], 1), "scale_w": torch.ones(weight[0], 1)}
+    with mock.patch.object(ops, "choose", never), mock.patch("overlap_gemm.dispatch.lowering._check", never):
+        getattr(overlap_gemm, op)(torch.ones(x).to(e4m3), torch.ones(weight).to(e4m3), **given)
+    with pytest.raises(TypeError, match="have no gradients"):
+        overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, backward=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_warm_up_in_8_bits(ranks, op):
+    ranks(2).run(warmed_up_in_8_bits, op)
+
+
 def no_captures(rank, size):
     with (
-        mock.patch("overlap_gemm.ahead._device", lambda group, given: torch.device("cuda", 0)),
+        mock.patch("overlap_gemm.api.ahead._device", lambda group, given: torch.device("cuda", 0)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
     ):
         for ahead in (

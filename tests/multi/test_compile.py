@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import overlap_gemm
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 
 
 def compare_compiled(module, x):

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm import moves
-from overlap_gemm.sharding import Shards
+from overlap_gemm.dispatch import moves
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
 
 DOUBLE = {"dtype": torch.float64}

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm import all_gather_gemm
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, full_state_dict
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 
 DOUBLE = {"dtype": torch.float64}
 SIZES = (10, 14)  # input, output: divisible by 2, not by 3 or 4

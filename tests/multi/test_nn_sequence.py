@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm import nn as ours
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear, SequenceParallelWarning
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 
 DOUBLE = {"dtype": torch.float64}
 ROWS, WIDTH = 7, 6

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import overlap_gemm
-from overlap_gemm.backends import copies, gather, plans, reach
+from overlap_gemm.backends import by_shards, gather, plans, reach
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.device.failure import RECORD_WORDS
 from overlap_gemm.kernels.geometry import ExchangeShape
@@ -25,7 +25,7 @@ from overlap_gemm.runtime.agree import DisagreementError, together
 from overlap_gemm.runtime.agree import gather as gather_from
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.runtime.workspace import SizeClass
-from overlap_gemm.sharding import Shards
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.settings import configured
 
@@ -71,7 +71,7 @@ def made_up():
             (torch.cuda, "synchronize", lambda device: None),
             (plans, "compiled_kernel", lambda *_: "kernel"),
             (gather, "compiled_gather", lambda *_: "kernel"),
-            (copies, "compiled_gate", lambda *_: "gate"),
+            (by_shards, "compiled_gate", lambda *_: "gate"),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield resolve(group_name(None))
@@ -89,7 +89,7 @@ def gathering(group):
 
 
 def copying(group):
-    return copies.plan_for(group, torch.empty(64, 64), Shards.even(64 * group.size, group.size))
+    return by_shards.plan_for(group, torch.empty(64, 64), Shards.even(64 * group.size, group.size))
 
 
 def reaching(group):
@@ -133,7 +133,7 @@ PLANTS = {
     "clearing": (scatter, broken(SizeClass, "prepare"), "Planted"),
     "compiling": (scatter, broken(plans, "compiled_kernel"), "Planted"),
     "compiling a gather": (gathering, broken(gather, "compiled_gather"), "Planted"),
-    "compiling a gate": (copying, broken(copies, "compiled_gate"), "Planted"),
+    "compiling a gate": (copying, broken(by_shards, "compiled_gate"), "Planted"),
     "looking at a GPU": (reaching, broken(machine, "load"), "Planted"),
     "a damaged machine file, for auto": (
         reaching,

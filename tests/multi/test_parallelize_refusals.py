@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
-from overlap_gemm.parallel.plan import UnknownModuleError, plan
+from overlap_gemm.parallel.assignment import UnknownModuleError, plan
 from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, tiny
 
 SMALL = {

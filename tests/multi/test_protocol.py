@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.sharding import Shards
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 
 BACKENDS = ("sequential", "decomposed")

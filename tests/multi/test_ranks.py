@@ -1,5 +1,6 @@
 """The set of processes that other tests run on: what it says when a rank fails, hangs or crashes."""
 
+import ctypes
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from overlap_gemm.testing.ranks import RankError, Ranks
@@ -50,6 +52,34 @@ def test_a_crash_shows_its_signal_and_its_stack():
     assert re.search(
         r"the process is gone, exit code -6\nFatal Python error: Aborted\n(.*\n)*.* in crashes\n", text
     ), text
+
+
+def terminates(rank, size):
+    if rank == 1:
+        thread = threading.Thread(target=ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev)
+        thread.start()
+        thread.join()
+
+
+def test_a_crash_shows_what_native_code_said():
+    with Ranks(2) as ranks, pytest.raises(RankError) as failure:
+        ranks.run(terminates)
+    own, _, others = str(failure.value).partition("rank 0 of 2, after ")
+    assert "exit code -6" in own
+    assert "stderr of rank 1:\nterminate called without an active exception" in own, own
+    assert "stderr of rank 1" not in others
+
+
+def gathers(rank, size):
+    """The ranks' mistake: gloo's thread ends the process that has less room."""
+    own = torch.zeros(8 if rank else 64)
+    dist.all_gather([torch.zeros_like(own) for _ in range(size)], own)
+
+
+def test_an_abort_in_gloos_thread_is_named():
+    with Ranks(2) as ranks, pytest.raises(RankError, match="the process is gone, exit code -6") as failure:
+        ranks.run(gathers)
+    assert "Received data size doesn't match expected size" in str(failure.value), failure.value
 
 
 def killed(rank, size):

@@ -82,6 +82,39 @@ def test_every_type_and_one_scale_for_all(ranks, op):
     ranks(2).run(every_type, op)
 
 
+def of_blocks(rank, ranks, op):
+    """Scales of blocks of 128: rows, columns and K end inside of one; of a batch, too."""
+    m, n, k = 24, 128 * ranks + 8 if OPS[op].weight != "n" else 128 * ranks, 2 * 272
+    x, weight, *_, bias = whole(op, m, n, k, ranks, E4M3)
+    x, weight = part(op, "x", x, rank, ranks), part(op, "weight", weight, rank, ranks)
+    depth = -(-x.shape[1] // 128)
+    torch.manual_seed(rank)
+    scale_x, scale_w = torch.rand(len(x), depth) + 0.5, torch.rand(-(-len(weight) // 128), depth) + 0.5
+    a = x.float() * scale_x.repeat_interleave(128, 1)[:, : x.shape[1]]
+    b = (
+        weight.float()
+        * scale_w.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : x.shape[1]]
+    )
+    call, scales = (
+        getattr(overlap_gemm, op),
+        {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32},
+    )
+    wanted = call(a, b, backend="sequential")
+    for backend in ("sequential", "decomposed", "auto"):
+        assert torch.equal(
+            call(x, weight, backend=backend, **scales),
+            call(a, b, backend=backend if backend != "auto" else "sequential"),
+        )
+    deep = scales | {"scale_x": scale_x.view(-1, 2, depth)}
+    found = call(x.view(-1, 2, x.shape[1]), weight, backend="sequential", **deep)
+    assert torch.allclose(found.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scales_of_blocks(ranks, op):
+    ranks(2).run(of_blocks, op)
+
+
 def several_weights(rank, ranks):
     """Two weights share a gather; one rank has one scale for all its rows, the other one for each."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlap_gemm import quantize_rows
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.integrations import vllm as plugin
 
@@ -27,12 +29,13 @@ NAMES = {
     "vllm.envs": ["environment_variables", "VLLM_BATCH_INVARIANT"],
     "vllm.model_executor.custom_op": ["maybe_get_oot_by_class"],
     "vllm.model_executor.layers.linear": ["RowParallelLinear", "UnquantizedLinearMethod"],
+    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": ["FP8ScaledMMLinearKernel"],
 }
 """What the plug-in imports."""
 
 ATTRIBUTES = (
     "input_is_parallel", "reduce_results", "tp_size", "skip_bias_add", "bias", "return_bias", "input_size",
-    "quant_method",
+    "quant_method", "output_size",
 )  # fmt: skip
 """What it reads of a layer."""
 
@@ -43,6 +46,28 @@ def stand_in(calls):
 
     class UnquantizedLinearMethod:
         pass
+
+    class FP8ScaledMMLinearKernel:
+        """Scales of each token, or the layer's own; rows padded to 17, as vLLM pads for torch's product."""
+
+        config = SimpleNamespace(out_dtype=None)
+
+        def quant_fp8(self, x, scale, bound):
+            padded = nn.functional.pad(x, (0, 0, 0, max(0, 17 - len(x))), value=7.0)
+            if scale is None:
+                return quantize_rows(padded)
+            return (padded / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+        def apply_weights(self, layer, x, bias=None):
+            raise AssertionError("the layer's own forward is a stand-in")
+
+        def _get_layer_params(self, layer):
+            return layer.weight, layer.weight_scale, layer.input_scale, None
+
+        def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
+            calls.append("product")
+            out = ((A.float() * As) @ (B.float() * Bs.reshape(1, -1))).to(out_dtype)
+            return (out if bias is None else out + bias).view(output_shape)
 
     class RowParallelLinear(nn.Module):
         def __new__(cls, *args, **kwargs):
@@ -56,8 +81,10 @@ def stand_in(calls):
 
         def __init__(self, weight, bias, **options):
             super().__init__()
-            self.weight, self.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+            self.weight = nn.Parameter(weight, requires_grad=weight.dtype != torch.float8_e4m3fn)
+            self.bias = None if bias is None else nn.Parameter(bias)
             self.tp_size, self.input_size = dist.get_world_size(), weight.shape[1] * dist.get_world_size()
+            self.output_size = len(weight)
             self.input_is_parallel = self.reduce_results = self.return_bias = True
             self.skip_bias_add, self.quant_method = False, UnquantizedLinearMethod()
             vars(self).update(options)
@@ -85,10 +112,15 @@ def stand_in(calls):
         "get_tp_group": lambda: group,
         "RowParallelLinear": RowParallelLinear,
         "UnquantizedLinearMethod": UnquantizedLinearMethod,
+        "FP8ScaledMMLinearKernel": FP8ScaledMMLinearKernel,
     }
     modules = {
-        name: ModuleType(name) for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers")
-    }
+        name: ModuleType(name)
+        for name in (
+            "vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.kernels",
+            "vllm.model_executor.kernels.linear", "vllm.model_executor.kernels.linear.scaled_mm",
+        )
+    }  # fmt: skip
     for name, wanted in NAMES.items():
         modules[name] = ModuleType(name)
         for one in wanted:
@@ -100,9 +132,11 @@ def stand_in(calls):
 @contextmanager
 def registered(calls):
     """The stand-in with the plug-in switched on."""
+    import_module("torch.testing._internal.optests")  # opcheck's: imported within the block it is forgotten
     modules, layer_class, registry, settings = stand_in(calls)
     plugin._register.cache_clear()
     plugin._overlaps.cache_clear()
+    plugin._kernels.clear()
     plugin._say.cache_clear()
     with mock.patch.dict(sys.modules, modules):
         plugin.register()
@@ -178,6 +212,68 @@ def test_serves(ranks):
     ranks(2).run(serves)
 
 
+def serves_8_bits(rank, size, dynamic):
+    calls, overlaps = [], SimpleNamespace(enabled=True)
+    many = lambda problem: problem.rows >= 1024 and overlaps.enabled  # noqa: E731
+    with (
+        registered(calls) as (modules, layer_class, *_),
+        mock.patch.object(Decomposed, "why_slower", lambda self, problem: None if many(problem) else "few"),
+    ):
+        kernels = modules["vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"]
+        torch.manual_seed(0)
+        whole, bias = torch.randn(6, 16 * size), torch.randn(6)
+        values, scale = quantize_rows(whole.chunk(size, 1)[rank])
+        for where in ("quant_method", "scheme"):
+            owner = SimpleNamespace(any_name=kernels.FP8ScaledMMLinearKernel())
+            scales = {"weight_scale": scale, "input_scale": None if dynamic else torch.tensor(0.02)}
+            options = {"quant_method": SimpleNamespace(), where: owner, **scales}
+
+            def made(options=options, **more):
+                layer = layer_class(values, bias, **{**options, **more})
+                layer.weight = nn.Parameter(layer.weight.t(), requires_grad=False)  # after it is loaded
+                return layer
+
+            for rows, pays, expected in (
+                (3, True, ["product", "all_reduce"]),
+                (1024 * size, True, []),
+                (1025 * size, False, ["product", "all_reduce"]),
+            ):
+                overlaps.enabled = pays
+                plugin._overlaps.cache_clear()
+                x = torch.randn(rows, 16 * size)
+                own = x.chunk(size, 1)[rank].contiguous()
+                for skip in (False, True):
+                    calls.clear()
+                    layer = made(skip_bias_add=skip)
+                    out, left = layer(own.view(1, rows, 16))
+                    assert calls == expected and out.shape == (1, rows, 6) and (left is None) != skip
+                    exact = x @ whole.t() + (0 if skip else bias)
+                    error = (out[0] - exact).norm() / exact.norm()
+                    assert 0 < float(error) < 0.05
+            for option, given in (
+                ({"reduce_results": False}, own), ({"output_size": 5}, own), ({}, SimpleNamespace(data=own)),
+            ):  # fmt: skip
+                calls.clear()
+                assert made(**option)(given)[0] == "vLLM's" and calls == ["own"]
+            own_way = type("Own", (kernels.FP8ScaledMMLinearKernel,), {"apply_weights": lambda *_: None})
+            assert made(**{where: SimpleNamespace(any_name=own_way())})(own)[0] == "vLLM's"
+            layer = made()
+            layer.weight = nn.Parameter(values.contiguous(), requires_grad=False)  # as vLLM packs for another
+            assert layer(own)[0] == "vLLM's"
+        rows, bound = kernels.FP8ScaledMMLinearKernel().quant_fp8(own, None, None)
+        (name,) = plugin._kernels
+        given = (rows, values.t(), bound, scale, bias, torch.float32, 16 * size, name)
+        torch.library.opcheck(
+            torch.ops.overlap_gemm.vllm_scaled_row_parallel.default, given,
+            test_utils=("test_faketensor",),  # torch's other checks know no 8 bits
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_serves_8_bits(ranks, dynamic):
+    ranks(2).run(serves_8_bits, dynamic)
+
+
 def test_is_heard():
     """vLLM shows its own loggers' messages only."""
     assert plugin.logger.name.startswith("vllm.")
@@ -236,6 +332,7 @@ def test_names_of_the_released_wheel(tmp_path):
             for name in (
                 "vllm/distributed/communication_op.py", "vllm/distributed/parallel_state.py",
                 "vllm/model_executor/layers/linear.py", "vllm/model_executor/custom_op.py",
+                "vllm/model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py",
                 "vllm/plugins/__init__.py", "vllm/envs.py", "vllm/config/vllm.py", "vllm/config/kernel.py",
             )
         }  # fmt: skip
@@ -254,6 +351,12 @@ def test_names_of_the_released_wheel(tmp_path):
     for names in NAMES.values():
         assert set(names) <= defined.keys() | annotated.keys()
     assert "linear_backend" in annotated
+    kernel = defined["FP8ScaledMMLinearKernel"]
+    methods = {node.name: node for node in kernel.body if isinstance(node, ast.FunctionDef)}
+    assert "apply_weights" in methods
+    product = [argument.arg for argument in methods["apply_scaled_mm"].args.kwonlyargs]
+    assert product == ["A", "B", "out_dtype", "As", "Bs", "bias", "output_shape"]
+    assert "_get_layer_params" in methods and "quant_fp8" in ast.dump(methods["__init__"])
     layer = defined["RowParallelLinear"]
     forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
     assert [argument.arg for argument in forward.args.args] == ["self", "input_"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ def layer(kind, dtype, whole, bias, **options):
 
 
 def equals_vllms_own(rank, size):
+    os.environ.setdefault("VLLM_DIST_IDENT", f"overlap-{os.getppid()}")  # as vLLM's engine does
     # oneDNN packs the weights of vLLM's CPU layers, which are its own then.
     with mock.patch.dict(os.environ, {plugin.SWITCH: "1", "VLLM_PLUGINS": "overlap_gemm"}):
         from vllm import _custom_ops, envs
@@ -46,6 +48,8 @@ def equals_vllms_own(rank, size):
                 with mock.patch.object(plugin, "_overlaps", lambda _, answer=overlaps: answer):
                     compare(rank, size, ours, linear.RowParallelLinear, custom_op)
             compiles(rank, size, linear.RowParallelLinear)
+            for scheme in ("dynamic", "static"):
+                in_8_bits(rank, size, ours, linear.RowParallelLinear, custom_op, scheme)
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -83,6 +87,53 @@ def compare(rank, size, ours, kind, custom_op):
                 )
                 found, expected = found[0], expected[0]
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def in_8_bits(rank, size, ours, kind, custom_op, scheme):
+    """Weights by tensor, as `fp8` checkpoints have them, by vLLM's kernel of torch's product."""
+    from vllm import _custom_ops
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    torch.manual_seed(3)
+    dtype, scale = torch.bfloat16, torch.tensor(0.01)
+    whole, bias = torch.randn(OUT, IN), torch.randn(OUT, dtype=dtype)
+    values = (whole / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    x = torch.randn(TOKENS, IN, dtype=dtype)
+    own = x.chunk(size, 1)[rank].contiguous()
+    model = SimpleNamespace(dtype=dtype)
+
+    def rounded(x, scale):  # an operator of vLLM's that its build for CPUs lacks
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    def made():
+        config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme=scheme)
+        with mock.patch.object(get_current_vllm_config(), "model_config", model):
+            layer = kind(IN, OUT, params_dtype=dtype, quant_config=config, prefix="model.layers.0.o_proj")
+        layer.weight.weight_loader(layer.weight, values)
+        layer.weight_scale.weight_loader(layer.weight_scale, scale)
+        layer.bias.weight_loader(layer.bias, bias)
+        if scheme == "static":
+            layer.input_scale.weight_loader(layer.input_scale, scale)
+        with mock.patch.object(_custom_ops, "scaled_fp8_quant", rounded):
+            layer.quant_method.process_weights_after_loading(layer)
+        return layer
+
+    mine = made()
+    with mock.patch.dict(custom_op.op_registry_oot, clear=True):
+        theirs = made()
+    assert type(mine) is ours and type(theirs) is kind and mine._scaled is not None
+    for overlaps in (True, False):
+        with (
+            mock.patch.object(plugin, "_overlaps", lambda _, answer=overlaps: answer),
+            mock.patch.object(plugin, "find", side_effect=plugin.find) as asked,
+            torch.inference_mode(),
+        ):
+            found, expected = mine(own)[0], theirs(own)[0]
+        assert asked.call_count
+        torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=0.05)
+        exact = x.double() @ (values.double() * 0.01).t() + bias.double()
+        assert 0 < float((found - exact).norm() / exact.norm()) < 0.05
 
 
 def compiles(rank, size, kind):

@@ -7,23 +7,30 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.geometry import ExchangeShape
+from ..kernels.geometry import SCALE_BYTES, ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
-from ..spec import OPS, PATTERNS, PatternSpec
+from ..spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible
 from . import gather
-from .plans import DTYPES, is_put, peers_for, sends_ll, size_class
+from .plans import kind_of, peers_for
+from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Values of K for which the model is asked whether an all-reduce may be one-shot."""
 
 
 def reserve(
-    group: Group, device: torch.device, dtype: torch.dtype, ops: Sequence[str], rows: int, width: int
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Sequence[str],
+    rows: int,
+    width: int,
+    out_dtype: torch.dtype | None = None,
 ) -> int:
     """Allocates the workspaces of all calls up to a size, whichever configurations they get. Collective.
 
@@ -39,6 +46,7 @@ def reserve(
         ops: which.
         rows: the largest M over all ranks.
         width: the largest N of ops that exchange tiles, the largest K of all-gather GEMMs.
+        out_dtype: of results, where operands have scales.
 
     Returns:
         Bytes that this rank's workspaces hold.
@@ -48,21 +56,24 @@ def reserve(
     """
     if group.size == 1:
         return 0
-    peers, kind = peers_for(group, device), DTYPES[dtype]
+    peers, (kind, types) = peers_for(group, device), kind_of(dtype, out_dtype, False)
     asked, machine = settings(), constants(peers.agreed.arch)
-    by_tiles = asked.tile_transport
+    by_tiles, by_shards = (
+        TRANSPORTS.get(name or "") for name in (asked.tile_transport, asked.shard_transport)
+    )
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
-        for config in possible(peers.agreed.arch, kind, asked.fields):
+        for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields)):
             few = config.is_swap_ab and "mma" not in dict(asked.fields)
             most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
-            size = size_class(config, most, is_put(by_tiles), sends_ll(config, by_tiles))
+            size = wanted(by_tiles, config).tiles_class(config, most)
             had = needed.get(size.kind, size)
             zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
             needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if any(OPS[op].gathers_operand for op in ops):
-        gathered = group.size * shard_rows(rows, group.size) * gather.padded(width) * dtype.itemsize
-        needed["gather"] = gather.size_class(gathered, is_put(asked.shard_transport))
+        row_bytes = gather.padded(width) * dtype.itemsize + (0 if out_dtype is None else SCALE_BYTES)
+        gathered = group.size * shard_rows(rows, group.size) * row_bytes
+        needed["gather"] = wanted(by_shards).shards_class(gathered)
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 

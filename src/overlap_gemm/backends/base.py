@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..sharding import Shards
 from ..spec import OPS, OpSpec
+from ..spec.sharding import Shards
 from .collectives import all_gather_rows
 from .reach import Reach, reach_of
 from .scaling import Operand, dequantised, with_scales
@@ -19,7 +19,7 @@ BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""
 
 OR_AUTO = " or auto"
-"""Behind a backend's name: what `auto` chooses will do where that backend has no such op."""
+"""After a backend's name: what `auto` chooses will do where that backend has no such op."""
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
 """Why a portable backend does not serve virtual ranks."""
@@ -49,6 +49,7 @@ class Problem:
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
         weight_dtype: Of the weight, where operands have scales; else None.
         out_dtype: Of the result, likewise: `dtype` is x's then.
+        blocks: Whether the scales are of blocks (`scaling`).
     """
 
     op: str
@@ -65,6 +66,7 @@ class Problem:
     keep: bool = False
     weight_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
+    blocks: bool = False
 
     @classmethod
     def of(
@@ -78,19 +80,23 @@ class Problem:
         deterministic: bool | None,
         requested: str = "auto",
         keep: bool = False,
-        scaled: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        scaled: tuple[Any, ...] = (None, None),
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
         `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels (`requested` is
         the caller's `backend=`), or shards may go by copy engines, the group's first call finds out what its
-        GPUs reach, which is collective. `scaled` is (weight_dtype, out_dtype).
+        GPUs reach, which is collective. `scaled` is (weight_dtype, out_dtype), or those and blocks.
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         is_open = requested == "auto" or requested.endswith(OR_AUTO)
         copies = OPS[op].gathers_operand and requested.startswith("decomposed")
-        asks = x.is_cuda and not group.is_virtual and (copies or (is_open and x.dtype.itemsize == 2))
+        asks = (
+            x.is_cuda
+            and not group.is_virtual
+            and (copies or (is_open and (x.dtype.itemsize == 2 or scaled[1] is not None)))
+        )
         return cls(
             op,
             rows,
@@ -128,9 +134,10 @@ class Problem:
     @property
     def types(self) -> str:
         """Those of operands and result."""
-        return (
-            f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}" if self.is_scaled else str(self.dtype)
-        )
+        if not self.is_scaled:
+            return str(self.dtype)
+        blocks = ", scales of blocks" if self.blocks else ""
+        return f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}{blocks}"
 
     @property
     def k(self) -> int | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..runtime.spans import span
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from .scaling import Scaled
 
 

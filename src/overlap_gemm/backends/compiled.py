@@ -6,55 +6,52 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
-from ..kernels.arch import arch_of
 from ..kernels.config import GemmConfig
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import Executor
 from ..runtime.order import forbid_capture
-from ..runtime.symmetric import init_nvshmem_library, why_no_puts
+from ..runtime.symmetric import init_nvshmem_library
+from .ways import Way
 
 
-def transport_for(arch: str, why_puts: str | None, words: bool = False) -> str:
-    """How tiles reach other ranks.
-
-    By stores, ``"peer_bulk"`` or ``"ll"``; by puts, ``"nvshmem"``, or ``"staged"`` for a relay
-    kernel: on sm_90 puts inside the GEMM would cost it its register reallocation (ptxas C7506, C7510).
-
-    Args:
-        arch: what is compiled for.
-        why_puts: why stores will not do, None if they will.
-        words: whether stores are of words that are their own flag.
-
-    Raises:
-        RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
-    """
-    if why_puts is None:
-        return "ll" if words else "peer_bulk"
-    if reason := why_no_puts():
-        raise RuntimeError(f"{why_puts}, and {reason}")
-    return "nvshmem" if arch_of(arch).calls_keep_registers else "staged"
-
-
-def compiled_kernel(executor: Executor, config: GemmConfig, transport: str, pattern: str) -> Any:
-    """The kernel of a configuration and an exchange; for transport ``"local"`` a plain GEMM."""
+def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pattern: str) -> Any:
+    """The kernel of a configuration and an exchange; without a way to peers a plain GEMM."""
+    in_library = way is not None and way.in_library
 
     def build() -> Any:
         from ..kernels.build import DirectCall, compile_kernel, make_kernel
         from ..transports import DEVICE
 
-        way = None if transport == "local" else DEVICE[transport]()
-        kernel = make_kernel(config, way, cooperative, pattern)
-        if transport == "nvshmem":
+        transport = None if way is None else DEVICE[way.device]()
+        kernel = make_kernel(config, transport, cooperative, pattern)
+        if in_library:
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)
 
     # A grid that cannot be resident at once is refused then, where it would wait for itself for ever.
-    cooperative = transport != "local" and executor.is_whole_device
-    exchange = "" if transport == "local" else pattern
-    return _from_cache(executor, (config, transport, exchange, cooperative), build, transport == "nvshmem")
+    relayed = way is not None and way.relays
+    cooperative = _is_cooperative(executor, config, relayed) and way is not None
+    exchange = ("", "") if way is None else (way.device, pattern)
+    return _from_cache(executor, (config, *exchange, cooperative), build, in_library)
 
 
-def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool) -> Any:
+def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bool:
+    """Whether a launch is cooperative, dependent or not: drivers take that.
+
+    Raises:
+        ValueError: a relay kernel is ``relayed`` to, whose place a dependent kernel might take.
+    """
+    if config.is_dependent and relayed:
+        raise ValueError(
+            f"launch={config.launch!r} is for kernels that wait for no other one of their own rank; here "
+            f"some peers are reached by a relay's puts: launch='ordered'"
+        )
+    return executor.is_whole_device
+
+
+def compiled_gather(
+    executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool, sliced: bool = False
+) -> Any:
     """The all-gather GEMM of a configuration.
 
     Args:
@@ -63,17 +60,38 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
         push: as for `kernels.build.make_gather_kernel`.
         keep: likewise.
         puts: whether a relay kernel puts the shards.
+        sliced: as for `kernels.build.make_gather_kernel`.
+
+    Raises:
+        ValueError: shards that are put, or kept, have no kernel by slices.
     """
+    if sliced and puts:
+        raise ValueError(
+            "shards come by slices of K (transport='k_slices') where stores reach all peers alone"
+        )
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_gather_kernel
         from ..transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
-        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative), OPTIONS)
+        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative, sliced), OPTIONS)
 
-    cooperative = executor.is_whole_device
-    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative), build, puts=False)
+    cooperative = _is_cooperative(executor, config, puts)
+    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative, sliced), build, puts=False)
+
+
+def compiled_symmetric_gather(executor: Executor, config: GemmConfig, world: int) -> Any:
+    """The GEMM all-gather of a configuration into symmetric outputs of ``world`` ranks."""
+
+    def build() -> Any:
+        from ..kernels.build import compile_kernel, make_symmetric_kernel
+        from ..transports import PeerBulk
+
+        return compile_kernel(make_symmetric_kernel(config, PeerBulk(), world, cooperative), OPTIONS)
+
+    cooperative = _is_cooperative(executor, config, relayed=False)
+    return _from_cache(executor, (config, "symmetric", world, cooperative), build, puts=False)
 
 
 def compiled_relay(executor: Executor) -> Any:

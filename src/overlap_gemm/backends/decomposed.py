@@ -12,7 +12,7 @@ stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An 
 and awaited by nobody, which both sides know from the shards alone.
 
 Between GPUs that reach each other's memory the shards of all_gather_gemm go by copy engines instead
-(:mod:`overlap_gemm.backends.copies`).
+(:mod:`overlap_gemm.backends.by_shards`).
 """
 
 import itertools
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..runtime.spans import Waitable, watch
-from ..sharding import Shards
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec.sharding import Shards
 from ..tuning.space import constants
-from . import copies
+from . import by_shards
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import gemm, gemms, sum_in_rank_order
 
@@ -108,9 +108,9 @@ class Decomposed:
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
         if problem.device_type == "cuda":
-            if copies.why_not(problem):
+            if by_shards.why_not(problem):
                 return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
-            assert problem.reach is not None, "copies.why_not says so"
+            assert problem.reach is not None, "by_shards.why_not says so"
             if problem.world_size > constants(problem.reach.arch).copies_world:
                 return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
             return problem.reach.untimed
@@ -126,8 +126,8 @@ class Decomposed:
         group: Group,
     ) -> Callable[..., Any]:
         """See `Backend.bind`: shards go by copy engines where they can."""
-        if copies.why_not(problem) is None:
-            return copies.bind(x, weight, bias, shards, group, problem.keep)
+        if by_shards.why_not(problem) is None:
+            return by_shards.bind(x, weight, bias, shards, group, problem.keep)
         return bind_method(self, problem, x, weight, bias, shards, group)
 
     def all_gather_gemm(

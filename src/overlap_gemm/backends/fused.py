@@ -13,18 +13,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.arch import ARCHS, arch_of_capability
+from ..kernels.config import BLOCKS
 from ..kernels.geometry import MAX_WORLD, ExchangeShape
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..schedules import shard_rows
-from ..sharding import Shards
-from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, TRANSPORTS, OpSpec, patterns_of
+from ..spec import (
+    GEMM_ALL_GATHER,
+    GEMM_ALL_REDUCE,
+    GEMM_REDUCE_SCATTER,
+    PATTERNS,
+    TRANSPORTS,
+    OpSpec,
+    patterns_of,
+)
+from ..spec.sharding import Shards
 from ..tuning.settings import settings
+from ..tuning.space import constants, every_config
 from . import gather
 from .base import Problem
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
-from .plans import DTYPES, Plan, plan_for
+from .plan import Plan
+from .plans import DTYPES, plan_for
 from .scaling import FLOAT8
 
 
@@ -44,7 +56,9 @@ class Sizes(NamedTuple):
     def made_by(self, plan: Plan) -> tuple[int, slice]:
         """(rows that a plan's kernel writes, or one at least; which of them are the result)."""
         rows, _ = self.out
-        if plan.shape.spec.op != self.shape.spec.op:  # whose result is all of what this one's is a shard of
+        if (
+            PATTERNS[plan.pattern].op != self.shape.spec.op
+        ):  # whose result is all of what this one's is a shard of
             return self.shape.rows, slice(self.first, self.first + rows)
         # A rank that owns no row of the result passes one row, which the kernel leaves alone.
         return max(rows, 1), slice(0, rows)
@@ -53,10 +67,26 @@ class Sizes(NamedTuple):
 def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
     """Those of a call; arguments as for `Backend`'s method of that name."""
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
-    first, end = shards.range(group.rank) if spec.out == "m" else (0, rows)
     pattern = patterns_of(spec.name)[-1]  # which of several, the plan settles
+    if spec.x == "m":  # rows stay where they are, and their columns go to whom they belong
+        own = Shards.even(columns, group.size)
+        shape = ExchangeShape(shards.chunk, columns, group.size, own.chunk, pattern)
+        return Sizes(shape, 0, (shards.total, own.size(group.rank)))
+    first, end = shards.range(group.rank) if spec.out == "m" else (0, rows)
     shape = ExchangeShape(rows, columns, group.size, shards.chunk, pattern)
     return Sizes(shape, first, (end - first, columns))
+
+
+WITH_BLOCKS = tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=BLOCKS[0], sums=1))
+"""Architectures that have kernels with scales of blocks."""
+
+
+def has_blocks(device_type: str) -> bool:
+    """Whether the device that runs fused kernels has kernels with scales of blocks."""
+    if device_type == "cuda":
+        arch = arch_of_capability(torch.cuda.get_device_capability())
+        return arch is not None and arch.name in WITH_BLOCKS
+    return executor.emulation is None or executor.emulation.emulator.device.arch in WITH_BLOCKS
 
 
 class Fused:
@@ -70,6 +100,8 @@ class Fused:
         """Fused kernels exist for some dtypes, extents and devices."""
         if reason := self.why_no_kernel(problem):
             return reason
+        if problem.blocks and not has_blocks(problem.device_type):
+            return f"scales of blocks are for kernels of {', '.join(WITH_BLOCKS)}"
         if problem.device_type == "cuda":
             return why_no_cuda(torch.cuda.current_device())
         if executor.emulation is None:
@@ -87,7 +119,7 @@ class Fused:
         if not spec.gathers_operand and problem.features % ROW_ELEMENTS:
             return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         columns = shard_rows(problem.features, problem.world_size)
-        if spec.gathers_output and columns % ROW_ELEMENTS:
+        if spec.deals_columns and columns % ROW_ELEMENTS:
             return (
                 f"N={problem.features} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
@@ -113,13 +145,13 @@ class Fused:
         """Worth comparing on GPUs whose ranks reach each other and whose constants have been measured."""
         if problem.virtual:
             return None
-        if problem.is_scaled:
-            return "8-bit operands have not been timed between GPUs; ask for it with backend='fused'"
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
         if problem.reach is None:
             return "nobody asked what the ranks' GPUs reach"
-        return problem.reach.why_not or problem.reach.untimed
+        if reason := problem.reach.why_not or problem.reach.untimed:
+            return reason
+        return constants(problem.reach.arch).why_untimed_bytes() if problem.is_scaled else None
 
     def bind(
         self,
@@ -145,7 +177,8 @@ class Fused:
         ):
             return run
         majors = major(x, "m"), major(weight, "n")
-        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth, dtype)
+        given = group, x.device, x.dtype, shape
+        plan = plan_for(*given, *majors, bias is not None, depth, dtype, problem.blocks)
         written, own = found.made_by(plan)
         whole, out_dtype = own == slice(0, written), dtype or x.dtype
 
@@ -157,7 +190,7 @@ class Fused:
             extras = None if bias is None else (bias,)
             if scales:
                 extras = (*_vectors(x, weight, scales), *(extras or ()))
-            plan.launch(x, weight, out, extras)
+            plan.launch(x, (weight,), (out,), (extras,))
             return out if whole else out[own]
 
         return run if bias is not None and bias.stride(0) != 1 else run_as_planned
@@ -195,13 +228,14 @@ class Fused:
             weight, bias, scales = x, None, (*scales[:1], *scales[:1])
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
-        plan = plan_for(group, x.device, x.dtype, shape, *majors, bias is not None, depth, out_dtype)
+        given, blocks = (group, x.device, x.dtype, shape), any(scale.ndim == 2 for scale in scales)
+        plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
         extras = _vectors(x, weight, scales)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)
-        plan.launch(a, b, out, extras or None)
+        plan.launch(a, (b,), (out,), (extras or None,))
         return out[own]
 
     def gemm_reduce_scatter(
@@ -230,7 +264,12 @@ class Fused:
 
 
 def _vectors(x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """An element for each row and for each column of the product, as `RowColumnScale` reads them."""
+    """An element for each row and for each column of the product, as `RowColumnScale` reads them.
+
+    Or what they are of blocks, K contiguous.
+    """
+    if any(scale.ndim == 2 for scale in scales):
+        return tuple(scale if scale.stride(1) == 1 else scale.contiguous() for scale in scales)
     return tuple(
         aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
     )

@@ -12,172 +12,43 @@ them (`kernels.relay`): from this rank's own buffer, since NVSHMEM puts from its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device.failure import Op
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
-    END,
     FLAG_BYTES,
-    MAX_WORLD,
-    SCALE_BYTES,
-    SHARD_PIECES,
     ExchangeShape,
-    Puts,
     shard_puts,
-    slots_offset,
 )
-from ..runtime.executor import CudaExecutor, Executor
+from ..runtime.executor import CudaExecutor
 from ..runtime.group import Group
-from ..runtime.identity import after_skipped, call_signature
+from ..runtime.identity import call_signature
 from ..runtime.peers import Peers
-from ..runtime.workspace import SizeClass, Workspace
+from ..runtime.workspace import Workspace
 from ..schedules import ceil_div, num_owners
-from ..sharding import Shards
-from ..spec import ALL_GATHER_GEMM
+from ..spec import ALL_GATHER_GEMM, patterns_of
+from ..spec.sharding import Shards
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
+from .plan import Copies, Plan, Product, Relayed, Travel
 from .plans import (
-    SMALLEST_BUFFER,
     both,
     exchange_arguments,
     keep_plan,
     kind_of,
-    obtain_way,
     peers_for,
-    power_of_two,
     resident_clusters,
 )
-from .scaling import as_words, rows_with_scales
-
-
-@dataclass(frozen=True)
-class Product:
-    """One weight's part of a call.
-
-    Attributes:
-        gemm: the compiled kernel.
-        num_clusters: its grid.
-    """
-
-    gemm: Any
-    num_clusters: int
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """All that all-gather GEMMs of one kind have in common.
-
-    Attributes:
-        executor: where.
-        products: a launch for each weight.
-        workspace: the gather buffer.
-        given: the kernels' `Gathering`, without what belongs to a call.
-        nbytes: of the own shard.
-        copies: see `places_at_peers`; none where the kernel's warps send, or a relay puts.
-        relay: the compiled kernel that puts the own shard, if there is one.
-        puts: what that is: two lists.
-        place: where the own shard is put from.
-        gate: the compiled kernel (`kernels.gate`) that ends a call of several products of which one could not
-            be launched.
-        signature: what the ranks' calls have in common (`runtime.identity`).
-    """
-
-    executor: Executor
-    products: tuple[Product, ...]
-    workspace: Workspace
-    given: Any
-    nbytes: int
-    copies: tuple[tuple[int, int], ...]
-    relay: Any = None
-    puts: tuple[Puts, ...] = ()
-    place: int = 0
-    gate: Any = None
-    signature: int = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
-        return self.executor.is_open and self.workspace.is_open
-
-    def launch(
-        self,
-        own: Tensor,
-        weights: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        extras: Sequence[tuple[Tensor, ...] | None],
-        kept: Tensor | None,
-    ) -> None:
-        """Starts a call of this rank, after every other fused launch of its device.
-
-        Args:
-            own: The own shard, `[max(rows, 1), K]`; K contiguous, after a row its scale if it has one.
-            weights: `[N_i, K]`, see `operands.aligned`.
-            outs: `[M, N_i]`, rows at multiples of 16 bytes.
-            extras: What each product's visitors read, see `Plan.launch`.
-            kept: `[M, K]`, contiguous, or None.
-
-        Raises:
-            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
-        """
-        executor, order = self.executor, self.executor.order
-        vectors = [vector for of_one in extras for vector in of_one or ()]
-        with executor.active(own, *weights, *outs, *vectors, kept) as stream:
-            self.workspace.raise_if_failed()
-            with order.lock:
-                self.workspace.captured |= order.follow(stream)
-                signature = after_skipped(self.signature, self.workspace.group.progress.skipped)
-                exchange = self.given.exchange.of_call(order.next_call(), signature)
-                flat = None if kept is None else kept.view(-1)
-                given = self.given._replace(exchange=exchange, own=own.data_ptr(), kept=flat)
-                if not (self.copies or self.relay):
-                    if failure := self._multiply(given, own, weights, outs, extras, stream):
-                        raise failure
-                    return
-                with executor.fork() as second:
-                    if self.relay and self.nbytes:
-                        # In front of the product, which fills the SMs: within a GPU copies are kernels.
-                        executor.copy(second, self.place, own.data_ptr(), self.nbytes)
-                    failure = self._multiply(given, own, weights, outs, extras, stream)
-                    send(executor, second, self.workspace, self.copies, own, self.nbytes)
-                    if self.relay:
-                        self.relay(int(Op.ALL_GATHER_GEMM), self.puts, exchange, second)
-                if failure:
-                    raise failure
-
-    def _multiply(
-        self,
-        given: Any,
-        own: Tensor,
-        weights: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        extras: Sequence[tuple[Tensor, ...] | None],
-        stream: int,
-    ) -> BaseException | None:
-        """Launches the products; returns why not all of them. A call of which one was launched is ended."""
-        last = len(self.products) - 1
-        for i, (product, weight, out, read) in enumerate(
-            zip(self.products, weights, outs, extras, strict=True)
-        ):
-            given = given._replace(is_first=int(i == 0), is_last=int(i == last))
-            try:
-                product.gemm(own, weight, out, read, given, product.num_clusters, stream)
-            except BaseException as error:
-                if i == 0:
-                    raise
-                self.gate(END, 0, given.exchange, stream)
-                return error
-            self.workspace.group.progress.launched += i == 0
-        return None
+from .scaling import as_words, rows_with_scales, scale_bytes
+from .ways import obtain_way, wanted
 
 
 def bind(
@@ -237,10 +108,11 @@ def all_gather_gemm(
 ) -> tuple[Tensor, list[Tensor]]:
     """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
-    ``keep`` costs a copy of M x K inside the kernel, beside the products; ``scales``, of x and of each weight
+    ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
     (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
+    blocks = bool(scales) and scales[0].ndim == 2
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0], dtype=dtype) for weight in weights]
     # A rank without columns takes part all the same: its peers wait for its word.
@@ -253,12 +125,7 @@ def all_gather_gemm(
         own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
     if scales:
-        by_row = aligned_vector(scales[0], len(x)) if alone else as_words(own)
-        columns = [
-            aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
-            for scale, weight in zip(scales[1], used, strict=True)
-        ]
-        vectors = [(by_row, _padded(column, padded(len(column)))) for column in columns]
+        vectors = _blocks(own, scales, alone) if blocks else _vectors(x, own, used, scales, alone)
     if biases:
         found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
@@ -269,14 +136,34 @@ def all_gather_gemm(
         for weight, out, read in zip(operands, narrowed, extras, strict=True):
             shape = ExchangeShape.even(rows, len(weight), 1)
             majors = "k", major(weight, "n")
-            plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, bool(biases), depth, out_dtype)
-            plain.launch(own, weight, out, read)
+            given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks)
+            plain = plans.plan_for(*given, *majors, bool(biases), depth, *how)
+            plain.launch(own, (weight,), (out,), (read,))
     else:
         kept = own.new_empty(rows, own.stride(0)) if keep else None
-        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype)
+        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype, blocks)
         plan.launch(own, operands, narrowed, extras, kept)
     results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else _first_columns(kept, depth, group), results
+
+
+def _vectors(
+    x: Tensor, own: Tensor, weights: Sequence[Tensor], scales: Sequence[Any], alone: bool
+) -> list[tuple[Tensor, ...]]:
+    """Scales of rows, and of each weight's, as kernels read them; `own` has the former unless `alone`."""
+    by_row = aligned_vector(scales[0], len(x)) if alone else as_words(own)
+    columns = [
+        aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
+        for scale, weight in zip(scales[1], weights, strict=True)
+    ]
+    return [(by_row, _padded(column, padded(len(column)))) for column in columns]
+
+
+def _blocks(own: Tensor, scales: Sequence[Any], alone: bool) -> list[tuple[Tensor, ...]]:
+    """Likewise of blocks."""
+    by_row = scales[0].contiguous() if alone else as_words(own)[None]
+    empty = scales[0].new_zeros(1, scales[0].shape[1])  # of a weight without rows
+    return [(by_row, scale.contiguous() if len(scale) else empty) for scale in scales[1]]
 
 
 def plan_for(
@@ -288,7 +175,8 @@ def plan_for(
     shards: Shards,
     keep: bool,
     out_dtype: torch.dtype | None = None,
-) -> GatherPlan:
+    blocks: bool = False,
+) -> Plan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
     Args:
@@ -300,6 +188,7 @@ def plan_for(
         shards: of the rows.
         keep: whether all rows are kept.
         out_dtype: of the results, where operands have scales.
+        blocks: whether these are of blocks.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -308,14 +197,13 @@ def plan_for(
     """
     peers, asked = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
-    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, out_dtype, asked)
-    plan: GatherPlan | None = peers.plans.get(key)
+    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, out_dtype, blocks, asked)
+    plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
-    return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, bias, keep, reserve, out_dtype)
-    )
+    how = bias, keep, reserve, out_dtype, blocks
+    return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
 
 
 def _make_plan(
@@ -328,21 +216,22 @@ def _make_plan(
     keep: bool,
     reserve: int,
     out_dtype: torch.dtype | None = None,
-) -> GatherPlan:
+    blocks: bool = False,
+) -> Plan:
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else SCALE_BYTES)
+    row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    name, fields = kind_of(dtype, out_dtype, bias)
+    name, fields = kind_of(dtype, out_dtype, bias, blocks)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
-    workspace, transport = obtain_way(peers, lambda puts, _: size_class(group.size * full, puts), asked)
-    puts = transport != "peer_bulk"
-    arch = peers.agreed.arch
-    push = asked == "peer_bulk" or (asked != "copy_engine" and nbytes < constants(arch).copy_bytes)
+    workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
+    arch, puts = peers.agreed.arch, way.puts
+    push = nbytes < constants(arch).copy_bytes if asked is None else not asked.by_host
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
     push &= not puts
+    sliced = asked is not None and asked.slices
     owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str) -> Product:
@@ -350,80 +239,82 @@ def _make_plan(
             ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, name, group.size, chunk
         )
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
+        config = config.keeping if keep else config
         tile_m, tile_n = config.cluster_tile
-        work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
+        high = ceil_div(shards.total, tile_m) if sliced else owners * ceil_div(chunk, tile_m)
+        work = high * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=puts)
-        return Product(compiled_gather(executor, config, push, keep, puts), min(resident, work))
+        gemm = compiled_gather(executor, config, push, keep, puts, sliced)
+        return Product(config, gemm, min(resident, work))
 
     def compiled() -> tuple[tuple[Product, ...], Any]:
         relay = compiled_relay(executor) if puts else None
         return tuple(product(columns, b_major) for columns, b_major in kinds), relay
 
     # Ranks have different columns, and then perhaps different kernels.
-    kind = ("gather", dtype, out_dtype, shards, depth, len(kinds), bias, keep, puts, settings().fields)
+    kind = (
+        "gather",
+        dtype,
+        out_dtype,
+        shards,
+        depth,
+        len(kinds),
+        bias,
+        keep,
+        puts,
+        sliced,
+        settings().fields,
+    )
     products, relay = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
     pitch = row_bytes // dtype.itemsize
-    gathered = buffer.as_strided((chunk, depth, owners), (pitch, 1, chunk * pitch), buffer.storage_offset())
-    exchange = exchange_arguments(workspace, chunk, peers.agreed.timeout_ns, executor, puts)
+    extents = (shards.total, depth, 1) if sliced else (chunk, depth, owners)
+    gathered = buffer.as_strided(extents, (pitch, 1, chunk * pitch), buffer.storage_offset())
+    exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    given = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
+    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
     gate = None
     if len(products) > 1:
         gate = peers.prepare(
             ("gate", puts), "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor, puts)
         )
-    signature = signature_of(dtype, row_bytes, shards)
-    plan = GatherPlan(executor, products, workspace, given, nbytes, (), gate=gate, signature=signature)
+    travel: Travel | None = None
     if puts:
         lists = both(shard_puts(group.rank, group.size, full, nbytes))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
-        return replace(plan, relay=relay, puts=lists, place=place)
-    if push or not nbytes:
-        return plan
-    return replace(plan, copies=places_at_peers(workspace, full))
+        travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, nbytes)
+    elif nbytes and not push:
+        travel = copies_of(workspace, full, nbytes)
+    signature = signature_of(dtype, row_bytes, shards, sliced)
+    (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
+    return Plan(executor, pattern, products, workspace, exchange, gathering, travel, gate, signature)
 
 
-def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards) -> int:
-    """Of a call, also by `copies`: where shards lie in a gather buffer; how they travel is a rank's own."""
+def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, sliced: bool = False) -> int:
+    """Of a call, also by `copies`: where shards lie in a gather buffer, and whether they come by slices.
+
+    How they travel else is a rank's own.
+    """
     facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, "row_bytes": row_bytes}
+    facts |= {"sliced": True} if sliced else {}
     return call_signature("gather", **facts, dtype=dtype)
 
 
-def places_at_peers(workspace: Workspace, full: int) -> tuple[tuple[int, int], ...]:
-    """Where the own shard goes, and where its flag, at each peer, in the order in which they want it.
+def copies_of(workspace: Workspace, full: int, nbytes: int) -> Copies:
+    """The own shard's copies to where it goes at each peer, and its flag, in the order in which they want it.
 
     Args:
         workspace: the gather buffer.
         full: bytes of a full shard.
+        nbytes: of the own one.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
-    order = [(group.rank - i) % group.size for i in range(1, group.size)]
-    return tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
-
-
-def send(
-    executor: Executor,
-    second: int,
-    workspace: Workspace,
-    places: Sequence[tuple[int, int]],
-    own: Tensor,
-    nbytes: int,
-) -> None:
-    """Queues the own shard's copies to `places_at_peers`, each followed by its flag, on a second stream."""
-    coming = workspace.memory.local.data_ptr() + COMING_OFFSET
-    for shard, flag in places:
-        executor.copy(second, shard, own.data_ptr(), nbytes)
-        executor.copy(second, flag, coming, FLAG_BYTES)
-
-
-def size_class(nbytes: int, puts: bool = False) -> SizeClass:
-    """The smallest class of workspace that holds a gather buffer of so many bytes; see `plans.size_class`."""
-    buffer, flags = power_of_two(max(nbytes, SMALLEST_BUFFER)), slots_offset(SHARD_PIECES * MAX_WORLD)
-    return SizeClass(flags, buffer, 1, 0, "gather puts" if puts else "gather", COMING_OFFSET)
+    order = [(group.rank - i) % group.size for i in range(1, group.size)] if nbytes else []
+    places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
+    return Copies(places, workspace.memory.local.data_ptr() + COMING_OFFSET, nbytes)
 
 
 def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:

@@ -1,7 +1,9 @@
 """Products of 8-bit operands whose rows have scales, `(x * scale_x) @ (weight * scale_w).T`: who multiplies.
 
 Scales are float32 vectors: of x an element per row, of the weight one per row (so per column of the product),
-or a single element. A rank's scales are those of its own operands, and belong to its partial sums.
+or a single element. Or they are of blocks, matrices: of x `[M, ceil(K / 128)]`, of the weight
+`[ceil(N / 128), ceil(K / 128)]`. A rank's scales are those of its own operands, and belong to its partial
+sums.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.config import BLOCKS
 from ..kernels.geometry import SCALE_BYTES
+from ..schedules import ceil_div
 from ..tuning.settings import settings
 from .operands import aligned_vector
 
@@ -30,17 +34,37 @@ DEPTH = 16
 """K of scaled operands is a multiple of this: rows of 16 bytes, as TMA and `torch._scaled_mm` want them."""
 
 
+BLOCK = BLOCKS[0][2]
+"""Elements of K that share a scale of a block, and rows of a weight."""
+
+
+def of_blocks(scale_x: Tensor, depth: int) -> bool:
+    """Whether scales of x `[..., K]`, and so the weight's, are of blocks, of which K has several."""
+    return depth > BLOCK and scale_x.ndim > 1 and scale_x.shape[-1] == -(-depth // BLOCK)
+
+
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
-    return matrix.float() * scale[:, None]
+    if scale.ndim == 1:
+        return matrix.float() * scale[:, None]
+    rows, depth = matrix.shape
+    wide = scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
+    return matrix.float() * wide.repeat_interleave(BLOCK, 1)[:, :depth]
+
+
+def scale_bytes(depth: int, blocks: bool) -> int:
+    """After each row of `rows_with_scales`: its scale or those of its blocks, a multiple of 16."""
+    scales = ceil_div(depth, BLOCK) if blocks else 1
+    return ceil_div(4 * scales, SCALE_BYTES) * SCALE_BYTES
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scale."""
-    rows, depth = x.shape
-    packed = x.new_empty(max(rows, 1), depth + SCALE_BYTES).view(torch.uint8)
+    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scales."""
+    (rows, depth), blocks = x.shape, scale.ndim == 2
+    scales = scale.contiguous() if blocks else aligned_vector(scale, rows)[:, None]
+    packed = x.new_empty(max(rows, 1), depth + scale_bytes(depth, blocks)).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)
-    packed[:rows, depth : depth + scale.itemsize] = aligned_vector(scale, rows)[:, None].view(torch.uint8)
+    packed[:rows, depth : depth + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
     return packed.view(x.dtype)[:, :depth]
 
 
@@ -147,13 +171,16 @@ def with_scales(
 def why_no_scaled_mm(problem: Problem) -> str | None:
     """Why `torch._scaled_mm` does not carry out a problem's product, None if it does."""
     assert problem.weight_dtype is not None and problem.out_dtype is not None
-    return _why_no_scaled_mm(problem.device_type, problem.dtype, problem.weight_dtype, problem.out_dtype)
+    if problem.blocks:
+        return "torch._scaled_mm is called with scales of rows, not of blocks"
+    return why_no_product(problem.device_type, problem.dtype, problem.weight_dtype, problem.out_dtype)
 
 
 @cache
-def _why_no_scaled_mm(
+def why_no_product(
     device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> str | None:
+    """Why `torch._scaled_mm` does not multiply rows of these types on a type of device, None if it does."""
     if device == "cuda":  # by what its documentation says; a call would disturb a capture
         if torch.cuda.get_device_capability() < (9, 0):
             return "torch._scaled_mm with scales of rows needs a Hopper or Blackwell GPU"

@@ -1,7 +1,7 @@
 """Which backend carries out an op, and why. The choice is never silent: `explain` prints it.
 
 `auto` takes, of the backends that can carry a problem out and are worth comparing, the one whose predicted
-time is least (`tuning.plan`), and the first of them where no time can be predicted.
+time is least (`tuning.prediction`), and the first of them where no time can be predicted.
 """
 
 import logging
@@ -9,11 +9,12 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from ..tuning.plan import Facts, Prediction, predict
+from ..tuning.prediction import Facts, Prediction, predict
 from .base import OR_AUTO, Backend, Problem
 from .decomposed import Decomposed
 from .fused import Fused
 from .plans import DTYPES
+from .scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
 
@@ -134,9 +135,10 @@ def _warn(op: str, preferred: str, backend: str, why: str) -> None:
 def predicted(problem: Problem) -> Prediction | None:
     """What the model says of a problem; None on CPUs, and where it knows nothing of the GPUs or the dtype."""
     reach = problem.reach
-    if reach is None or not reach.arch or reach.untimed or problem.dtype not in DTYPES:
+    kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
+    if reach is None or not reach.arch or reach.untimed or kind is None:
         return None
-    facts = Facts(problem.op, problem.rows, problem.n, problem.k, DTYPES[problem.dtype], problem.world_size)
+    facts = Facts(problem.op, problem.rows, problem.n, problem.k, kind, problem.world_size)
     return predict(facts, reach.arch, reach.num_sms, problem.captured)
 
 

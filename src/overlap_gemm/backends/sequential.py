@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import all_gather_rows, gemm, gemms, reduce_scatter_rows
 from .scaling import why_no_scaled_mm

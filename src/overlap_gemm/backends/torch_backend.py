@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from .base import VIRTUAL, Problem, bind_method
 from .collectives import all_gather_rows, collective, gemm, gemms
 from .scaling import Scaled, why_no_scaled_mm

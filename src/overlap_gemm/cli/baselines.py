@@ -95,7 +95,7 @@ def _require_even(extent: int, group: Group) -> None:
 
 def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
     """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product."""
-    ops, name = torch.ops.symm_mem, _enabled(group)
+    ops, name = torch.ops.symm_mem, symmetric_name(group)
     spec = workload.spec
     if spec.sums and spec.out is not None:
 
@@ -154,7 +154,7 @@ def _quack(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[
     return {"quack": gathered}
 
 
-def _enabled(group: Group) -> str:
+def symmetric_name(group: Group) -> str:
     """The name by which symmetric memory knows `group`."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -177,7 +177,7 @@ def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str,
         return {}
     import torch.distributed._symmetric_memory as symm_mem
 
-    _enabled(group)
+    symmetric_name(group)
     chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements, so that all of them lie at whole 4 KiB
     inbox = symm_mem.empty(group.size * chunk, dtype=torch.float32, device=device)
     handle = symm_mem.rendezvous(inbox, group.process_group)

@@ -19,7 +19,7 @@ from ..backends.select import check_name
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
 from ..spec import OPS
-from ..tuning.plan import predict
+from ..tuning.prediction import predict
 from ..tuning.timing import captured, measure
 from .baselines import baselines, link_rates
 from .console import rank_zero_console

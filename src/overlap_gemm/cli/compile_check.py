@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
 from rich.table import Table
 
-from ..kernels.config import GemmConfig
+from ..kernels.config import BLOCKS, GemmConfig
 from ..kernels.lint import (
     PtxasReport,
     count_instructions,
@@ -23,7 +23,8 @@ from ..kernels.lint import (
     ptx_findings,
     ptxas_findings,
 )
-from ..spec import ALL_GATHER_GEMM, PATTERNS
+from ..kernels.visitors import RowColumnScale
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, PATTERNS
 from ..tuning.space import every_config
 from .console import rank_zero_console
 
@@ -31,9 +32,13 @@ ARCHS = ("sm_90a", "sm_100a")
 
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
+SLICED = f"{ALL_GATHER_GEMM.label} in slices"
+SYMMETRIC = f"{GEMM_ALL_GATHER.label} symmetric"
+SYMMETRIC_WORLD = 8
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, SYMMETRIC)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards."""
+whether its warps send and keep shards, or send slices of K, or store in `SYMMETRIC_WORLD` outputs.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,18 @@ class Checked:
 
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration and applies the lint rules to its text and to its assembler's report."""
-    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel
+    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel, make_symmetric_kernel
     from ..transports import LL, PeerBulk
 
     if op in GATHERS:
-        kernel = make_gather_kernel(config, PeerBulk(), push=GATHERS[op], keep=GATHERS[op])
+        sends = GATHERS[op]  # and keeps
+        kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
+    elif op == SLICED:
+        kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
+    elif op == SYMMETRIC:
+        kernel = make_symmetric_kernel(config, PeerBulk(), SYMMETRIC_WORLD)
     elif op in EXCHANGES:
-        # As `backends.plans.sends_ll` has it where nobody asks for other ways.
+        # As `backends.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
         kernel = make_kernel(config, transport, pattern=EXCHANGES[op])
     else:
@@ -74,6 +84,11 @@ def check(config: GemmConfig, op: str) -> Checked:
     ptx, report = seen.ptx, seen.report
     findings = ptx_findings(ptx, op != "GEMM") + ptxas_findings(report)
     return Checked(config, op, report, count_instructions(ptx), inner_loop_instructions(ptx), tuple(findings))
+
+
+def takes(config: GemmConfig, op: str) -> bool:
+    """Whether there is such a kernel: by slices, or into symmetric outputs, operands have no scales."""
+    return op not in (SLICED, SYMMETRIC) or not config.visits_rows
 
 
 def smem_bytes(config: GemmConfig) -> int:
@@ -94,13 +109,34 @@ def figures_of(checked: Checked) -> dict[str, int]:
 
 
 def representative(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Of each way to multiply the largest tile, which needs the most registers, in its smallest cluster."""
+    """Of each way to multiply, and each size of operands, the largest tile in its smallest cluster.
+
+    It needs the most registers. Then the same as dependents (`kernels.dependent`) of 16-bit operands.
+    """
 
     def size(config: GemmConfig) -> tuple[int, int]:
         return prod(config.tile), -config.cluster_ctas
 
-    kinds = dict.fromkeys((config.arch, config.mma) for config in configs)
-    return [max((c for c in configs if (c.arch, c.mma) == kind), key=size) for kind in kinds]
+    def kind(config: GemmConfig) -> tuple[Any, ...]:
+        return config.arch, config.mma, config.has_bytes, config.blocks
+
+    largest = [
+        max((c for c in configs if kind(c) == one), key=size) for one in dict.fromkeys(map(kind, configs))
+    ]
+    return largest + [
+        replace(c, launch="dependent_weights" if c.is_swap_ab else "dependent")
+        for c in largest
+        if not c.has_bytes
+    ]
+
+
+def checked_configs(arch: str) -> list[GemmConfig]:
+    """Every configuration of an architecture for bfloat16, and for e4m3 with scales of rows and columns.
+
+    And, where there are kernels of them, with scales of blocks.
+    """
+    scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
+    return every_config(arch) + scaled + every_config(arch, "e4m3", blocks=BLOCKS[0], sums=1)
 
 
 def compile_check(
@@ -118,7 +154,7 @@ def compile_check(
     for name in archs:
         if name not in ARCHS:
             raise typer.BadParameter(f"--arch must be one of {', '.join(ARCHS)}, got {name}")
-    configs = [config for name in archs for config in every_config(name) if match in config.name]
+    configs = [config for name in archs for config in checked_configs(name) if match in config.name]
     if not configs:
         raise typer.BadParameter(f"no configuration's name contains {match!r}")
     if not (every or match):
@@ -139,7 +175,7 @@ def compile_check(
         )
     wrong: list[Checked] = []
     figures: dict[str, dict[str, int]] = {}
-    jobs = [(config, op) for config in configs for op in KERNELS]
+    jobs = [(config, op) for config in configs for op in KERNELS if takes(config, op)]
     for config, op in track(jobs, "compiling"):
         checked = check(config, op)
         assert smem_bytes(config) <= config.on.smem_bytes

@@ -1,7 +1,7 @@
 """`overlap-gemm explain`: what `overlap_gemm.explain` says of a call, here, with the ranks that are here."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -10,11 +10,12 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
+from ..backends.scaling import FLOAT8
 from ..backends.select import Choice, choose, preferring
 from ..runtime.bootstrap import World
 from ..runtime.group import group_name, resolve
 from ..spec import OPS
-from .bench import DType, chosen_ops
+from .bench import chosen_ops
 from .console import rank_zero_console
 from .workload import Workload
 
@@ -33,7 +34,11 @@ def explain(
     ] = None,
     backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
     dtype: Annotated[
-        DType | None, typer.Option(help="Of operands and result. [default: bfloat16 on GPUs, else float32]")
+        Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"] | None,
+        typer.Option(
+            help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
+            "[default: bfloat16 on GPUs, else float32]"
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
@@ -51,9 +56,9 @@ def explain(
     workload = Workload("", name, m, n, k, operand)
     group = resolve(group_name(None))
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
-    choice = overlap_gemm.explain(
-        name, x, weight, group=group.process_group, backend=backend, **workload.extents
-    )
+    scale = torch.ones((), device=world.device) if operand in FLOAT8 else None
+    how: dict[str, Any] = {"backend": backend, "scale_x": scale, "scale_w": scale, **workload.extents}
+    choice = overlap_gemm.explain(name, x, weight, group=group.process_group, **how)
     if ranks not in (None, world.size):
         choice = _as_if(choice, ranks, world)
     overlap_gemm.finalize()
@@ -68,7 +73,7 @@ def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
         reach = Reach(own.arch, own.num_sms, own.why_not, own.untimed)
     problem = replace(choice.problem, world_size=ranks, reach=reach)
     found = choose(problem, choice.requested)
-    if problem.spec.dual:
+    if problem.spec.dual and not problem.is_scaled:
         backward = choose(replace(problem, op=problem.spec.dual), preferring(choice.requested))
         found = replace(found, backward=backward)
     return found

@@ -14,7 +14,7 @@ from ..kernels.arch import ARCHS
 from ..spec import OPS, op_named
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.model import FusedTime
-from ..tuning.plan import Facts, Prediction, predict_on
+from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
 
@@ -57,8 +57,8 @@ def plan(
     asked = Problem(op, m, width, kind, "cuda", ranks, across=across)
     if kind in FLOAT8:
         asked = replace(asked, weight_dtype=kind, out_dtype=OUT_DTYPES[0])
-    untimed = Fused().why_slower(asked) if asked.is_scaled else None
-    if asked.is_scaled:  # which no copy engine carries, and of which `auto` takes torch's way
+    untimed = constants.why_untimed_bytes() if asked.is_scaled else None
+    if asked.is_scaled:  # which no copy engine carries
         eager, captured = (_without(found, "decomposed") for found in (eager, captured))
     if refused := Fused().why_no_kernel(asked):
         eager, captured = (_without(found, "fused") for found in (eager, captured))

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from ..spec import OPS
-from ..tuning.plan import Prediction
+from ..tuning.prediction import Prediction
 from ..tuning.timing import Timings
 from .workload import Workload
 

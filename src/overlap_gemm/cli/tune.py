@@ -20,7 +20,7 @@ from ..backends.fused import Fused
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
 from ..runtime.group import LOCAL, Group, group_name, resolve
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from ..tuning.calibrate import calibrate
 from ..tuning.machine import (
     MACHINE_VARIABLE,
@@ -79,9 +79,12 @@ def tune(
         console.print(f"{time.perf_counter() - started:6.1f} s  {line}")
 
     found = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
-    facts = describe(world)
+    facts, provenance = describe(world), dict(found.provenance)
+    if device != base.name:
+        provenance |= dict.fromkeys(("bytes_rate", "promoted_rate"), f"expected: {base.name}'s")
     found = replace(
         found,
+        provenance=provenance,
         name=device,
         archs=(arch, *(other for other in base.archs if other != arch)),
         source="measured",

@@ -11,9 +11,9 @@ import overlap_gemm
 
 from ..backends.plans import DTYPES
 from ..runtime.group import Group
-from ..sharding import Shards
 from ..spec import OPS, OpSpec
-from ..tuning.plan import Facts
+from ..spec.sharding import Shards
+from ..tuning.prediction import Facts
 
 Call = Callable[[], object]
 

@@ -1,6 +1,6 @@
 """The failure record: what a wait that expired leaves for the host.
 
-Imports nothing, so that the host can read a record without the DSL.
+Imports nothing of the DSL, so that the host can read a record without the DSL.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
+
+from overlap_gemm.device.traced import Scalar
 
 RECORD_WORDS = 11
 """``uint32`` words of a record: 1 when valid (written last), then the fields of :class:`Failure` in order, of
@@ -18,16 +20,6 @@ NOTHING = (1 << 64) - 1
 
 
 _HALF = 0xFFFFFFFF
-
-
-class Op(IntEnum):
-    """Which operation the kernel carried out."""
-
-    OTHER = 0  # a kernel that is not one of ours
-    GEMM_REDUCE_SCATTER = 1
-    ALL_GATHER_GEMM = 2
-    GEMM_ALL_REDUCE = 3
-    GEMM_ALL_GATHER = 4
 
 
 class Role(IntEnum):
@@ -51,12 +43,12 @@ class FailureSite(NamedTuple):
     :class:`Failure`, the flag's ``index`` is its ``flag``.
     """
 
-    rank: Any = 0
-    op: Any = Op.OTHER
+    rank: Scalar = 0
+    op: Any = 0
     role: Any = Role.OTHER
-    tile: Any = 0
-    source: Any = 0
-    index: Any = 0
+    tile: Scalar = 0
+    source: Scalar = 0
+    index: Scalar = 0
 
 
 class Failure(NamedTuple):
@@ -64,7 +56,7 @@ class Failure(NamedTuple):
 
     Attributes:
         rank: who waited.
-        op: :class:`Op`, or a number that is a kernel of one's own.
+        op: `OpSpec.code` of the op, or the number of a kernel of one's own; 0 where it has none.
         role: :class:`Role`, likewise.
         tile: tile index in the waiting rank's shard.
         source: rank waited for.
@@ -95,12 +87,12 @@ def read_record(words: Sequence[int]) -> Failure | None:
     if role == Role.CALL_ENTERED:  # both are identities (`device.flags.wait_identity`)
         late, here, there = (expected ^ seen) & _HALF, expected & _HALF, seen & _HALF
         role, expected, seen = (role, here, there) if late else (Role.CALL_IDENTITY, expected, seen)
-    return Failure(rank, _named(Op, op), _named(Role, role), tile, source, flag, expected, seen)
+    return Failure(rank, op, _named(role), tile, source, flag, expected, seen)
 
 
-def _named(numbers: type[IntEnum], number: int) -> int:
-    """One of ours by its name; any other number stays one."""
+def _named(number: int) -> int:
+    """A role of ours by its name; any other number stays one."""
     try:
-        return numbers(number)
+        return Role(number)
     except ValueError:
         return number

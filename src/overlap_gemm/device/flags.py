@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int64, Uint32, Uint64, cute
+from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from overlap_gemm.device.failure import FailureSite
 from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.device.traced import Address, Scalar
 
 
 class WaitBound(NamedTuple):
@@ -74,7 +75,7 @@ def raise_flag(address: Int64, value: Any) -> None:
 
 
 @cute.jit
-def wait_flag(address: Int64, target: Any, bound: WaitBound, site: FailureSite) -> None:
+def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
 
     Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
@@ -99,6 +100,16 @@ def wait_flag(address: Int64, target: Any, bound: WaitBound, site: FailureSite) 
 
 
 @cute.jit
+def test_flag(address: Int64, target: Address) -> Int32:
+    """1 if the flag at ``address`` has reached ``target``, which is then acquired (``.sys``); else 0."""
+    flag, found = _pointer(address), Int32(0)
+    if not _is_before(_look(flag), Uint64(target), EPOCH_BITS):
+        _acquire(flag)
+        found = Int32(1)
+    return found
+
+
+@cute.jit
 def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the word at ``address`` is ``identity``; acquires it, as `wait_flag`.
 
@@ -118,11 +129,11 @@ def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: Fail
     _acquire(flag)
 
 
-def _look(flag: Any) -> Any:
+def _look(flag: Scalar) -> Any:
     return Uint64(cute.arch.load(flag, Uint64, sem="relaxed", scope="sys"))
 
 
-def _is_before(seen: Any, target: Any, bits: int) -> Any:
+def _is_before(seen: Any, target: Address, bits: int) -> Any:
     """Whether an epoch of so many bits is behind another; the bits above them do not count."""
     return Int64((seen - target) << (64 - bits)) < 0
 
@@ -140,11 +151,11 @@ def fail(bound: WaitBound, site: FailureSite, expected: Uint64, seen: Uint64) ->
         trap()
 
 
-def _pointer(address: Any) -> Any:
+def _pointer(address: Address) -> Any:
     return global_pointer(Uint64, address, 8)
 
 
-def _acquire(flag: Any) -> None:
+def _acquire(flag: Scalar) -> None:
     """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
     cute.arch.inline_ptx(
         "ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[flag]

@@ -27,9 +27,8 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 from overlap_gemm.device.failure import NOTHING, FailureSite
 from overlap_gemm.device.flags import WaitBound, fail
 from overlap_gemm.device.memory import CHUNK_WORDS, load_chunk, store_chunk
-
-EMPTY_BYTE = 0xFF
-"""What a block of memory is filled with before its first use."""
+from overlap_gemm.device.traced import Address, Scalar
+from overlap_gemm.spec import EMPTY_BYTE
 
 EMPTY = EMPTY_BYTE * 0x01010101
 
@@ -99,13 +98,13 @@ def _missing(words: cute.Tensor) -> Any:
     return first
 
 
-def _filled(word: Any) -> Any:
+def _filled(word: Scalar) -> Any:
     return cutlass.select_(word == EMPTY, Uint32(OTHER_NANS), word)
 
 
-def _clear(address: Any) -> None:
+def _clear(address: Address) -> None:
     _store(address, [Uint32(EMPTY)] * CHUNK_WORDS)
 
 
-def _store(address: Any, words: list[Any]) -> None:
+def _store(address: Address, words: list[Any]) -> None:
     store_chunk("st.relaxed.sys.global.v4.b32", Int64(address), words)

@@ -13,6 +13,8 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from overlap_gemm.device.traced import Address, Fragment, Scalar
+
 CHUNK_BYTES = 16
 """The widest load or store of one thread."""
 
@@ -32,12 +34,12 @@ DTYPES: dict[str, Any] = {
 """The DSL's numeric type for a configuration's dtype name."""
 
 
-def global_pointer(dtype: Any, address: Any, align: int) -> Any:
+def global_pointer(dtype: Any, address: Address, align: int) -> Any:
     """A pointer to ``dtype`` in global memory at the ``Int64`` ``address``, a multiple of ``align`` bytes."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
-def bulk_store(stage: Any, address: Any, num_bytes: Any = None) -> None:
+def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
     """Starts one non-tensor bulk copy of a contiguous shared-memory tensor to global ``address``.
 
     To be called by one thread, which must also commit and wait (bulk groups belong to the thread, PTX ISA
@@ -91,14 +93,14 @@ def order_async_writes() -> None:
     cute.arch.fence_proxy("async.global")
 
 
-def load_run(address: Any, values: Any) -> None:
+def load_run(address: Address, values: Fragment) -> None:
     """Starts to load a chunk of registers from the ``Int64`` ``address``; arguments as for `store_run`."""
     dtype, number = values.element_type, cute.size(values)
     source = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(number)), values)
 
 
-def store_run(address: Any, values: Any) -> None:
+def store_run(address: Address, values: Fragment) -> None:
     """Stores a chunk of registers at the ``Int64`` ``address``, in as few stores as its bytes allow.
 
     Args:

@@ -15,12 +15,11 @@ access here, and once more after its last one here and before it tells anybody.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cutlass import Int64, Uint32, cute
 
 from overlap_gemm.device.memory import CHUNK_WORDS, load_chunk, store_chunk
+from overlap_gemm.device.traced import Fragment
 
 
 def alias_fence() -> None:
@@ -48,6 +47,6 @@ def store_everywhere(address: Int64, values: cute.Tensor) -> None:
     store_chunk(store, address, [words[i] for i in range(CHUNK_WORDS)])
 
 
-def _pair(values: Any) -> str:
+def _pair(values: Fragment) -> str:
     """The PTX type of two of them in a word."""
     return {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[values.element_type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from overlap_gemm.device.traced import Scalar
+
 
 class Route(NamedTuple):
     """A tile's way to its owner.
@@ -20,9 +22,9 @@ class Route(NamedTuple):
     """
 
     peers: Any
-    rank: Any
-    owner: Any
-    slot: Any
+    rank: Scalar
+    owner: Scalar
+    slot: Scalar
     staging: Any
-    flag: Any
-    staged: Any
+    flag: Scalar
+    staged: Scalar

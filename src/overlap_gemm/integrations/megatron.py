@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from ..functional import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from ..api.functional import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from ..nn import column_parallel_gemm
 
 logger = logging.getLogger(__name__)

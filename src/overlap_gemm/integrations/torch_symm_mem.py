@@ -29,11 +29,11 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from ..api.functional import all_gather_gemm, explain, gemm_reduce_scatter
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name
-from ..functional import all_gather_gemm, explain, gemm_reduce_scatter
-from ..lowering import DTYPES
+from ..dispatch.lowering import DTYPES
 from ..runtime.group import group_rank, group_size
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
 from ..tuning.settings import configured

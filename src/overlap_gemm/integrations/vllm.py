@@ -1,9 +1,10 @@
 """A plug-in for vLLM: row-parallel linears whose all-reduce overlaps the product, where that is faster.
 
 vLLM finds it by its entry point (group `vllm.general_plugins`) and loads it in every process; it does nothing
-unless `OVERLAP_GEMM_VLLM=1`. Then every unquantized `RowParallelLinear` becomes one opaque op that decides at
-each call, by the tokens there are: `gemm_all_reduce` where the model of `overlap_gemm.tuning` predicts the
-fused kernel to be faster than product and collective, vLLM's own product and all-reduce otherwise.
+unless `OVERLAP_GEMM_VLLM=1`. Then every `RowParallelLinear` that is unquantized, or of 8-bit floats with
+scales by tensor or channel, becomes one opaque op that decides at each call, by the tokens there are:
+`gemm_all_reduce` where the model of `overlap_gemm.tuning` predicts the fused kernel to be faster than product
+and collective, vLLM's own product and all-reduce otherwise. Activations are quantised by vLLM's own kernel.
 
 Run in vLLM 0.32 on CPUs, written against the sources of 0.24 to 0.33. What it costs: an all-reduce in an
 opaque op is out of reach of vLLM's fusion of all-reduce and RMSNorm.
@@ -18,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..api.functional import gemm_all_reduce
 from ..backends.base import Problem
 from ..backends.select import choose
-from ..functional import gemm_all_reduce
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
 
@@ -60,6 +61,11 @@ def _register() -> type:
     # other way otherwise, and reaches Ray's workers, which would differ about the layer otherwise.
     envs.environment_variables[SWITCH] = lambda: os.environ.get(SWITCH)
 
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
+    except ImportError:  # an older vLLM, whose quantized layers are its own
+        FP8ScaledMMLinearKernel = None
+
     class OverlapRowParallelLinear(RowParallelLinear):
         """vLLM's layer with its weights and loaders; the forward is ours where ours can serve."""
 
@@ -69,14 +75,19 @@ def _register() -> type:
             if why is not None:
                 _say(why)
             self._is_asked_for_vllms = why is not None
+            self._scaled = _kernel_of(self, FP8ScaledMMLinearKernel)
 
         def forward(self, input_: Tensor) -> Any:
             plain = type(self.quant_method) is UnquantizedLinearMethod and self.weight.ndim == 2
+            scaled = self._scaled is not None and _is_by_columns(self.weight, input_, self.output_size)
             sums = self.input_is_parallel and self.reduce_results and self.tp_size > 1
-            if self._is_asked_for_vllms or not (plain and sums):
+            if self._is_asked_for_vllms or not sums or not (plain or scaled):
                 return super().forward(input_)
             bias = None if self.skip_bias_add else self.bias
-            out = torch.ops.overlap_gemm.vllm_row_parallel(input_, self.weight, bias, self.input_size)
+            if plain:
+                out = torch.ops.overlap_gemm.vllm_row_parallel(input_, self.weight, bias, self.input_size)
+            else:
+                out = _multiply(self, self._scaled, input_, bias)
             if not self.return_bias:
                 return out
             return out, self.bias if self.skip_bias_add else None
@@ -84,6 +95,47 @@ def _register() -> type:
     RowParallelLinear.register_oot(OverlapRowParallelLinear)
     logger.info("vLLM's RowParallelLinear is overlap_gemm's; %s=1", SWITCH)
     return OverlapRowParallelLinear
+
+
+_kernels: dict[str, Any] = {}
+"""vLLM's kernels of 8-bit products, by what tells them apart: a compiled graph knows no object."""
+
+
+def _kernel_of(layer: Any, kind: type | None) -> str | None:
+    """The name in `_kernels` of the kernel by which vLLM multiplies a layer's 8-bit weight; None: no such."""
+    if kind is None:
+        return None
+    for owner in (layer.quant_method, getattr(layer, "scheme", None)):
+        for kernel in getattr(owner, "__dict__", {}).values():
+            # One that has its own way from x to the product may not quantise x.
+            if isinstance(kernel, kind) and type(kernel).apply_weights is kind.apply_weights:  # type: ignore[attr-defined]
+                name = f"{type(kernel).__qualname__} {kernel.config}"  # type: ignore[attr-defined]
+                return name if _kernels.setdefault(name, kernel) is not None else None
+    return None
+
+
+def _is_by_columns(weight: Tensor, x: Any, columns: int) -> bool:
+    """Whether a weight is `[K, N]` of 8 bits, K contiguous, not packed nor padded, and x its operand."""
+    return (
+        isinstance(x, Tensor)
+        and weight.dtype == torch.float8_e4m3fn
+        and weight.shape == (x.shape[-1], columns)
+        and weight.stride(0) == 1
+    )
+
+
+def _multiply(layer: Any, name: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum over the ranks of a layer's product, its input quantised as vLLM quantises it."""
+    kernel = _kernels[name]
+    weight, scale_w, scale_x, bound = kernel._get_layer_params(layer)
+    rows = x.reshape(-1, x.shape[-1])
+    values, scale_x = kernel.quant_fp8(rows, scale_x, bound)
+    if len(values) != len(rows):  # padded for torch's product
+        values, scale_x = values[: len(rows)], scale_x if scale_x.numel() == 1 else scale_x[: len(rows)]
+    dtype = kernel.config.out_dtype or x.dtype
+    product = torch.ops.overlap_gemm.vllm_scaled_row_parallel
+    out: Tensor = product(values, weight, scale_x, scale_w, bias, dtype, layer.input_size, name)
+    return out.view(*x.shape[:-1], weight.shape[1])
 
 
 def _why_not(config: Any, envs: Any) -> str | None:
@@ -129,6 +181,50 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
 @_row_parallel.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("overlap_gemm::vllm_scaled_row_parallel", mutates_args=())
+def _scaled_row_parallel(
+    x: Tensor,
+    weight: Tensor,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    k: int,
+    kernel: str,
+) -> Tensor:
+    """X `[M, K_local]`, weight `[K_local, N]`, both of 8 bits -> `[M, N]`, summed over the ranks, plus bias.
+
+    `kernel` is vLLM's, in `_kernels`.
+    """
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().device_group
+    ranks = find(group)
+    rows, columns = x.shape[0], weight.shape[1]
+    types = (weight.dtype, out_dtype)
+    problem = Problem.of(GEMM_ALL_REDUCE.name, rows, columns, k, x, ranks, None, scaled=types)
+    if _overlaps(problem):
+        own = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
+        others = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w
+        bias = None if bias is None else bias.to(out_dtype)
+        return gemm_all_reduce(
+            x, weight.t(), bias=bias, group=group, k=k, scale_x=own, scale_w=others, out_dtype=out_dtype
+        )
+    product = _kernels[kernel].apply_scaled_mm(
+        A=x, B=weight, out_dtype=out_dtype, As=scale_x, Bs=scale_w,
+        bias=bias if ranks.rank == 0 else None, output_shape=[rows, columns],
+    )  # fmt: skip
+    return tensor_model_parallel_all_reduce(product)
+
+
+@_scaled_row_parallel.register_fake
+def _(
+    x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Any, out_dtype: torch.dtype, *_: Any
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1], dtype=out_dtype)
 
 
 @cache

@@ -45,23 +45,25 @@ import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from overlap_gemm.device.failure import Op
 from overlap_gemm.device.memory import global_pointer, order_async_writes
-from overlap_gemm.kernels.call import (
-    Call,
-    await_peers,
-    await_readers,
-    begin_warp,
-    end_warp,
+from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.kernels.call import Call, end_warp
+from overlap_gemm.kernels.epilogue import stage_layout
+from overlap_gemm.kernels.gathering import (
+    GatherCall,
+    Gathering,
+    ShardRole,
+    await_shard,
+    has_read,
+    readers,
+    store_output,
 )
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Visits, stage_layout
-from overlap_gemm.kernels.gathering import GatherCall, Gathering, ShardRole, await_shard, has_read, readers
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
-from overlap_gemm.schedules import OwnShardFirst, Place
+from overlap_gemm.kernels.product import OutputOp
+from overlap_gemm.kernels.work import CtaTile, Share, Work
+from overlap_gemm.schedules import OwnShardFirst, Place, ceil_div
 from overlap_gemm.transports.base import Transport
 
 
@@ -90,7 +92,7 @@ class GatherOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(OutputOp):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``.
 
     Attributes:
@@ -100,25 +102,14 @@ class AllGather:
         keep: whether the gathered operand is copied to a tensor of the caller's.
     """
 
-    config: GemmConfig
     transport: Transport
     push: bool = False
     keep: bool = False
 
     @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of the output."""
-        return self.config.out_dtype
-
-    @property
     def order(self) -> OwnShardFirst:
         """Whole shards in the order of their arrival."""
         return OwnShardFirst(self.config.raster_group)
-
-    @property
-    def visits(self) -> Visits:
-        """An accumulator is a complete sum."""
-        return Visits(self.config, ("partial", "complete"))
 
     @property
     def gate(self) -> ArrivalGate:
@@ -132,13 +123,13 @@ class AllGather:
             return None
         return ShardRole(self.config, self.transport, self.push, self.keep)
 
-    def share(self, given: Gathering, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, given: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows, by shards; A is the own one here."""
         return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
-    def begin(self, given: Gathering, smem: Any) -> GatherCall:
+    def begin(self, given: Gathering, near: Any) -> GatherCall:
         """Reads the epoch."""
-        return GatherCall(Call.begin(given.exchange, smem=smem), given)
+        return GatherCall(Call.begin(given.exchange, near=near), given)
 
     def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
         """The gather buffer."""
@@ -165,19 +156,11 @@ class AllGather:
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
 
-    @cute.jit
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: GatherCall, output: GatherOutput) -> None:
-        """One lane stores every tile of the output; the grid's first warp then waits for the readers."""
-        is_first = cta_number() == 0
-        announces = is_first and call.given.is_first != 0
-        begin_warp(call.call, Op.ALL_GATHER_GEMM, self.transport, announces)
-        if cute.arch.lane_idx() == 0:
-            sender = ShardSender(self, work, output, stages)
-            ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
-        cute.arch.sync_warp()
-        if is_first and call.given.is_last != 0:
-            await_peers(call.call, Op.ALL_GATHER_GEMM)
-            await_readers(call.call, Op.ALL_GATHER_GEMM)
+    def comm_role(
+        self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: GatherOutput
+    ) -> None:
+        """See `gathering.store_output`."""
+        store_output(ring, ShardSender(self, work, output, stages), call, self.config, self.transport)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
@@ -207,6 +190,7 @@ class ArrivalGate:
         place: Place,
         call: GatherCall,
         opened: Int32,
+        early: Any,
     ) -> tuple[pipeline.PipelineState, Int32]:
         """Loads the tile at ``place``, once its shard has arrived.
 
@@ -219,6 +203,7 @@ class ArrivalGate:
             place: of the tile.
             call: the call's values.
             opened: the shard for which the gate was opened last; -1 before the first.
+            early: see `Mainloop.load_tile`.
 
         Returns:
             ``state`` after the tile, and ``opened``.
@@ -226,15 +211,14 @@ class ArrivalGate:
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
         if place.shard == call.call.exchange.rank:
-            state = mainloop.load_tile(res, ops, state, row, column)
+            state = mainloop.load_tile(res, ops, state, row, column, early)
         else:
             if place.shard != opened:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
-            state = mainloop.load_tile(
-                res, Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b), state, row, column
-            )
+            gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
+            state = mainloop.load_tile(res, gathered, state, row, column, early)
         return state, Int32(place.shard)
 
     @cute.jit
@@ -248,13 +232,17 @@ class ArrivalGate:
             await_shard(call, shard, self.op.transport)
         return Int32(shard)
 
-    def with_rows(self, tile: CtaTile, extras: Any, call: GatherCall) -> Any:
-        """What a tile's visitors read; of rows, the first, the scales that came with the tile's shard."""
+    def with_rows(self, tile: CtaTile, extras: Extras, call: GatherCall) -> Any:
+        """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard."""
         given, exchange = call.given, call.call.exchange
         offset, nbytes = call.shard(tile.owner)
         base = cutlass.select_(tile.owner == exchange.rank, given.own, call.buffer + offset)
-        first = global_pointer(cutlass.Float32, base + given.row_bytes - SCALE_BYTES, SCALE_BYTES)
-        layout = cute.make_layout(Int32(nbytes // given.row_bytes), stride=given.row_bytes // 4)
+        depth, blocks = cute.size(given.gathered, mode=[1]), self.op.config.blocks
+        first = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
+        rows, pitch = Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
+        layout = cute.make_layout(rows, stride=pitch)
+        if blocks is not None:
+            layout = cute.make_layout((rows, ceil_div(depth, blocks[2])), stride=(pitch, 1))
         return (cute.make_tensor(first, layout), *extras[1:])
 
     @cute.jit
@@ -278,9 +266,13 @@ class ShardSender:
     op: AllGather
     work: Work
     output: GatherOutput
-    stages: Any
+    stages: Stages
 
-    def locate(self, tile: Any) -> CtaTile:
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return tile < self.work.num_tiles
+
+    def locate(self, tile: Scalar) -> CtaTile:
         """The CTA tile's place."""
         return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
 
@@ -297,5 +289,5 @@ class ShardSender:
                 cfg, full.tma, full.tensor[(None, None, place.owner)], stages, place, subtile, stage
             )
 
-    def publish(self, tile: Any, place: CtaTile) -> None:
+    def publish(self, tile: Scalar, place: CtaTile) -> None:
         """Nobody waits for the output but the kernel's end."""

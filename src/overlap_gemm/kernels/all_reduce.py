@@ -52,17 +52,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from overlap_gemm.device.failure import Op
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.copies import ResultCopies, Results
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import BroadcastSender, OwnerSender, send_role
+from overlap_gemm.kernels.send import BroadcastSender, OwnerSender
 from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import DealtShards, LinearOrder
+from overlap_gemm.spec import GEMM_ALL_REDUCE
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class OneShot(PartialExchange):
     """
 
     @property
+    def code(self) -> int:
+        """See `TileExchange`."""
+        return GEMM_ALL_REDUCE.code
+
+    @property
     def order(self) -> LinearOrder:
         """All rows, as if each rank owned them."""
         return LinearOrder(self.config.raster_group)
@@ -82,17 +88,16 @@ class OneShot(PartialExchange):
     @property
     def receive(self) -> Receiver:
         """Sums all tiles."""
-        sums = Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, self.transport)
+        sums = Sums(self.config, self.order, self.code, self.transport)
         return Receiver(self.config, (sums,))
 
-    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows, one shard."""
         return Share.whole(rows, cols, cols)
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> BroadcastSender:
         """Sends every tile to everybody."""
-        sender = BroadcastSender(self.config, self.order, self.transport, work, call, stages)
-        send_role(ring, sender, work, call, Op.GEMM_ALL_REDUCE)
+        return BroadcastSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,11 @@ class TwoShot(PartialExchange):
         config: the kernel's configuration.
         transport: how a partial reaches its owner, and a sum the other ranks.
     """
+
+    @property
+    def code(self) -> int:
+        """See `TileExchange`."""
+        return GEMM_ALL_REDUCE.code
 
     @property
     def order(self) -> DealtShards:
@@ -116,16 +126,15 @@ class TwoShot(PartialExchange):
         return Receiver(
             self.config,
             (
-                Sums(self.config, self.order, Op.GEMM_ALL_REDUCE, self.transport, results),
-                ResultCopies(results, self.order, Op.GEMM_ALL_REDUCE),
+                Sums(self.config, self.order, self.code, self.transport, results),
+                ResultCopies(results, self.order, self.code),
             ),
         )
 
-    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All of it, by the owners' columns."""
         return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        sender = OwnerSender(self.config, self.order, self.transport, work, call, stages)
-        send_role(ring, sender, work, call, Op.GEMM_ALL_REDUCE)
+        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)

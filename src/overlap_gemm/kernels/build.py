@@ -20,9 +20,10 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
     ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
     of one row, which stays untouched.
 ``extras``
-    A tuple of what the epilogue's visitors read, in the order of ``config.epilogue_operands``; None where
-    they read nothing. Vectors, contiguous, 16-byte aligned: along rows as many elements as there are rows,
-    along columns as columns, a multiple of 8.
+    A tuple: where operands have scales of blocks, these two matrices (`kernels.blocks`); then what the
+    epilogue's visitors read, in the order of ``config.epilogue_operands``: vectors, contiguous, 16-byte
+    aligned, along rows as many elements as there are rows, along columns as columns, a multiple of 8. None
+    where there is nothing.
 ``exchange``
     An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
     workspace.
@@ -46,6 +47,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernels.all_gather import AllGather
 from overlap_gemm.kernels.arch import arch_of
+from overlap_gemm.kernels.blocks import NUM_OPERANDS
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
@@ -53,8 +55,10 @@ from overlap_gemm.kernels.gate import GateKernel
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
+from overlap_gemm.kernels.k_slices import SlicedGather
 from overlap_gemm.kernels.relay import Relay
-from overlap_gemm.kernels.surface import Mainloop
+from overlap_gemm.kernels.surface import KernelOp, Mainloop
+from overlap_gemm.kernels.symmetric_output import SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports.base import Transport
 
@@ -73,9 +77,7 @@ def make_kernel(
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
         pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS` whose tiles travel.
     """
-    module, _, name = PATTERNS[pattern].kernel.partition(".")
-    exchange = getattr(import_module(f"overlap_gemm.kernels.{module}"), name)
-    op = PlainGemm(config) if transport is None else exchange(config, transport)
+    op = PlainGemm(config) if transport is None else _named(PATTERNS[pattern].kernel)(config, transport)
     return FusedGemm(_mainloop(config), op, cooperative)
 
 
@@ -85,6 +87,7 @@ def make_gather_kernel(
     push: bool = False,
     keep: bool = False,
     cooperative: bool = False,
+    sliced: bool = False,
 ) -> FusedGemm:
     """Composes the all-gather GEMM of a configuration; its ``exchange`` is a :class:`Gathering`.
 
@@ -94,14 +97,44 @@ def make_gather_kernel(
         push: whether the kernel's warps send the own shard; else copy engines do.
         keep: whether the gathered operand is copied to a tensor of the caller's.
         cooperative: as for `make_kernel`.
+        sliced: whether the kernel's warps send by slices of K instead (`k_slices`), which keeps nothing.
+
+    Raises:
+        ValueError: what is asked for has no kernel by slices.
     """
-    return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
+    if config.blocks is not None and config.sums != 1:
+        raise ValueError(f"an all-gather GEMM with scales of blocks spills unless sums=1; got {config.sums}")
+    op: KernelOp = AllGather(config, transport, push, keep)
+    if sliced:
+        if keep:
+            raise ValueError("rows that come by slices of K are not kept (return_gathered, save_gathered)")
+        op = SlicedGather(config, transport)
+    return FusedGemm(_mainloop(config), op, cooperative)
+
+
+def make_symmetric_kernel(
+    config: GemmConfig, transport: Transport, world: int, cooperative: bool = False
+) -> FusedGemm:
+    """Composes a GEMM all-gather into outputs that are symmetric; its ``exchange``: `SymmetricOutputs`.
+
+    Args:
+        config: compile-time choices.
+        transport: raises flags at peers.
+        world: ranks.
+        cooperative: as for `make_kernel`.
+    """
+    return FusedGemm(_mainloop(config), SymmetricGather(config, transport, world), cooperative)
 
 
 def _mainloop(config: GemmConfig) -> Mainloop:
-    module, _, name = config.on.mainloop.partition(":")
-    mainloop: Mainloop = getattr(import_module(module), name)(config)
+    mainloop: Mainloop = _named(config.on.mainloop)(config)
     return mainloop
+
+
+def _named(path: str) -> Any:
+    """What ``module:name`` says, imported only now."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def warp_names(config: GemmConfig) -> dict[int, str]:
@@ -125,16 +158,17 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
             DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
         )
 
-    extras = (
-        tuple(
-            make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
-            for operand in cfg.epilogue_operands
-        )
-        or None
+    scales = () if cfg.blocks is None else tuple(_fake_scales() for _ in range(NUM_OPERANDS))
+    vectors = tuple(
+        make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
+        for operand in cfg.epilogue_operands
     )
+    extras = scales + vectors or None
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
-    if isinstance(kernel.op, AllGather):
-        exchange = _fake_gathering(cfg, kernel.op.keep)
+    if isinstance(kernel.op, AllGather | SlicedGather):
+        exchange = _fake_gathering(cfg, isinstance(kernel.op, AllGather) and kernel.op.keep)
+    if isinstance(kernel.op, SymmetricGather):
+        exchange = SymmetricOutputs(_fake_exchange(), (Int64(0),) * kernel.op.world)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtype, cfg.b_major == "k"),
@@ -147,9 +181,9 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
 
 
 def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
-    """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves behind.
+    """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves to it.
 
-    Its arguments: the op (`device.failure.Op`), two lists of puts (`geometry.Puts`, of ``Int64``), the GEMM's
+    Its arguments: the op (`OpSpec.code`), two lists of puts (`geometry.Puts`, of ``Int64``), the GEMM's
     ``exchange``, a stream other than the GEMM's.
     """
     relay, none = Relay(transport), Puts(*map(Int64, Puts()))
@@ -222,6 +256,12 @@ def _converted(value: Any) -> Any:
     if value.ndim == 1:
         return from_dlpack(value, assumed_align=16).mark_layout_dynamic()
     return from_dlpack(value, assumed_align=16).mark_layout_dynamic(1 if value.stride(1) == 1 else 0)
+
+
+def _fake_scales() -> Any:
+    """Scales of blocks: K contiguous."""
+    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64()
+    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=4)
 
 
 def _fake_exchange() -> Exchange:

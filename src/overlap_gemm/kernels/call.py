@@ -48,9 +48,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
-from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.failure import FailureSite, Role
 from overlap_gemm.device.flags import WaitBound, fail, wait_flag, wait_identity
 from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.device.traced import Address, Scalar
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import (
     CLAIM_OFFSET,
@@ -78,22 +79,21 @@ class Call(NamedTuple):
     """
 
     exchange: Exchange
-    base: Any
+    base: Address
     last: Any
     buffer: Any
     bound: WaitBound
 
     @staticmethod
-    def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, smem: Any = None) -> Call:
-        """Reads the epoch: every thread does, before its CTA's first barrier, so before any ticket.
+    def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, near: Any = None) -> Call:
+        """Reads the epoch: every thread does, before a barrier of its CTA, so before any ticket.
 
-        With ``smem``, an allocator, the call looks peers up in a copy there, complete after that barrier.
+        With ``near``, a `near_table`, the call looks peers up in a copy there, complete after that barrier.
         """
         base = exchange.peers[exchange.rank]
-        if smem is not None:
-            table = smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
-            copy_table(exchange.peers, table)
-            exchange = exchange._replace(peers=table)
+        if near is not None:
+            copy_table(exchange.peers, near)
+            exchange = exchange._replace(peers=near)
         epoch = _next_epoch(base + epoch_offset)
         return Call(
             exchange,
@@ -103,7 +103,7 @@ class Call(NamedTuple):
             WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
         )
 
-    def flag(self, base: Any, tile: Any, source: Any) -> Any:
+    def flag(self, base: Address, tile: Scalar, source: Scalar) -> Any:
         """Address (or, with ``base`` 0, offset) of the flag that ``source`` raises for a tile."""
         return base + (CONTROL_BYTES + FLAG_BYTES * Int64(tile * self.exchange.world + source))
 
@@ -120,18 +120,23 @@ class Call(NamedTuple):
         """What this rank's *entered* word is to its peers: the epoch's low half, the signature above it."""
         return (Uint64(Uint32(self.exchange.signature)) << 32) | Uint64(Uint32(self.epoch))
 
-    def entered(self, source: Any) -> Any:
+    def entered(self, source: Scalar) -> Any:
         """Byte offset, in every workspace, of the *entered* word of ``source`` for epochs of this parity."""
         parity = Int64(self.epoch & 1) * (MAX_WORLD * FLAG_BYTES)
         return ENTERED_OFFSET + parity + FLAG_BYTES * Int64(source)
 
-    def has_read(self, source: Any) -> Any:
+    def has_read(self, source: Scalar) -> Any:
         """Byte offset, in every workspace, of the flag that ``source`` raises when it has read its gather."""
         return READ_OFFSET + FLAG_BYTES * Int64(source)
 
-    def site(self, op: Op, role: Role, tile: Any, source: Any, index: Any) -> FailureSite:
+    def site(self, op: int, role: Role, tile: Scalar, source: Scalar, index: Scalar) -> FailureSite:
         """Who waits, for a failure record."""
         return FailureSite(self.exchange.rank, int(op), int(role), tile, source, index)
+
+
+def near_table(smem: Any) -> cute.Tensor:
+    """Room in shared memory for the ranks' addresses."""
+    return smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
 
 
 @cute.jit
@@ -176,7 +181,7 @@ class Tally(NamedTuple):
 
 
 @cute.jit
-def count(word: Any, sem: cutlass.Constexpr = "relaxed") -> Int32:
+def count(word: Scalar, sem: cutlass.Constexpr = "relaxed") -> Int32:
     """A warp's next number: adds one, by its first lane; all lanes get the value before."""
     value = Int32(0)
     if cute.arch.lane_idx() == 0:
@@ -216,7 +221,7 @@ def announce(call: Call, transport: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def await_entry(call: Call, op: cutlass.Constexpr, peer: Any) -> None:
+def await_entry(call: Call, op: cutlass.Constexpr, peer: Scalar) -> None:
     """One lane: waits until ``peer`` has entered this call; traps if it is in another one."""
     site = call.site(op, Role.CALL_ENTERED, 0, peer, peer)
     wait_identity(call.base + call.entered(peer), call.identity, call.bound, site)

@@ -5,7 +5,7 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
@@ -13,6 +13,7 @@ from overlap_gemm.kernels.visitors import Operand, Visitor
 
 InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
 OutDtype = Literal["bf16", "f16", "f32"]
+Launch = Literal["ordered", "dependent", "dependent_weights"]
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
 
@@ -29,8 +30,14 @@ CONTROL_WORDS = 16
 TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
+BLOCKS = ((1, 128, 128),)
+"""(Rows of A, rows of B, elements of K) that may share a scale."""
+
 PROMOTED_VALUES = 64
 """Most accumulators a thread has where they are promoted, since it then has three times as many."""
+
+PUBLISHER_STAGES = 4
+"""Tiles that may be written and not published, where a warp does that: one fence may serve so many."""
 
 UNIT_BYTES = 4096
 """Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
@@ -71,7 +78,18 @@ class GemmConfig:
         raster_group: tile rows per band of the raster (L2 locality).
         fast_accum: 8-bit types alone: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
             bits of them. By default they are promoted to fp32 after each k tile there.
+        blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale, with which
+            sums are multiplied as they are promoted (`kernels.blocks`); None: they have none of that kind.
+        sums: where sums are promoted, of how many k tiles they are under way at a time, 1 or 2: of two, one
+            is promoted during the other's products, and other roles are left few registers.
         k_split: CTAs that share a tile, each of which multiplies a part of K (`kernels.split`).
+        launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
+            its programmatic dependent (`kernels.dependent`): ``"dependent"``, or ``"dependent_weights"``,
+            swapped kernels alone, which reads B before that kernel's end, so B must not be what it writes.
+        own_last: whether a reduce-scatter computes its own tiles last, and the epilogue reduces them from
+            the ring's stages (`kernels.own`), so that they go to no slot. Of other ops it changes nothing.
+        publisher: whether the first receive warp raises tiles' flags in the comm lane's place, and receives
+            when all of them are raised (`pipelines.publisher`). Where no tile has a flag it changes nothing.
     """
 
     arch: str = "sm_100a"
@@ -89,6 +107,11 @@ class GemmConfig:
     raster_group: int = 8
     k_split: int = 1
     fast_accum: bool = False
+    launch: Launch = "ordered"
+    blocks: tuple[int, int, int] | None = None
+    own_last: bool = False
+    sums: int = 2
+    publisher: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
@@ -101,16 +124,34 @@ class GemmConfig:
             wide = halves if self.is_swap_ab else (*halves, "f32")
             _require_in(f"{name} for mma={self.mma!r}", getattr(self, name), wide)
         majors = ("k",) if self.has_bytes and self.on.bytes_k_major else ("k", "m", "n")
+        launches = get_args(Launch) if self.is_swap_ab else get_args(Launch)[:2]
+        _require_in(f"launch for mma={self.mma!r}", self.launch, launches)
         for name, other in (("a_major", "n"), ("b_major", "m")):
             _require_in(name, getattr(self, name), tuple(major for major in majors if major != other))
         if self.fast_accum and not self.has_bytes:
             raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={self.in_dtype!r}")
-        values = self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
-        if self.promotes and values > PROMOTED_VALUES:
+        if self.promotes and self.accumulators > PROMOTED_VALUES:
             raise ValueError(
-                f"tile {_x(self.tile)} of mma={self.mma!r} has {values} accumulators a thread; where sums "
-                f"are promoted to fp32 there is room for {PROMOTED_VALUES} (fast_accum=True does not promote)"
+                f"tile {_x(self.tile)} of mma={self.mma!r} has {self.accumulators} accumulators a thread; "
+                f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES} "
+                "(fast_accum=True does not promote)"
             )
+        _require_in("sums", self.sums, (1, 2) if self.promotes else (2,))
+        if self.blocks is not None:
+            _require_in("blocks", self.blocks, BLOCKS)
+            if not self.promotes or self.is_swap_ab:
+                raise ValueError(
+                    f"blocks={self.blocks} are for kernels that promote, and not swap_ab; got "
+                    f"mma={self.mma!r} on {self.arch}, in_dtype={self.in_dtype!r}, "
+                    f"fast_accum={self.fast_accum}"
+                )
+            if self.sums == 2 and (self.mma, self.cluster) != ("pingpong", (2, 1)):
+                raise ValueError(
+                    "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
+                    f"bytes; got mma={self.mma!r}, cluster={_x(self.cluster)}"
+                )
+        if self.own_last and self.is_swap_ab:
+            raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={self.mma!r}")
         splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
         _require_in(f"k_split for mma={self.mma!r}, tile={self.tile}", self.k_split, splits)
         if not 0 < self.inflight < self.ring_stages:
@@ -120,7 +161,7 @@ class GemmConfig:
             )
         if self.raster_group < 1:
             raise ValueError(f"raster_group={self.raster_group} must be at least 1")
-        words = 2 * (self.ab_stages + self.ring_stages) + CONTROL_WORDS + MAX_WORLD + 1
+        words = 2 * (self.ab_stages + self.ring_stages) + self.control_words + MAX_WORLD + 1
         if 8 * words > BARRIER_BYTES:
             raise ValueError(
                 f"{self.ring_stages} ring stages and {self.ab_stages} A/B stages have, with addresses and "
@@ -158,14 +199,39 @@ class GemmConfig:
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
 
     @property
+    def receives_with_few(self) -> bool:
+        """Whether receive and shard roles have few registers: consumers that promote have them."""
+        return self.promotes and self.sums == 2 and self.accumulators == PROMOTED_VALUES
+
+    @property
+    def accumulators(self) -> int:
+        """Of a thread."""
+        return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
+
+    @property
+    def keeping(self) -> GemmConfig:
+        """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
+        return replace(self, cluster=(1, 1)) if self.receives_with_few else self
+
+    @property
     def k_step(self) -> int:
         """K tiles that the mainloop takes at a time."""
-        return 2 if self.promotes else 1
+        return self.sums if self.promotes else 1
 
     @property
     def tile_k(self) -> int:
         """K extent of one A/B stage, in elements."""
         return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether the kernel may be launched before the stream's kernel before it has ended."""
+        return self.launch != "ordered"
+
+    @property
+    def loads_weights_early(self) -> bool:
+        """Whether B is read before that kernel has ended."""
+        return self.launch == "dependent_weights"
 
     @property
     def epilogue_operands(self) -> tuple[Operand, ...]:
@@ -174,8 +240,8 @@ class GemmConfig:
 
     @property
     def visits_rows(self) -> bool:
-        """Whether a visitor reads something of each row."""
-        return any(operand.along == "rows" for operand in self.epilogue_operands)
+        """Whether an epilogue warp reads something of each row."""
+        return self.blocks is not None or any(operand.along == "rows" for operand in self.epilogue_operands)
 
     @property
     def is_swap_ab(self) -> bool:
@@ -288,7 +354,12 @@ class GemmConfig:
     @property
     def unit_bytes(self) -> int:
         """Part of a slot that a warp finishes at a time: divides every subtile."""
-        return min(UNIT_BYTES, self.tile_bytes // TILE_UNITS)
+        return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Most that a warp loads at a time, all of it under way at once."""
+        return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES
 
     @property
     def units(self) -> int:
@@ -305,6 +376,11 @@ class GemmConfig:
         """Bytes of one ring stage: the larger of a partial and an output subtile."""
         wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
         return self.epi_tile[0] * self.epi_tile[1] * wide
+
+    @property
+    def control_words(self) -> int:
+        """Of 8 bytes: `CONTROL_WORDS`, and a publisher's barriers."""
+        return CONTROL_WORDS + 2 * PUBLISHER_STAGES * self.publisher
 
     @property
     def ab_stage_bytes(self) -> int:
@@ -337,6 +413,11 @@ class GemmConfig:
             [f"r{self.ring_stages}q{self.inflight}"] if (self.ring_stages, self.inflight) != (4, 2) else []
         )
         parts += ["fast"] if self.fast_accum else []
+        parts += [self.launch] if self.launch != "ordered" else []
+        parts += ["b" + "x".join(map(str, self.blocks))] if self.blocks else []
+        parts += ["own"] if self.own_last else []
+        parts += ["s1"] if self.sums == 1 else []
+        parts += ["pub"] if self.publisher else []
         parts += [f"k{self.k_split}"] if self.k_split != 1 else []
         parts += [f"g{self.raster_group}"] if self.raster_group != 8 else []
         return "_".join(parts)

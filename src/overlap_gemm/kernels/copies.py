@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import DTYPES, LANES
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Predicate, Scalar
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
@@ -44,13 +45,13 @@ class CopiedUnit(NamedTuple):
         tile: index of the tile in the source's shard.
     """
 
-    exists: Any
-    slot: Any
-    unit: Any
+    exists: Predicate
+    slot: Scalar
+    unit: Scalar
     at: CtaTile
     window: Window
-    source: Any
-    tile: Any
+    source: Scalar
+    tile: Scalar
 
     @property
     def copied(self) -> tuple[Any, ...]:
@@ -78,7 +79,7 @@ class TileCopies:
 
     config: GemmConfig
     order: Any
-    op: Op
+    op: int
     transport: Transport
 
     def tiles(self, given: ReceiveContext) -> Any:
@@ -92,7 +93,7 @@ class TileCopies:
         if tile < shard_tiles(self.config, self._list(given, source)):
             self.transport.await_result(given.call, self.op, tile, tile, source)
 
-    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> CopiedUnit:
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Where it is, and where it goes."""
         cfg, call, out = self.config, given.call, given.out
         source, tile = self._locate(given, index)
@@ -111,7 +112,7 @@ class TileCopies:
             arrival = self.transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile)
             copy_unit(self.config, self.transport, arrival, *place.copied)
 
-    def _grid(self, given: ReceiveContext, columns: Any) -> TileGrid:
+    def _grid(self, given: ReceiveContext, columns: Scalar) -> TileGrid:
         """Cluster tiles of so many columns.
 
         From the output's rows, not the cluster's work: epilogue warps would keep that in registers, which
@@ -134,19 +135,19 @@ class TileCopies:
         sources = self._sources(given)
         return sources - (given.call.exchange.rank < sources) * 1
 
-    def _locate(self, given: ReceiveContext, index: Any) -> tuple[Any, Any]:
+    def _locate(self, given: ReceiveContext, index: Scalar) -> tuple[Any, Any]:
         """(source, its tile) of the part's tile ``index``."""
         others = self._others(given)
         source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
         return source, index // others
 
-    def _columns(self, given: ReceiveContext, source: Any) -> tuple[Any, Any]:
+    def _columns(self, given: ReceiveContext, source: Scalar) -> tuple[Any, Any]:
         """(first, number) of the source's columns of the output."""
         chunk = given.call.exchange.shard_rows
         first = source * chunk
         return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
 
-    def _list(self, given: ReceiveContext, source: Any) -> WorkList:
+    def _list(self, given: ReceiveContext, source: Scalar) -> WorkList:
         """The source's work list."""
         _, columns = self._columns(given, source)
         return WorkList(self._grid(given, columns), 0, 1)
@@ -166,16 +167,16 @@ class ResultCopies:
 
     results: Results
     order: Any
-    op: Op
+    op: int
 
     def tiles(self, given: ReceiveContext) -> Any:
         """The tiles of every other rank that owns some."""
         return self._others(given) * Int32(given.work.slots)
 
-    def await_tile(self, given: ReceiveContext, index: Any) -> None:
+    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
         """Each unit has its own flag."""
 
-    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> CopiedUnit:
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Where it is, and where it goes."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
@@ -216,7 +217,7 @@ class ResultLane(NamedTuple):
     """
 
     call: Any
-    offset: Any
+    offset: Address
 
 
 @dataclass(frozen=True)
@@ -245,21 +246,21 @@ class Results:
         """Bytes of a chunk."""
         return StageChunks(self.config).elements * (DTYPES[self.config.out_dtype].width // 8)
 
-    def slot(self, call: Call, work: Work, owner: Any, tile: Any) -> Any:
+    def slot(self, call: Call, work: Work, owner: Scalar, tile: Scalar) -> Any:
         """Byte offset of a summed tile's slot in every workspace."""
         partials = Int64(call.exchange.world) * work.slots * self.config.tile_bytes
         return call.buffer + partials + (Int64(owner) * work.slots + tile) * self.config.result_bytes
 
-    def flag(self, work: Work, tile: Any, unit: Any) -> Any:
+    def flag(self, work: Work, tile: Scalar, unit: Scalar) -> Any:
         """The number that `Call.flag` takes for a unit."""
         return work.slots + tile * self.config.units + unit
 
-    def lane(self, call: Call, work: Work, tile: Any, first: Any) -> ResultLane:
+    def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
         """Where the calling lane's sums go, the first of which is chunk ``first`` of an own tile."""
         own = self.slot(call, work, call.exchange.rank, tile)
         return ResultLane(call, own + first * self.chunk_bytes)
 
-    def send(self, lane: ResultLane, chunk: Any, values: cute.Tensor) -> None:
+    def send(self, lane: ResultLane, chunk: Scalar, values: cute.Tensor) -> None:
         """One lane stores a chunk, ``chunk`` after its first, at every peer."""
         self.transport.store_to_all(lane.call.exchange, lane.offset + chunk * self.chunk_bytes, values)
 

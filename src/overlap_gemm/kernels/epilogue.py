@@ -10,6 +10,8 @@ from cutlass import cute, utils
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
+from overlap_gemm.kernels.blocks import NUM_OPERANDS
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Sum
 
@@ -85,11 +87,11 @@ class StageChunks:
         """Chunks of a subtile."""
         return self.config.epi_tile[0] * self.per_row
 
-    def first_column(self, chunk: Any) -> Any:
+    def first_column(self, chunk: Scalar) -> Any:
         """First column in the CTA tile of the subtile in which a chunk lies."""
         return chunk // self.per_subtile % self.config.epi_columns * self.config.epi_tile[1]
 
-    def locate(self, chunk: Any) -> tuple[Any, Any]:
+    def locate(self, chunk: Scalar) -> tuple[Any, Any]:
         """(row, first column) in the CTA tile of its ``chunk``-th chunk, counted over its subtiles."""
         epi_m, epi_n = self.config.epi_tile
         subtile, inside = chunk // self.per_subtile, chunk % self.per_subtile
@@ -113,7 +115,7 @@ class Visits:
     config: GemmConfig
     of: tuple[Sum, ...]
 
-    def on_chunk(self, values: Any, row: Any, column: Any, extras: Any) -> None:
+    def on_chunk(self, values: Fragment, row: Scalar, column: Scalar, extras: Extras) -> None:
         """Visits ``values`` of neighbouring columns of ``row``, the first of which is ``column``, in range.
 
         Args:
@@ -132,7 +134,7 @@ class Visits:
                     read.append(loaded.to(cutlass.Float32).reshape(values.shape))
             values.store(visitor.apply(values.load(), *read))
 
-    def on_fragment(self, fragment: Any, own: Any, row: Any, column: Any, extras: Any) -> None:
+    def on_fragment(self, fragment: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras) -> None:
         """Visits a thread's values of a subtile, loading once per run of neighbouring columns.
 
         Rows and columns past the end read the last ones: their values are clipped when they are stored.
@@ -153,9 +155,9 @@ class Visits:
             for i, values in enumerate(zip(*read, strict=True) if read else [()] * cute.size(fragment)):
                 fragment[i] = visitor.apply(fragment[i], *values)
 
-    def _visitors(self, extras: Any) -> list[tuple[Any, Any]]:
+    def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
         """The visitors of these sums, each with its tensors."""
-        found, first = [], 0
+        found, first = [], NUM_OPERANDS if self.config.blocks else 0
         for visitor in self.config.epilogue:
             end = first + len(visitor.operands)
             if visitor.of in self.of:
@@ -163,7 +165,9 @@ class Visits:
             first = end
         return found
 
-    def _elements(self, operand: Any, tensor: Any, own: Any, row: Any, column: Any, size: int) -> list[Any]:
+    def _elements(
+        self, operand: Any, tensor: Any, own: Any, row: Scalar, column: Scalar, size: int
+    ) -> list[Any]:
         """An operand's value, fp32, for each element of a thread's fragment."""
         along_rows, tile = operand.along == "rows", self.config.epi_tile
         mode = 0 if along_rows else 1
@@ -189,7 +193,7 @@ class Visits:
         return [values[offset] for offset in offsets]
 
 
-def _load_run(vector: Any, first: Any, run: int) -> Any:
+def _load_run(vector: Any, first: Scalar, run: int) -> Any:
     """``run`` neighbouring elements; ``first`` is a multiple of ``run``."""
     loaded = cute.make_rmem_tensor(run, vector.element_type)
     source = vector.iterator + cute.assume(first, divby=run)

@@ -8,11 +8,14 @@ from typing import Any, final
 
 from cutlass import cute
 
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
+from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Receiver
+from overlap_gemm.kernels.send import send_role
 from overlap_gemm.kernels.surface import Order, Output
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.transports.base import Transport
@@ -49,7 +52,7 @@ class TileExchange(ABC):
         """See `surface.KernelOp`."""
 
     @abstractmethod
-    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """See `surface.KernelOp`."""
 
     @final
@@ -62,13 +65,42 @@ class TileExchange(ABC):
         """See `surface.KernelOp`."""
 
     @final
-    def begin(self, exchange: Exchange, smem: Any) -> Call:
+    def begin(self, exchange: Exchange, near: Any) -> Call:
         """Reads the epoch."""
-        return Call.begin(exchange, smem=self.transport.looks_up_in(smem))
+        return Call.begin(exchange, near=self.transport.looks_up_in(near))
+
+    @property
+    @abstractmethod
+    def code(self) -> int:
+        """For failure records."""
 
     @abstractmethod
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> Any:
+        """Where tiles go: a ``TileSender`` with attributes ``config`` and ``transport``."""
+
+    @final
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
         """See `surface.KernelOp`."""
+        sent = self._sent(work)
+        kept = None if self.own_sums is None else (work.num_tiles - sent.num_tiles) * self.config.subtiles
+        send_role(ring, self.sender(stages, sent, call, output), call, self.code, kept)
+
+    @final
+    def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
+        """See `surface.KernelOp`."""
+        self.transport.publish_all(ring, self.sender(stages, self._sent(work), call, output))
+
+    @property
+    def own_sums(self) -> OwnSums | None:
+        """How the epilogue reduces tiles that stay; None: all are sent."""
+        return None
+
+    def _sent(self, work: Work) -> Work:
+        """The tiles that are sent."""
+        if self.own_sums is None:
+            return work
+        order: Any = self.order
+        return work._replace(num_tiles=work.before(order.num_sent(work.whole)))
 
     @final
     def end(self, call: Call, tally: Any, warps: int) -> None:

@@ -11,15 +11,17 @@ from cutlass import Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from overlap_gemm.kernels.call import Tally
-from overlap_gemm.kernels.config import CONTROL_WORDS, GemmConfig
+from overlap_gemm.device.traced import Extras
+from overlap_gemm.kernels.call import Tally, near_table
+from overlap_gemm.kernels.config import PUBLISHER_STAGES, GemmConfig
+from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_early, wait_for_kernel_before
 from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
 from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import plan_work
-from overlap_gemm.pipelines import EpilogueRing
+from overlap_gemm.pipelines import EpilogueRing, Publisher
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class FusedGemm:
             min_blocks_per_mp=1,
             stream=stream,
             cooperative=self.cooperative,
+            use_pdl=cfg.is_dependent,
         )
 
     @cute.kernel
@@ -77,7 +80,7 @@ class FusedGemm:
         more: Any,
         output: Any,
         out: cute.Tensor,
-        extras: Any,
+        extras: Extras,
         exchange: Any,
     ) -> None:
         """Sets up shared memory and pipelines, then gives each warp its role."""
@@ -89,18 +92,31 @@ class FusedGemm:
         rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
         work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
         smem = memory.SmemAllocator()
-        call = op.begin(exchange, smem)
+        near, call = near_table(smem), None
+        if cutlass.const_expr(not cfg.loads_weights_early):
+            wait_for_kernel_before(cfg)
+            call = op.begin(exchange, near)
         # All that is no stage, in the first `BARRIER_BYTES`: what came after the stages would find no room.
-        words = mainloop.num_barriers + 2 * cfg.ring_stages
-        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + CONTROL_WORDS
+        publishes = cfg.publisher and op.publish_role is not None
+        ringed = 2 * (cfg.ring_stages + publishes * PUBLISHER_STAGES)
+        words = mainloop.num_barriers + ringed
+        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + cfg.control_words
         barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
-        res = mainloop.setup(ops, barriers + 2 * cfg.ring_stages, smem)
+        res = mainloop.setup(ops, barriers + ringed, smem)
+        publisher = None
+        if cutlass.const_expr(publishes):
+            publisher = Publisher.create(
+                num_stages=PUBLISHER_STAGES,
+                barrier_storage=barriers + 2 * cfg.ring_stages,
+                defer_sync=True,
+            )
         ring = EpilogueRing.create(
             num_stages=cfg.ring_stages,
             inflight=cfg.inflight,
             num_warps=cfg.epilogue_threads // 32,
             barrier_storage=barriers,
             defer_sync=True,
+            publisher=publisher,
         )
         stages = allocate_stages(cfg, op.stage_dtype, smem)
         receive: Any = op.receive
@@ -113,6 +129,15 @@ class FusedGemm:
         cluster = cute.make_layout((*cfg.cluster, cfg.k_split))
         pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=False)
         pipeline_init_wait(cluster_shape_mn=cluster)
+        if cutlass.const_expr(cfg.loads_weights_early):
+            if warp == mainloop.load_warp:
+                load_weights_early(mainloop, op, res, ops, work)
+            wait_for_kernel_before(cfg)
+            call = op.begin(exchange, near)
+            cute.arch.sync_threads()
+        sent = work
+        if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
+            sent = work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
 
         if (
             warp < mainloop.first_epilogue_warp
@@ -127,21 +152,21 @@ class FusedGemm:
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
-                sent = work
-                if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
-                    first = cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0))
-                    sent = work._replace(num_tiles=first)
+                let_next_kernel_go(cfg)
                 op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(counted):
                     op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(receive is not None):  # noqa: SIM102
                 if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
+                    if cutlass.const_expr(publishes):  # noqa: SIM102
+                        if warp == cfg.first_receive_warp:  # which receives when all is published
+                            cast(Any, op.publish_role)(ring, stages, sent, call, output)
                     receive(call, work, tally, out, extras)
                     op.end(call, tally, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group, call)
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
                 op.end(call, tally, self._ending_warps)

@@ -1,6 +1,6 @@
 """The gate kernel: what a stream waits with, between products of somebody else's kernels.
 
-A rank's shard comes by copy engines (:mod:`overlap_gemm.backends.copies`); the product of each shard is a
+A rank's shard comes by copy engines (:mod:`overlap_gemm.backends.by_shards`); the product of each shard is a
 kernel that knows nothing of it. So a launch of this one, a single warp, stands in front of each product, and
 one after them all. The driver's own way, ``cuStreamWaitValue32``, has no bound, and its value is fixed when
 a graph is captured, while an epoch is not.
@@ -25,7 +25,6 @@ from typing import Any
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, cute
 
-from overlap_gemm.device.failure import Op
 from overlap_gemm.kernels.call import (
     Call,
     announce_read,
@@ -37,6 +36,7 @@ from overlap_gemm.kernels.call import (
 )
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.gathering import await_piece
+from overlap_gemm.spec import ALL_GATHER_GEMM
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class GateKernel:
     def kernel(self, source: Int32, is_first: Int32, exchange: Exchange) -> None:
         """See the module."""
         call = Call.begin(exchange)
-        begin_warp(call, Op.ALL_GATHER_GEMM, self.transport, is_first != 0 or source < 0)
+        begin_warp(call, ALL_GATHER_GEMM.code, self.transport, is_first != 0 or source < 0)
         if source >= 0:
             if cute.arch.lane_idx() == 0:
-                await_entry(call, Op.ALL_GATHER_GEMM, source)
+                await_entry(call, ALL_GATHER_GEMM.code, source)
                 await_piece(call, source, 0)
         else:
             announce_read(call, self.transport)
-            await_peers(call, Op.ALL_GATHER_GEMM)
-            await_readers(call, Op.ALL_GATHER_GEMM)
+            await_peers(call, ALL_GATHER_GEMM.code)
+            await_readers(call, ALL_GATHER_GEMM.code)
             cute.arch.sync_warp()
             finish(call)

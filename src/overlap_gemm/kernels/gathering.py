@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
-from overlap_gemm.kernels.call import Call, announce_read, await_entry, count_grid
-from overlap_gemm.kernels.config import UNIT_BYTES, GemmConfig
+from overlap_gemm.device.traced import Address, Extras, Scalar
+from overlap_gemm.kernels.call import (
+    Call,
+    announce_read,
+    await_entry,
+    await_peers,
+    await_readers,
+    begin_warp,
+    count_grid,
+)
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import (
     READERS_OFFSET,
@@ -26,6 +35,7 @@ from overlap_gemm.kernels.geometry import (
 )
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
 from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.transports.base import Transport
 
 
@@ -71,7 +81,7 @@ class GatherCall(NamedTuple):
         """Address of the own gather buffer."""
         return self.call.base + self.call.exchange.slots_offset
 
-    def shard(self, source: Any) -> tuple[Any, Any]:
+    def shard(self, source: Scalar) -> tuple[Any, Any]:
         """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
         given, rows = self.given, self.call.exchange.shard_rows
         first = Int32(source) * rows
@@ -91,7 +101,7 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
     And that it is of this call: copy engines send whatever this rank is in.
     """
     if cute.arch.lane_idx() == 0:
-        await_entry(call.call, Op.ALL_GATHER_GEMM, source)
+        await_entry(call.call, ALL_GATHER_GEMM.code, source)
     full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
     pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
     transport.await_pieces(pieces, partial(await_piece, call.call, source))
@@ -99,9 +109,9 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
 
 
 @cute.jit
-def await_piece(call: Call, source: Int32, piece: Any) -> None:
+def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
     """One lane: waits for the flag of a piece of a shard of ``source``; of a whole one, 0."""
-    site = call.site(Op.ALL_GATHER_GEMM, Role.LOAD_GATE, source, source, source)
+    site = call.site(ALL_GATHER_GEMM.code, Role.LOAD_GATE, source, source, source)
     wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
 
 
@@ -141,7 +151,7 @@ class ShardRole:
     with_epilogue = False
 
     @cute.jit
-    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Any) -> None:
+    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Extras) -> None:
         """One warp's part."""
         warps = self.config.receive_warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
@@ -163,13 +173,18 @@ class ShardRole:
         """
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
-        offset, nbytes = call.shard(rank)
+        (offset, nbytes), size = call.shard(rank), self.config.copied_bytes
         if rank < call.owners:
             flag = call.call.flag(Int64(0), 0, rank)
             for i in cutlass.range(1, world, unroll=1):
                 peer = (rank + world - i) % world
                 copy_units(
-                    peers[peer] + exchange.slots_offset + offset, call.given.own, nbytes, first, stride
+                    size,
+                    peers[peer] + exchange.slots_offset + offset,
+                    call.given.own,
+                    nbytes,
+                    first,
+                    stride,
                 )
                 if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                     if cute.arch.lane_idx() == 0:
@@ -181,41 +196,67 @@ class ShardRole:
         exchange, owners = call.call.exchange, call.owners
         for i in cutlass.range(owners, unroll=1):
             source = (exchange.rank + i) % owners
-            offset, nbytes = call.shard(source)
-            origin = call.buffer + offset
-            if source == exchange.rank:
-                origin = call.given.own
-            else:
+            if source != exchange.rank:
                 await_shard(call, source, self.transport)
-            copy_units(call.given.kept.iterator.toint() + offset, origin, nbytes, first, stride)
+            offset, nbytes = call.shard(source)
+            origin = cutlass.select_(source == exchange.rank, call.given.own, call.buffer + offset)
+            copy_units(
+                self.config.copied_bytes,
+                call.given.kept.iterator.toint() + offset,
+                origin,
+                nbytes,
+                first,
+                stride,
+            )
 
 
 @cute.jit
-def copy_units(target: Int64, source: Int64, nbytes: Int64, first: Int32, stride: Int32) -> None:
-    """All lanes: copies units ``first, first + stride, ...`` of 4 KiB, all loads of one under way at once.
+def copy_units(
+    size: cutlass.Constexpr, target: Int64, source: Int64, nbytes: Int64, first: Int32, stride: Int32
+) -> None:
+    """All lanes: copies units ``first, first + stride, ...``, all loads of one under way at once.
 
     Args:
+        size: bytes of a unit.
         target: address, a multiple of 16.
         source: likewise.
         nbytes: likewise.
         first: this warp's first unit.
         stride: warps that share the copy.
     """
-    chunks = UNIT_BYTES // (CHUNK_BYTES * LANES)
-    units = Int32((nbytes + (UNIT_BYTES - 1)) // UNIT_BYTES)
-    for unit in cutlass.range(first, units, stride, unroll=1):
-        loaded = cute.make_rmem_tensor((CHUNK_WORDS, chunks), cutlass.Uint32)
-        start = Int64(unit) * UNIT_BYTES + cute.arch.lane_idx() * CHUNK_BYTES
-        for c in cutlass.range_constexpr(chunks):
-            at = start + c * LANES * CHUNK_BYTES
-            # After the end the first chunk is loaded again, and not stored.
-            safe = cutlass.select_(at < nbytes, at, Int64(0))
-            cute.autovec_copy(_chunk(source + safe), loaded[(None, c)])
-        for c in cutlass.range_constexpr(chunks):
-            at = start + c * LANES * CHUNK_BYTES
-            if at < nbytes:
-                cute.autovec_copy(loaded[(None, c)], _chunk(target + at))
+    width, chunks = size // CHUNK_BYTES, Int32(nbytes // CHUNK_BYTES)
+    for unit in cutlass.range(first, (chunks + (width - 1)) // width, stride, unroll=1):
+        loaded = cute.make_rmem_tensor((CHUNK_WORDS, width // LANES), cutlass.Uint32)
+        start = unit * width + cute.arch.lane_idx()
+        for c in cutlass.range_constexpr(width // LANES):
+            # After the end the last chunk is loaded again, and not stored.
+            at = cutlass.min(start + c * LANES, chunks - 1)
+            cute.autovec_copy(chunk_at(source + Int64(at) * CHUNK_BYTES), loaded[(None, c)])
+        for c in cutlass.range_constexpr(width // LANES):
+            at = start + c * LANES
+            if at < chunks:
+                cute.autovec_copy(loaded[(None, c)], chunk_at(target + Int64(at) * CHUNK_BYTES))
 
 
-def _chunk(address: Any) -> cute.Tensor:
+@cute.jit
+def store_output(
+    ring: Any,
+    sender: Any,
+    call: GatherCall,
+    config: cutlass.Constexpr,
+    transport: cutlass.Constexpr,
+) -> None:
+    """All lanes of the comm warp: one stores every tile; the grid's first warp then waits for the readers."""
+    is_first = cta_number() == 0
+    begin_warp(call.call, ALL_GATHER_GEMM.code, transport, is_first and call.given.is_first != 0)
+    if cute.arch.lane_idx() == 0:
+        ring.drain(ring.consumer_state(), config.subtiles, sender)
+    cute.arch.sync_warp()
+    if is_first and call.given.is_last != 0:
+        await_peers(call.call, ALL_GATHER_GEMM.code)
+        await_readers(call.call, ALL_GATHER_GEMM.code)
+
+
+def chunk_at(address: Address) -> cute.Tensor:
+    """16 bytes."""
     return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_WORDS))

@@ -9,41 +9,31 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Visits, stage_layout
+from overlap_gemm.kernels.epilogue import stage_layout
+from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
 
 
 @dataclass(frozen=True)
-class PlainGemm:
+class PlainGemm(OutputOp):
     """``out = a @ b.T (+ bias)`` on one rank.
 
     Attributes:
         config: the kernel's configuration.
     """
 
-    config: GemmConfig
-
     gate = receive = None
-
-    @property
-    def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of the output."""
-        return self.config.out_dtype
 
     @property
     def order(self) -> LinearOrder:
         """One shard, walked once."""
         return LinearOrder(self.config.raster_group)
 
-    @property
-    def visits(self) -> Visits:
-        """An accumulator is a complete sum."""
-        return Visits(self.config, ("partial", "complete"))
-
-    def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """One rank computes everything."""
         return Share.whole(rows, cols, cols)
 
@@ -54,18 +44,18 @@ class PlainGemm:
         """By TMA, from the ring's stages."""
         return output_store(self.config, self.stage_dtype, out)
 
-    def begin(self, exchange: Any, smem: Any) -> None:
+    def begin(self, exchange: Any, near: Any) -> None:
         """There is no call to share."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
         """Nobody ends a call."""
 
     @cute.jit
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Output) -> None:
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Output) -> None:
         """One lane: stores every tile to the output."""
         if cute.arch.lane_idx() == 0:
             sender = OutputSender(self, work, output, stages)
-            ring.drain(ring.consumer_state(), work.num_tiles, self.config.subtiles, sender)
+            ring.drain(ring.consumer_state(), self.config.subtiles, sender)
 
 
 @dataclass(frozen=True)
@@ -73,18 +63,22 @@ class OutputSender:
     """One clipped TMA tensor store per subtile into the caller's output (a ``TileSender``).
 
     Attributes:
-        op: configuration and order.
+        op: configuration and order: this one, or another whose tiles are the output's.
         work: this cluster's work.
         output: the output's TMA atom and coordinate tensor (rows, cols).
         stages: the ring's stages.
     """
 
-    op: PlainGemm
+    op: Any
     work: Work
     output: Output
-    stages: Any
+    stages: Stages
 
-    def locate(self, tile: Any) -> CtaTile:
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return tile < self.work.num_tiles
+
+    def locate(self, tile: Scalar) -> CtaTile:
         """The CTA tile's place."""
         return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
 
@@ -93,7 +87,7 @@ class OutputSender:
         """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
         store_subtile(self.op.config, self.output.tma, self.output.tensor, self.stages, place, subtile, stage)
 
-    def publish(self, tile: Any, place: CtaTile) -> None:
+    def publish(self, tile: Scalar, place: CtaTile) -> None:
         """Nobody waits for the output but the kernel's end."""
 
 
@@ -108,7 +102,7 @@ def store_subtile(
     config: cutlass.Constexpr,
     tma: cute.CopyAtom,
     tensor: cute.Tensor,
-    stages: Any,
+    stages: Stages,
     place: CtaTile,
     subtile: Int32,
     stage: Int32,

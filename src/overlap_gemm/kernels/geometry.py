@@ -23,8 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import MAX_WORLD as MAX_WORLD
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
 from overlap_gemm.spec import PATTERNS, PatternSpec
 
@@ -85,7 +86,7 @@ class ExchangeShape:
     """Sizes of one call: a product of global ``rows`` x ``cols``, exchanged between ``world`` ranks.
 
     Attributes:
-        rows: M of the product over all ranks; at least 1.
+        rows: M of a rank's product, of a full shard where ranks multiply rows of their own; at least 1.
         cols: N of the product over all ranks.
         world: ranks.
         shard: rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
@@ -147,6 +148,11 @@ class ExchangeShape:
         result = config.result_bytes if self.spec.returns else 0
         return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
 
+    def num_computed(self, config: GemmConfig) -> int:
+        """Cluster tiles that a rank computes."""
+        grid = self.grid(config)
+        return (self.owners if self.spec.cut and not self.spec.to_all else 1) * grid.rows * grid.cols
+
     def num_clusters(self, config: GemmConfig) -> int:
         """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
         grid = self.grid(config)
@@ -158,7 +164,7 @@ def slots_offset(max_flags: int) -> int:
     return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
 
 
-def staged_flags_offset(slots: Any) -> Any:
+def staged_flags_offset(slots: Scalar) -> Any:
     """Byte offset of the flags of staged tiles, from that of the slots (a host integer or an ``Int64``)."""
     return (CONTROL_BYTES + slots) // 2
 
@@ -246,9 +252,14 @@ PIECE_ALIGN = 1024
 """A piece of a shard is a multiple of this many bytes; the last has the rest."""
 
 
-def shard_piece(nbytes: Any) -> Any:
+def shard_piece(nbytes: Scalar) -> Any:
     """Bytes of a piece of a shard, of which a full one has ``nbytes``."""
     return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
+
+
+def k_slice(row_bytes: Any) -> Any:
+    """Bytes of each row in a slice of K (`kernels.k_slices`): of as many whole k tiles as pieces need."""
+    return ceil_div(row_bytes, SHARD_PIECES * TILE_K_BYTES) * TILE_K_BYTES
 
 
 def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:

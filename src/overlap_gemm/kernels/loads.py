@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.operands import Operands
 
 
@@ -22,12 +23,14 @@ class OperandLoads(NamedTuple):
     """
 
     atom: Any
-    source: Any
-    stages: Any
+    source: Scalar
+    stages: Stages
     mask: Any
 
     @staticmethod
-    def shared(atom: Any, sharer: Any, sharers: int, stages: Any, tiles: Any, mask: Any) -> OperandLoads:
+    def shared(
+        atom: Any, sharer: Any, sharers: int, stages: Stages, tiles: Scalar, mask: Any
+    ) -> OperandLoads:
         """Loads that ``sharers`` CTAs, of which this is number ``sharer``, do for each other by multicast.
 
         Args:
@@ -42,6 +45,11 @@ class OperandLoads(NamedTuple):
             atom, sharer, cute.make_layout(sharers), _but_last(stages), _but_last(tiles)
         )
         return OperandLoads(atom, source, stages, mask)
+
+    def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
+        """Starts to load k tile ``k`` into an acquired stage."""
+        target, full = self.stages[(None, state.index)], ab.producer_get_barrier(state)
+        cute.copy(self.atom, self.source[(None, k)], target, tma_bar_ptr=full, mcast_mask=self.mask)
 
 
 def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int) -> tuple[Any, Any]:
@@ -61,20 +69,38 @@ def load_k_tiles(
     b: OperandLoads,
     first: Int32,
     number: Int32,
+    early: Any = None,
 ) -> pipeline.PipelineState:
     """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros after K's end.
+
+    Of the first ``early`` k tiles B is under way (`load_first_weights`), to the same stages.
 
     Returns:
         The state after the last.
     """
-    for k in cutlass.range(first, first + number, unroll=1):
+    begin = first
+    if cutlass.const_expr(early is not None):
+        begin = first + early
+        for k in cutlass.range(first, begin, unroll=1):
+            a.load(ab, state, k)
+            state.advance()
+    for k in cutlass.range(begin, first + number, unroll=1):
         ab.producer_acquire(state)
-        full = ab.producer_get_barrier(state)
         for loads in (a, b):
-            target = loads.stages[(None, state.index)]
-            cute.copy(loads.atom, loads.source[(None, k)], target, tma_bar_ptr=full, mcast_mask=loads.mask)
+            loads.load(ab, state, k)
         state.advance()
     return state
+
+
+@cute.jit
+def load_first_weights(
+    ab: Any, state: pipeline.PipelineState, b: OperandLoads, first: Int32, number: Int32
+) -> None:
+    """Loads ``number`` k tiles of B from ``first`` on, into stages that await A's, too."""
+    for k in cutlass.range(first, first + number, unroll=1):
+        ab.producer_acquire(state)
+        b.load(ab, state, k)
+        state.advance()
 
 
 def _but_last(tensor: Any) -> Any:

@@ -29,9 +29,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
+from overlap_gemm.kernels.k_slices import load_as_it_comes
+from overlap_gemm.kernels.loads import OperandLoads, load_first_weights, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
@@ -180,9 +182,34 @@ class MainloopSm100:
 
     @cute.jit
     def load_tile(
-        self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
+        self,
+        res: Resources,
+        ops: Operands,
+        state: pipeline.PipelineState,
+        row: Int32,
+        col: Int32,
+        early: Any = None,
+        arrivals: Any = None,
     ) -> pipeline.PipelineState:
         """Loads this part's k tiles of the cluster tile whose A rows begin at ``row``, B rows at ``col``."""
+        loads = self._loads(res, ops, row, col)
+        if cutlass.const_expr(arrivals is not None):
+            state = load_as_it_comes(res.ab, state, *loads, early, self.config.ab_stages, arrivals)
+        else:
+            state = load_k_tiles(res.ab, state, *loads, early)
+        return state
+
+    def load_weights(self, res: Resources, ops: Operands, col: Int32) -> None:
+        """See `Mainloop.load_weights`."""
+        _, b, first, _ = self._loads(res, ops, Int32(0), col)
+        load_first_weights(res.ab, self.load_state(), b, first, self.num_early(ops))
+
+    def num_early(self, ops: Operands) -> Int32:
+        """See `Mainloop.num_early`."""
+        return cutlass.min(split.num_k_tiles(self.config, ops.a), self.config.ab_stages)
+
+    def _loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """A's and B's loads of a cluster tile, the first k tile of this part, and how many."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
         v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
@@ -195,7 +222,7 @@ class MainloopSm100:
         b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
         number = split.num_k_tiles(self.config, ops.a)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
-        return load_k_tiles(res.ab, state, a, b, first, number)
+        return a, b, first, number
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
@@ -252,9 +279,10 @@ class MainloopSm100:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_ACC_STAGES)
 
     def accumulate(
-        self, res: Resources, ops: Operands, state: pipeline.PipelineState
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState, scales: None = None
     ) -> tuple[Accumulator, pipeline.PipelineState]:
         """Waits for the next finished accumulator."""
+        assert scales is None, "no configuration of this architecture has scales of blocks"
         copy, tmem, shape = self._accumulator_views(res, ops)
         res.acc.consumer_wait(state)
         tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
@@ -305,7 +333,9 @@ class MainloopSm100:
             split.send(self.config, res.parts, fragment, state.index, writer.thread)
         return ring_state
 
-    def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+    def store_to_stage(
+        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+    ) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
         dtype, stage = stage.element_type, as_accumulated(self.config, stage)
@@ -315,7 +345,7 @@ class MainloopSm100:
         converted.store(fragment.load().to(dtype))
         cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
 
-    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
         return copy.get_slice(thread).partition_D(as_accumulated(self.config, subtile))

@@ -1,6 +1,6 @@
 """The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
 
-Ping-pong: each warp group computes whole tiles, alternately; one's epilogue hides behind the other's wgmma.
+Ping-pong: each warp group computes whole tiles, alternately; one's epilogue is hidden by the other's wgmma.
 
     load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
     warp group g    tile j (j % 2 == g):
@@ -35,9 +35,11 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.loads import OperandLoads, load_k_tiles, tiles_at
+from overlap_gemm.kernels.k_slices import load_as_it_comes
+from overlap_gemm.kernels.loads import OperandLoads, load_first_weights, load_k_tiles, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
@@ -46,9 +48,9 @@ LOAD_WARP = 0
 COMM_WARP = 1
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
-PRODUCER_REGISTERS = 96  # what the receive role needs to keep its loads in flight without spilling
-CONSUMER_REGISTERS = 200
-PROMOTING_REGISTERS = (72, 216)  # where consumers hold three sums (two-shot: 136 bytes spill)
+PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
+CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
+PROMOTING_REGISTERS = (72, 216)  # where consumers hold three sums of 64 accumulators
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
@@ -57,7 +59,7 @@ class Resources:
     """What the roles share: A/B pipeline and stages, barriers that make turns alternate, a split tile's."""
 
     ab: Any
-    turn: Any
+    turn: Scalar
     sA: Any
     sB: Any
     parts: Any
@@ -68,7 +70,7 @@ class ConsumerState:
     """States of an epilogue thread: A/B stages, and its group's turn."""
 
     ab: Any
-    turn: Any
+    turn: Scalar
 
 
 @dataclass(frozen=True)
@@ -175,11 +177,11 @@ class MainloopSm90:
 
         Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
         """
-        if self.config.is_swap_ab:
-            return
         producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
-        if self.config.promotes:
+        if self.config.receives_with_few:
             producer, consumer = PROMOTING_REGISTERS
+        elif self.config.is_swap_ab:
+            return
         if is_epilogue:
             cute.arch.setmaxregister_increase(consumer)
         else:
@@ -193,9 +195,34 @@ class MainloopSm90:
 
     @cute.jit
     def load_tile(
-        self, res: Resources, ops: Operands, state: pipeline.PipelineState, row: Int32, col: Int32
+        self,
+        res: Resources,
+        ops: Operands,
+        state: pipeline.PipelineState,
+        row: Int32,
+        col: Int32,
+        early: Any = None,
+        arrivals: Any = None,
     ) -> pipeline.PipelineState:
         """Loads this part's k tiles of the cluster tile at ``row`` of A and ``col``, a row of B."""
+        loads = self._loads(res, ops, row, col)
+        if cutlass.const_expr(arrivals is not None):
+            state = load_as_it_comes(res.ab, state, *loads, early, self.config.ab_stages, arrivals)
+        else:
+            state = load_k_tiles(res.ab, state, *loads, early)
+        return state
+
+    def load_weights(self, res: Resources, ops: Operands, col: Int32) -> None:
+        """See `Mainloop.load_weights`."""
+        _, b, first, _ = self._loads(res, ops, Int32(0), col)
+        load_first_weights(res.ab, self.load_state(), b, first, self.num_early(ops))
+
+    def num_early(self, ops: Operands) -> Int32:
+        """See `Mainloop.num_early`."""
+        return cutlass.min(split.num_k_tiles(self.config, ops.a), self.config.ab_stages)
+
+    def _loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """A's and B's loads of a cluster tile, the first k tile of this part, and how many."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
@@ -207,7 +234,7 @@ class MainloopSm90:
         b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
         number = split.num_k_tiles(self.config, ops.a)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
-        return load_k_tiles(res.ab, state, a, b, first, number)
+        return a, b, first, number
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
@@ -229,7 +256,9 @@ class MainloopSm90:
         return ConsumerState(ab, turn)
 
     @cute.jit
-    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
+    def accumulate(
+        self, res: Resources, ops: Operands, state: ConsumerState, scales: Any = None
+    ) -> tuple[Any, ConsumerState]:
         """Computes this group's next tile into registers, in its turn."""
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1
@@ -253,9 +282,10 @@ class MainloopSm90:
             # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
             # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
             acc.fill(0.0)
-            even, odd = (cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(2))
-            for _ in cutlass.range(k_tiles // 2, unroll=1):
-                for under_way in (even, odd):
+            sums = [cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(cfg.k_step)]
+            rows = self._rows(part)
+            for step in cutlass.range(k_tiles // cfg.k_step, unroll=1):
+                for under_way in sums:
                     ab.consumer_wait(read)
                     warpgroup.fence()
                     mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -265,11 +295,12 @@ class MainloopSm90:
                         mma.set(warpgroup.Field.ACCUMULATE, True)
                     warpgroup.commit_group()
                     read.advance()
-                for left, done in ((1, even), (0, odd)):
-                    warpgroup.wait_group(left)
+                for number, done in enumerate(sums):
+                    factors = None if scales is None else scales.at(rows, cfg.k_step * step + number)
+                    warpgroup.wait_group(cfg.k_step - 1 - number)
                     ab.consumer_release(freed)
                     freed.advance()
-                    acc.store(acc.load() + done.load())
+                    self._promote(acc, done, factors)
         else:
             ab.consumer_wait(read)
             warpgroup.fence()
@@ -347,7 +378,9 @@ class MainloopSm90:
             ring_state = writer.write(fragment, index, ring_state)
         return ring_state
 
-    def store_to_stage(self, res: Resources, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+    def store_to_stage(
+        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+    ) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
         matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swap_ab, 4), DTYPES[cfg.half_dtype])
@@ -360,14 +393,27 @@ class MainloopSm90:
         converted.store(fragment.load().to(dtype).reshape(converted.shape))
         cute.copy(tiled, converted, part.partition_D(stage))
 
-    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Any) -> Any:
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 
     # -- details
 
+    def _promote(self, acc: cute.Tensor, done: cute.Tensor, factors: list[Any] | None) -> None:
+        """Adds a k tile's sum, with ``factors`` multiplied by that of the element's row (`_rows`)."""
+        if factors is None:
+            acc.store(acc.load() + done.load())
+        else:
+            for i in range(self.config.accumulators):
+                acc[i] = acc[i] + done[i] * factors[i // 2 % 2]
+
+    def _rows(self, part: Any) -> tuple[Any, Any]:
+        """A thread's rows in the tile, 2 of an instruction's 64: of its elements 0, 1 and 2, 3 of every 4."""
+        coordinates = part.partition_C(cute.make_identity_tensor(self.config.tile))
+        return coordinates[0][0], coordinates[2][0]
+
     @cute.jit
-    def _arrive(self, turn: Any, state: pipeline.PipelineState) -> pipeline.PipelineState:
+    def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
         after = state.clone()
         cute.arch.sync_warp()

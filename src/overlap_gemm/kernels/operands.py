@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from cutlass import cute
 
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 
 
@@ -27,7 +28,7 @@ class Operands(NamedTuple):
     b: Any
 
 
-def as_accumulated(config: GemmConfig, subtile: Any) -> Any:
+def as_accumulated(config: GemmConfig, subtile: Scalar) -> Any:
     """A tensor shaped as a subtile of the output, with the modes of the accumulator."""
     if not config.is_swap_ab:
         return subtile

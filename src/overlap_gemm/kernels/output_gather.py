@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from overlap_gemm.device.failure import Op
 from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import TileCopies
@@ -50,10 +50,11 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import output_store, store_subtile
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import BroadcastSender, Destination, send_role
+from overlap_gemm.kernels.send import BroadcastSender, Destination
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import LinearOrder
+from overlap_gemm.spec import GEMM_ALL_GATHER
 from overlap_gemm.transports.base import Transport
 
 
@@ -75,6 +76,11 @@ class OutputGather(TileExchange):
             )
 
     @property
+    def code(self) -> int:
+        """See `TileExchange`."""
+        return GEMM_ALL_GATHER.code
+
+    @property
     def order(self) -> LinearOrder:
         """The own columns, walked once."""
         return LinearOrder(self.config.raster_group)
@@ -87,10 +93,10 @@ class OutputGather(TileExchange):
     @property
     def receive(self) -> Receiver:
         """Stores every peer's columns."""
-        copies = TileCopies(self.config, self.order, Op.GEMM_ALL_GATHER, self.transport)
+        copies = TileCopies(self.config, self.order, self.code, self.transport)
         return Receiver(self.config, (copies,))
 
-    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""
         shard = exchange.shard_rows
         left = cute.size(out, mode=[1]) - exchange.rank * shard
@@ -108,11 +114,10 @@ class OutputGather(TileExchange):
         layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
         return output_store(self.config, self.stage_dtype, cute.make_tensor(out.iterator + first, layout))
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> GatherSender:
         """Stores every tile, and sends it to everybody."""
-        transport = self.transport
-        peers = BroadcastSender(self.config, self.order, transport, work, call, stages, to_itself=False)
-        send_role(ring, GatherSender(peers, output), work, call, Op.GEMM_ALL_GATHER)
+        given = (self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return GatherSender(BroadcastSender(*given, to_itself=False), output)
 
 
 class Placed(NamedTuple):
@@ -149,7 +154,11 @@ class GatherSender:
         """How a tile reaches a rank."""
         return self.peers.transport
 
-    def locate(self, tile: Any) -> Placed:
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return self.peers.has(tile)
+
+    def locate(self, tile: Scalar) -> Placed:
         """The tile's place, and its route."""
         at = CtaTile.at(self.config, self.peers.work.place(self.peers.order, tile))
         return Placed(at, self.peers.locate(tile))
@@ -162,10 +171,10 @@ class GatherSender:
             partial(self._store, place.at, subtile, stage),
         )
 
-    def _store(self, at: CtaTile, subtile: Any, stage: Any) -> None:
+    def _store(self, at: CtaTile, subtile: Scalar, stage: Any) -> None:
         tma, tensor = self.output
         store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
 
-    def publish(self, tile: Any, place: Placed) -> None:
+    def publish(self, tile: Scalar, place: Placed) -> None:
         """Tells the peers that the tile's slot is complete."""
         self.peers.publish(tile, place.to_peers)

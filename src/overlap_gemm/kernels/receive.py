@@ -1,4 +1,4 @@
-"""The receive role: finishes what has arrived, beside the mainloop.
+"""The receive role: finishes what has arrived, alongside the mainloop.
 
 What there is to finish is one *part* or several, one after the other (:mod:`overlap_gemm.kernels.sums`,
 :mod:`overlap_gemm.kernels.copies`). A part is a list of CTA tiles, dealt to the CTAs in the order in which
@@ -30,6 +30,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.memory import DTYPES, LANES, store_run
+from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.kernels.call import Call, Tally, count
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, has_empty_subtiles
@@ -49,7 +50,7 @@ class ReceiveContext(NamedTuple):
     call: Any
     work: Any
     out: Any
-    extras: Any
+    extras: Extras
 
 
 class Part(Protocol):
@@ -58,10 +59,10 @@ class Part(Protocol):
     def tiles(self, given: ReceiveContext) -> Any:
         """CTA tiles of the part, of all CTAs together."""
 
-    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> Any:
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
         """All that `finish` needs to know of a unit of the part's tile ``index`` before the tile is there."""
 
-    def await_tile(self, given: ReceiveContext, index: Any) -> None:
+    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
         """Waits for what all units of the part's tile ``index`` need."""
 
     def finish(self, given: ReceiveContext, place: Any) -> None:
@@ -83,7 +84,7 @@ class Receiver:
     with_epilogue = True
 
     @cute.jit
-    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Any) -> None:
+    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Extras) -> None:
         """One warp's loop over the units that it takes."""
         if cutlass.const_expr(len(self.parts) > 1):
             call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
@@ -129,15 +130,15 @@ class Window(NamedTuple):
         column: which of the output's columns its first one is.
     """
 
-    address: Any
-    rows: Any
-    columns: Any
+    address: Address
+    rows: Scalar
+    columns: Scalar
     pitch: Any
-    row: Any
-    column: Any
+    row: Scalar
+    column: Scalar
 
     @staticmethod
-    def of(out: cute.Tensor, row: Any, column: Any, rows: Any, columns: Any) -> Window:
+    def of(out: cute.Tensor, row: Scalar, column: Scalar, rows: Scalar, columns: Scalar) -> Window:
         """``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
         offset = (Int64(row) * out.stride[0] + column) * (out.element_type.width // 8)
         return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
@@ -148,20 +149,20 @@ class Window(NamedTuple):
         return Window.of(out, 0, 0, cute.size(out, mode=[0]), cute.size(out, mode=[1]))
 
     @staticmethod
-    def shard(out: cute.Tensor, work: Work, rank: Any) -> Window:
+    def shard(out: cute.Tensor, work: Work, rank: Scalar) -> Window:
         """What of ``out`` ``rank`` owns; it owns some."""
         shards = work.shards
         row, column = rank * shards.row_step, rank * shards.col_step
         rows = cutlass.min(shards.rows, cute.size(out, mode=[0]) - row)
         return Window.of(out, row, column, rows, cutlass.min(shards.cols, cute.size(out, mode=[1]) - column))
 
-    def store(self, row: Any, column: Any, values: cute.Tensor) -> None:
+    def store(self, row: Scalar, column: Scalar, values: cute.Tensor) -> None:
         """Stores neighbouring values of a row, inside."""
         width = values.element_type.width // 8
         store_run(self.address + (Int64(row) * self.pitch + column) * width, values)
 
 
-def unit_exists(config: GemmConfig, unit: Any, tile: CtaTile, window: Window) -> Any:
+def unit_exists(config: GemmConfig, unit: Scalar, tile: CtaTile, window: Window) -> Any:
     """Whether the unit has a row, its subtile a column in the window: no other is sent (`Destination`)."""
     chunks, first = StageChunks(config), unit * (config.lane_chunks * LANES)
     row, _ = chunks.locate(first)
@@ -209,6 +210,6 @@ def copy_unit(
             window.store(row, column, loaded[(None, c)])
 
 
-def _chunks(address: Any, first: Any, chunk_bytes: int, number: int) -> list[Any]:
+def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:
     """Where a lane's chunks of a unit lie."""
     return [address + (first + c * LANES) * chunk_bytes for c in range(number)]

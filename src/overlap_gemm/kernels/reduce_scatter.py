@@ -15,6 +15,13 @@ in whatever order, also where publication lags, since the ring's end flushes it.
 nobody waits but the call's end, then finds everything it waits for. Needs: all CTAs of a launch co-resident
 (a cooperative launch: one that does not fit is refused), all ranks' launches eventually running.
 
+With own tiles last (`GemmConfig.own_last`), a rank's own partials stay in the ring's stages, from which the
+epilogue adds them to its peers' (:mod:`overlap_gemm.kernels.own`), and the receive role has nothing to do. So
+the epilogue waits for peers, but not before its CTA's tiles for others: those come first in every CTA,
+ping-pong groups take turns in the tiles' order, and the comm lane drains them to the end, flushes and
+publishes the last of them before it looks at an own one's stage. So every CTA of every rank publishes all
+that it sends without waiting for anybody, and every own tile finds its flags.
+
 Reuse of slots and flags: see :mod:`overlap_gemm.kernels.call`.
 """
 
@@ -23,16 +30,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from overlap_gemm.device.failure import Op
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
+from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import OwnerSender, send_role
+from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import DealtShards
+from overlap_gemm.schedules import DealtShards, OwnTilesLast
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 
 
 @dataclass(frozen=True)
@@ -45,21 +54,39 @@ class ReduceScatter(PartialExchange):
     """
 
     @property
-    def order(self) -> DealtShards:
-        """Owners in turn, the own tiles among the others."""
-        return DealtShards(self.config.raster_group)
+    def code(self) -> int:
+        """See `TileExchange`."""
+        return GEMM_REDUCE_SCATTER.code
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for own tiles that the transport wants in their slots."""
+        if self.config.own_last and not self.transport.takes_own_sums():
+            way = type(self.transport).__name__
+            raise ValueError(f"own_last is for tiles sent by peer_bulk to everybody; they go by {way}")
+
+    @property
+    def order(self) -> DealtShards | OwnTilesLast:
+        """Owners in turn, the own tiles among the others or last."""
+        order = OwnTilesLast if self.config.own_last else DealtShards
+        return order(self.config.raster_group)
+
+    @property
+    def own_sums(self) -> OwnSums | None:
+        """Own tiles that come last are reduced by the epilogue."""
+        return OwnSums(self.config, self.code, self.transport) if self.config.own_last else None
 
     @property
     def receive(self) -> Receiver:
-        """Sums the own tiles."""
-        sums = Sums(self.config, self.order, Op.GEMM_REDUCE_SCATTER, self.transport)
+        """Sums the own tiles, unless the epilogue does."""
+        if self.config.own_last:
+            return Receiver(self.config, ())
+        sums = Sums(self.config, self.order, self.code, self.transport)
         return Receiver(self.config, (sums,))
 
-    def share(self, exchange: Exchange, rows: Any, cols: Any, out: Any) -> Share:
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows, by the owners' shards."""
         return Share.by_rows(rows, exchange.rank, exchange.shard_rows, cols)
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Call, output: Output) -> None:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        sender = OwnerSender(self.config, self.order, self.transport, work, call, stages)
-        send_role(ring, sender, work, call, Op.GEMM_REDUCE_SCATTER)
+        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)

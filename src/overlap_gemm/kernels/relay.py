@@ -31,7 +31,7 @@ import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, Uint64, cute
 
-from overlap_gemm.device.failure import FailureSite, Op, Role
+from overlap_gemm.device.failure import FailureSite, Role
 from overlap_gemm.device.flags import wait_flag, wait_identity
 from overlap_gemm.device.memory import global_pointer
 from overlap_gemm.device.route import Route
@@ -39,6 +39,7 @@ from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
 from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec import ALL_GATHER_GEMM
 
 WARPS = 8
 """Puts under way at once: a warp waits for its put to be handed over."""
@@ -56,7 +57,7 @@ class Relay:
 
     @cute.jit
     def __call__(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange, stream: CUstream) -> None:
-        """Launches the kernel for a call of ``op`` (`device.failure.Op`)."""
+        """Launches the kernel for a call of ``op`` (`OpSpec.code`)."""
         self.kernel(op, puts, exchange).launch(grid=(1, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)
 
     @cute.kernel
@@ -85,7 +86,7 @@ class Relay:
         if self._has_far_peers(call) != 0:
             wait_identity(call.base + call.entered(rank), call.identity, call.bound, site)
             self._tell(call, call.entered(rank), call.identity)
-            if op == int(Op.ALL_GATHER_GEMM):
+            if op == ALL_GATHER_GEMM.code:
                 wait_flag(call.base + call.has_read(rank), call.epoch, call.bound, site)
                 self._tell(call, call.has_read(rank), call.epoch)
 

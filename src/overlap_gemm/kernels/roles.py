@@ -12,6 +12,9 @@ from typing import Any, cast
 import cutlass
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.kernels.blocks import block_scales
+from overlap_gemm.kernels.own import OwnTile
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import CtaTile, Work
 
@@ -21,15 +24,19 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
     """Waits on ``ab`` empty and, in an op with a gate, on that; produces this cluster's A and B tiles."""
     tile_m, tile_n = mainloop.config.cluster_tile
     gate: Any = op.gate
-    state, opened = mainloop.load_state(), Int32(-1)
+    state, opened, early = mainloop.load_state(), Int32(-1), None
+    if cutlass.const_expr(mainloop.config.loads_weights_early):
+        early = mainloop.num_early(ops)
     for j in cutlass.range(work.num_tiles, unroll=1):
         place = work.place(op.order, j)
         if cutlass.const_expr(gate is not None):
-            state, opened = gate.load(mainloop, res, ops, more, state, place, call, opened)
+            state, opened = gate.load(mainloop, res, ops, more, state, place, call, opened, early)
         else:
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
-            state = mainloop.load_tile(res, ops, state, row, col)
+            state = mainloop.load_tile(res, ops, state, row, col, early)
+        if cutlass.const_expr(early is not None):
+            early = Int32(0)
     mainloop.load_tail(res, state)
     if cutlass.const_expr(gate is not None):
         gate.end(call)
@@ -42,13 +49,16 @@ def epilogue_role(
     res: Any,
     ops: Any,
     ring: Any,
-    stages: Any,
+    stages: Stages,
     work: Work,
-    extras: Any,
+    out: Any,
+    extras: Extras,
     group: Int32,
     call: Any,
 ) -> None:
     """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
+
+    But an op's `own_sums` wait for peers, after all tiles that are sent.
 
     With two groups (ping-pong), each takes every other tile; the mainloop makes their turns at the ring
     alternate, and each group's ring state jumps over the other's subtiles.
@@ -62,14 +72,21 @@ def epilogue_role(
         ring_state.advance(group * cfg.subtiles)
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
         tile = CtaTile.at(cfg, work.place(op.order, j))
-        acc, state = mainloop.accumulate(res, ops, state)
+        if cutlass.const_expr(cfg.blocks is None):
+            acc, state = mainloop.accumulate(res, ops, state)
         row = tile.owner * work.shards.row_step + tile.row
         column = tile.owner * work.shards.col_step + tile.column
         read: Any = extras
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
             row, read = tile.row, gate.with_rows(tile, extras, call)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column)
+        if cutlass.const_expr(cfg.blocks is not None):  # whose scales are read as sums are made
+            scales = block_scales(cfg, read, row, column)
+            acc, state = mainloop.accumulate(res, ops, state, scales)
+        own = None
+        if cutlass.const_expr(op.own_sums is not None):
+            own = OwnTile(op.own_sums, call, work, out, extras, tile)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column, own)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
@@ -90,6 +107,7 @@ class SubtileWriter:
         thread: index in the epilogue group.
         row: the CTA tile's first row in the rank's product.
         column: its first column there.
+        own: finishes the tile if it stays; None: no tile does.
     """
 
     mainloop: Mainloop
@@ -97,15 +115,16 @@ class SubtileWriter:
     res: Any
     ops: Any
     ring: Any
-    stages: Any
-    extras: Any
-    thread: Any
-    row: Any
-    column: Any
+    stages: Stages
+    extras: Extras
+    thread: Scalar
+    row: Scalar
+    column: Scalar
+    own: Any = None
 
     @cute.jit
     def write(
-        self, fragment: cute.Tensor, subtile: Any, state: pipeline.PipelineState
+        self, fragment: cute.Tensor, subtile: Scalar, state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
         """Writes this thread's fp32 values of ``subtile``; returns the ring state after it."""
         cfg = self.mainloop.config
@@ -115,9 +134,11 @@ class SubtileWriter:
         self.ring.acquire(state)
         stage = self.stages.tiled[(None, None, state.index)]
         self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)
+        if cutlass.const_expr(self.own is not None):
+            self.own.finish(self.stages.flat[(None, state.index)], subtile, self.thread)
         self.ring.commit(state)
         state.advance()
         return state
 
-    def _own(self, subtile: Any) -> Any:
+    def _own(self, subtile: Scalar) -> Any:
         return self.mainloop.fragment_part(self.res, self.ops, self.thread, subtile)

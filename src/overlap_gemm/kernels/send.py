@@ -10,6 +10,7 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call, await_peers, begin_warp
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import has_empty_subtiles
@@ -20,7 +21,7 @@ from overlap_gemm.transports.base import Transport
 
 
 @cute.jit
-def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Constexpr) -> None:
+def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr, kept: Any = None) -> None:
     """All lanes of the comm warp: send and publish every tile; the grid's first warp announces the call.
 
     The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
@@ -29,13 +30,13 @@ def send_role(ring: Any, sender: Any, work: Work, call: Call, op: cutlass.Conste
     Args:
         ring: the ring.
         sender: a ``TileSender`` with attributes ``config`` and ``transport``.
-        work: this cluster's work.
         call: the call's run-time values.
-        op: the op, for failure records (`Op`).
+        op: the op, for failure records (`OpSpec.code`).
+        kept: subtiles that stay, after those that are sent; None: there are none.
     """
     is_first = cta_number() == 0
     begin_warp(call, op, sender.transport, is_first)
-    sender.transport.drain(ring, work.num_tiles, sender)
+    sender.transport.drain(ring, sender, kept)
     if is_first:
         await_peers(call, op)
 
@@ -56,10 +57,10 @@ class Destination(NamedTuple):
     """
 
     route: Route
-    rows: Any
-    columns: Any
+    rows: Scalar
+    columns: Scalar
 
-    def num_bytes(self, config: GemmConfig, subtile: Any) -> Any:
+    def num_bytes(self, config: GemmConfig, subtile: Scalar) -> Any:
         """Bytes of a subtile's units that have rows and columns: 0 or less where none has."""
         tall, wide = config.epi_tile
         rows = cutlass.min(self.rows - subtile // config.epi_columns * tall, tall)
@@ -91,6 +92,7 @@ class OwnerSender:
         work: this cluster's work.
         call: the call's run-time values.
         stages: the ring's stages.
+        epoch: the call's, in a register: few of the sending warps' are in use, unlike others' (`Call.epoch`).
     """
 
     config: GemmConfig
@@ -98,9 +100,14 @@ class OwnerSender:
     transport: Transport
     work: Work
     call: Call
-    stages: Any
+    stages: Stages
+    epoch: Scalar
 
-    def locate(self, tile: Any) -> Destination:
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return tile < self.work.num_tiles
+
+    def locate(self, tile: Scalar) -> Destination:
         """The tile's route to its owner."""
         work = self.work
         at = CtaTile.at(self.config, work.place(self.order, tile))
@@ -116,9 +123,9 @@ class OwnerSender:
             offset = subtile * self.config.slot_subtile_bytes
             self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
 
-    def publish(self, tile: Any, place: Destination) -> None:
+    def publish(self, tile: Scalar, place: Destination) -> None:
         """Tells the owner that the tile's slot is complete, or completes it."""
-        self.transport.publish(place.route, place.put_bytes(self.config), self.call.epoch)
+        self.transport.publish(place.route, place.put_bytes(self.config), self.epoch)
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class BroadcastSender:
         work: this cluster's work.
         call: the call's run-time values.
         stages: the ring's stages.
+        epoch: as `OwnerSender` has it.
         to_itself: whether this rank itself needs the tile in its slot.
     """
 
@@ -143,10 +151,15 @@ class BroadcastSender:
     transport: Transport
     work: Work
     call: Call
-    stages: Any
+    stages: Stages
+    epoch: Scalar
     to_itself: bool = True
 
-    def locate(self, tile: Any) -> Destination:
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return tile < self.work.num_tiles
+
+    def locate(self, tile: Scalar) -> Destination:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
         at = CtaTile.at(self.config, self.work.place(self.order, tile))
         rank = self.call.exchange.rank
@@ -169,7 +182,7 @@ class BroadcastSender:
     @cute.jit
     def publish(self, tile: Int32, place: Destination) -> None:
         """Tells every rank that the tile's slot is complete."""
-        route, nbytes, epoch = place.route, place.put_bytes(self.config), self.call.epoch
+        route, nbytes, epoch = place.route, place.put_bytes(self.config), self.epoch
         rank = Int32(route.rank)
         release_fence()
         for _ in cutlass.range(self._ranks, unroll=1):
@@ -189,12 +202,14 @@ def _next(rank: Int32, world: Int32) -> Int32:
     return following
 
 
-def place_of(config: GemmConfig, call: Call, tiles: Any, index: Any, rank: Any) -> Any:
+def place_of(config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, rank: Scalar) -> Any:
     """Byte offset, in every workspace, of the slot ``index`` of ``rank``, a source or an owner."""
     return call.buffer + (Int64(rank) * tiles + index) * config.tile_bytes
 
 
-def route_of(config: GemmConfig, call: Call, tiles: Any, index: Any, source: Any, owner: Any) -> Route:
+def route_of(
+    config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, source: Scalar, owner: Scalar
+) -> Route:
     """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each ``source`` has slots for."""
     exchange = call.exchange
     rank = exchange.rank

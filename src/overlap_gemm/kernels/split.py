@@ -26,6 +26,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass._mlir.dialects import nvvm
 from cutlass._mlir.dialects._nvvm_enum_gen import MBarrierWaitKind, MemScopeKind
 
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 
 VALUES = 4
@@ -127,7 +128,7 @@ def _wait(barrier: Any, phase: Int32) -> None:
         )
 
 
-def _run(config: GemmConfig, parts: Parts, part: Any, run: int, thread: Any) -> Any:
+def _run(config: GemmConfig, parts: Parts, part: Any, run: int, thread: Scalar) -> Any:
     """Where a thread's run of values of a part lies, in whichever CTA's buffer."""
     threads = config.epilogue_threads
     runs = config.tile[0] * config.tile[1] // (threads * VALUES)

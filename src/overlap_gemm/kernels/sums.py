@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.device.failure import Op, Role
+from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
+from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, Visits
 from overlap_gemm.kernels.receive import ReceiveContext, Window, unit_exists
@@ -42,12 +43,12 @@ class Lane(NamedTuple):
         result: where sums go on to: see `copies.Results.lane`; None where they do not.
     """
 
-    address: Any
+    address: Address
     source_bytes: Any
-    world: Any
-    first: Any
-    row: Any
-    column: Any
+    world: Scalar
+    first: Scalar
+    row: Scalar
+    column: Scalar
     window: Any
     arrival: Any
     result: Any
@@ -63,13 +64,13 @@ class SummedUnit(NamedTuple):
         lane: the calling lane's part.
     """
 
-    index: Any
-    unit: Any
-    exists: Any
+    index: Scalar
+    unit: Scalar
+    exists: Predicate
     lane: Lane
 
 
-def _last_again(lane: Lane, source: Any) -> Any:
+def _last_again(lane: Lane, source: Scalar) -> Any:
     """Beyond the last rank the last one's is loaded again, and not added."""
     return cutlass.min(source, lane.world - 1)
 
@@ -88,7 +89,7 @@ class Sums:
 
     config: GemmConfig
     order: Any
-    op: Op
+    op: int
     transport: Transport
     results: Any = None
 
@@ -106,7 +107,7 @@ class Sums:
         """Then the warp may read every slot of the tile."""
         self.transport.await_partials(given.call, self.op, index)
 
-    def locate(self, given: ReceiveContext, index: Any, unit: Any) -> SummedUnit:
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> SummedUnit:
         """Where its partials are, and where its sums go."""
         call, work, out, _ = given
         tile = CtaTile.numbered(self.config, self.order, work.whole, index)
@@ -137,21 +138,23 @@ class Sums:
         self.results.publish(given.call, given.work, place.index, place.unit, exists)
 
     @cute.jit
-    def _sum(self, lane: Lane, extras: Any) -> None:
+    def _sum(self, lane: Lane, extras: Extras) -> None:
         world = lane.world
         if cutlass.const_expr(isinstance(world, int)):
             self._sum_few(lane._replace(world=Int32(world)), extras, world)
+        elif cutlass.const_expr(self.config.receives_with_few and self.results is not None):
+            self._sum_many(lane, extras)  # with a loop for each number of ranks it spills
         elif world <= 2:
             self._sum_few(lane, extras, 2)
-        elif world <= 4:
-            self._sum_few(lane, extras, 4)
+        elif world <= min(4, self._in_flight):
+            self._sum_few(lane, extras, min(4, self._in_flight))
         elif world <= self._in_flight:
             self._sum_few(lane, extras, self._in_flight)
         else:
             self._sum_many(lane, extras)
 
     @cute.jit
-    def _sum_few(self, lane: Lane, extras: Any, sources: cutlass.Constexpr) -> None:
+    def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
         """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
         chunks = self.config.lane_chunks
         window = min(self._in_flight // sources, chunks)
@@ -168,7 +171,7 @@ class Sums:
                 self._store(lane, i + c, total, extras)
 
     @cute.jit
-    def _sum_many(self, lane: Lane, extras: Any) -> None:
+    def _sum_many(self, lane: Lane, extras: Extras) -> None:
         """Any number of ranks, as many of them at a time as loads are under way."""
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
@@ -181,23 +184,24 @@ class Sums:
 
     @property
     def _in_flight(self) -> int:
-        """With as many of 32-bit partials kernels spill on sm_90a."""
+        """With as many of 32-bit partials, or with few registers, kernels spill on sm_90a."""
         loads = self.transport.loads_in_flight(returns=self.results is not None)
-        return loads * 16 // DTYPES[self.config.slot_dtype].width
+        share = 2 if self.config.receives_with_few else 1
+        return loads * 16 // DTYPES[self.config.slot_dtype].width // share
 
     def _registers(self, sources: int, window: int) -> Any:
         return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
 
-    def _load(self, lane: Lane, chunk: Any, first: Any, loaded: Any) -> None:
+    def _load(self, lane: Lane, chunk: Scalar, first: Scalar, loaded: Fragment) -> None:
         """Starts the loads of a chunk from as many sources after ``first`` as ``loaded`` has room for."""
         for s in range(cute.size(loaded, mode=[1])):
             at = self._at(lane, chunk, _last_again(lane, first + s))
             self.transport.load_partial(at, loaded[(None, s)])
 
-    def _at(self, lane: Lane, chunk: Any, source: Any) -> Any:
+    def _at(self, lane: Lane, chunk: Scalar, source: Scalar) -> Any:
         return lane.address + chunk * (LANES * CHUNK_BYTES) + lane.source_bytes * source
 
-    def _places(self, lane: Lane, chunk: Any, sources: Sequence[Any]) -> list[Any]:
+    def _places(self, lane: Lane, chunk: Scalar, sources: Sequence[Any]) -> list[Any]:
         return [self._at(lane, chunk, source) for source in sources]
 
     @cute.jit
@@ -211,7 +215,7 @@ class Sums:
                 total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
 
     @cute.jit
-    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Any) -> None:
+    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Extras) -> None:
         """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
         row, column = self.chunks.locate(lane.first + chunk * LANES)
         row, column = lane.row + row, lane.column + column

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.device.traced import Extras, Fragment, Scalar, Stages
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.operands import Operands
@@ -28,10 +29,10 @@ class Order(Protocol):
     def num_tiles(self, work: WorkList) -> Any:
         """Positions in the work list of all clusters together."""
 
-    def place(self, t: Any, work: WorkList) -> Place:
+    def place(self, t: Scalar, work: WorkList) -> Place:
         """The tile at position ``t``."""
 
-    def tile(self, index: Any, work: WorkList) -> tuple[Any, Any]:
+    def tile(self, index: Scalar, work: WorkList) -> tuple[Any, Any]:
         """``(m, n)`` of the tile with this index in its shard, the same on every rank."""
 
 
@@ -48,7 +49,7 @@ class Output(NamedTuple):
 
 
 class ReceiveRole(Protocol):
-    """Finishes what peers have sent; run by whole warps, beside the mainloop.
+    """Finishes what peers have sent; run by whole warps, alongside the mainloop.
 
     Attributes:
         with_epilogue: whether the epilogue warps run it, too, after their last tile.
@@ -58,7 +59,7 @@ class ReceiveRole(Protocol):
     def with_epilogue(self) -> bool:
         """See the attributes."""
 
-    def __call__(self, call: Any, work: Work, tally: Any, out: Any, extras: Any) -> None:
+    def __call__(self, call: Any, work: Work, tally: Any, out: Any, extras: Extras) -> None:
         """One warp's loop, until nothing is left to do for this CTA."""
 
 
@@ -75,8 +76,11 @@ class Gate(Protocol):
         place: Place,
         call: Any,
         opened: Any,
+        early: Any,
     ) -> tuple[Any, Any]:
         """Waits and loads, from A or from ``more`` sources; ``opened`` is what it returned before, first -1.
+
+        ``early``: as for `Mainloop.load_tile`.
 
         Returns:
             The load pipeline's state after the tile, and the next ``opened``.
@@ -96,6 +100,9 @@ class KernelOp(Protocol):
         visits: what accumulators are visited as before they enter the ring: partial sums, complete, or both.
         gate: what the load role waits for, or None if A is there.
         receive: the receive role, or None if nothing arrives.
+        publish_role: all lanes of a warp that publishes tiles in the comm warp's place, with `comm_role`'s
+            arguments; None if no tile has a flag.
+        own_sums: how the epilogue reduces tiles that stay (`own.OwnSums`), or None.
     """
 
     @property
@@ -122,7 +129,15 @@ class KernelOp(Protocol):
     def receive(self) -> ReceiveRole | None:
         """See the attributes."""
 
-    def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
+    @property
+    def publish_role(self) -> Any:
+        """See the attributes."""
+
+    @property
+    def own_sums(self) -> Any:
+        """See the attributes."""
+
+    def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """What of the product this rank computes; ``rows`` and ``cols`` are those of A and B as given."""
 
     def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
@@ -131,10 +146,13 @@ class KernelOp(Protocol):
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Host side: how the result will be stored."""
 
-    def begin(self, exchange: Any, smem: Any) -> Any:
-        """The call's run-time values; every thread, before the CTA's first barrier. ``smem`` allocates."""
+    def begin(self, exchange: Any, near: Any) -> Any:
+        """The call's run-time values; every thread, before a barrier of the CTA.
 
-    def comm_role(self, ring: Any, stages: Any, work: Work, call: Any, output: Any) -> None:
+        ``near``: ``Int64``, `call.near_table`: room in shared memory for the ranks' addresses.
+        """
+
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Any) -> None:
         """All lanes of the comm warp: empties the ring."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
@@ -190,8 +208,27 @@ class Mainloop(Protocol):
     def load_state(self) -> pipeline.PipelineState:
         """State of the load warp at the start."""
 
-    def load_tile(self, res: Any, ops: Operands, state: Any, row: Int32, col: Int32) -> Any:
-        """Loads all k tiles of a cluster tile; returns the state after them."""
+    def load_tile(
+        self,
+        res: Any,
+        ops: Operands,
+        state: Any,
+        row: Int32,
+        col: Int32,
+        early: Any = None,
+        arrivals: Any = None,
+    ) -> Any:
+        """Loads all k tiles of a cluster tile; returns the state after them.
+
+        Of the first ``early`` B is under way, by `load_weights`. With ``arrivals`` (`k_slices`) A is loaded
+        as its slices come.
+        """
+
+    def load_weights(self, res: Any, ops: Operands, col: Int32) -> None:
+        """Loads the first `num_early` k tiles of B of the first cluster tile."""
+
+    def num_early(self, ops: Operands) -> Int32:
+        """K tiles that there are stages for: what can be loaded of B before anything is of A."""
 
     def load_tail(self, res: Any, state: Any) -> None:
         """Waits until every stage was consumed."""
@@ -202,16 +239,16 @@ class Mainloop(Protocol):
     def epilogue_state(self, res: Any, ops: Operands, group: Int32) -> Any:
         """State of an epilogue thread at the start."""
 
-    def accumulate(self, res: Any, ops: Operands, state: Any) -> tuple[Any, Any]:
-        """The next accumulator of this epilogue group, and the state after it."""
+    def accumulate(self, res: Any, ops: Operands, state: Any, scales: Any = None) -> tuple[Any, Any]:
+        """The next accumulator of this epilogue group, and the state after it; ``scales`` of its blocks."""
 
     def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
         """Hands an accumulator to ``writer`` by subtiles; returns both states after it."""
 
-    def store_to_stage(self, res: Any, ops: Operands, thread: Int32, fragment: Any, stage: Any) -> None:
+    def store_to_stage(self, res: Any, ops: Operands, thread: Int32, fragment: Fragment, stage: Any) -> None:
         """Writes a fragment, converted to the stage's type, into the swizzled stage."""
 
-    def fragment_part(self, res: Any, ops: Operands, thread: Int32, subtile: Any) -> Any:
+    def fragment_part(self, res: Any, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
 
 

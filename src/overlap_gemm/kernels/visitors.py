@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from overlap_gemm.device.traced import Fragment
+
 Sum = Literal["partial", "complete"]
 
 
@@ -53,7 +55,7 @@ class Visitor(Protocol):
     def operands(self) -> tuple[Operand, ...]:
         """What it reads."""
 
-    def apply(self, x: Any, *values: Any) -> Any:
+    def apply(self, x: Any, *values: Fragment) -> Any:
         """One element, or neighbouring ones of a row."""
 
 
@@ -75,7 +77,7 @@ class Bias:
         """The bias."""
         return (Operand("columns", self.dtype),)
 
-    def apply(self, x: Any, *values: Any) -> Any:
+    def apply(self, x: Any, *values: Fragment) -> Any:
         """Adds."""
         (bias,) = values
         return x + bias
@@ -92,7 +94,7 @@ class RowColumnScale:
     of: ClassVar[Sum] = "partial"
     operands: ClassVar[tuple[Operand, ...]] = (Operand("rows", "f32"), Operand("columns", "f32"))
 
-    def apply(self, x: Any, *values: Any) -> Any:
+    def apply(self, x: Any, *values: Fragment) -> Any:
         """Multiplies, the column's scale first into the row's."""
         row, column = values
         return x * (row * column)

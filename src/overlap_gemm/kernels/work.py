@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.schedules import Place, TileGrid, WorkList, ceil_div, num_owners
 
@@ -21,10 +22,10 @@ class Shards(NamedTuple):
         col_step: columns from one shard to the next, 0 where they are cut along the rows.
     """
 
-    rows: Any
-    cols: Any
-    row_step: Any
-    col_step: Any
+    rows: Scalar
+    cols: Scalar
+    row_step: Scalar
+    col_step: Scalar
 
 
 class Share(NamedTuple):
@@ -39,25 +40,25 @@ class Share(NamedTuple):
         block_cols: columns that each source has slots for: of a full shard.
     """
 
-    rows: Any
-    cols: Any
-    rank: Any
-    owners: Any
+    rows: Scalar
+    cols: Scalar
+    rank: Scalar
+    owners: Scalar
     shards: Shards
-    block_cols: Any
+    block_cols: Scalar
 
     @staticmethod
-    def by_rows(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
+    def by_rows(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
         """All of it, in shards of ``shard`` rows."""
         return Share(rows, cols, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
 
     @staticmethod
-    def by_columns(rows: Any, rank: Any, shard: Any, cols: Any) -> Share:
+    def by_columns(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
         """All of it, in shards of ``shard`` columns."""
         return Share(rows, cols, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
 
     @staticmethod
-    def whole(rows: Any, cols: Any, block_cols: Any) -> Share:
+    def whole(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
         """``cols`` columns as one shard, of ``block_cols`` at most."""
         return Share(rows, cols, 0, 1, Shards(rows, cols, 0, 0), block_cols)
 
@@ -76,18 +77,22 @@ class Work(NamedTuple):
         cols: its columns.
     """
 
-    first: Any
-    stride: Any
-    num_tiles: Any
+    first: Scalar
+    stride: Scalar
+    num_tiles: Scalar
     whole: WorkList
     shards: Shards
-    slots: Any
-    rows: Any
-    cols: Any
+    slots: Scalar
+    rows: Scalar
+    cols: Scalar
 
-    def place(self, order: Any, j: Any) -> Place:
+    def place(self, order: Any, j: Scalar) -> Place:
         """Place of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
+
+    def before(self, position: Any) -> Any:
+        """This cluster's tiles before a position of the list."""
+        return (position - self.first + self.stride - 1) // self.stride
 
     def left(self, at: CtaTile) -> tuple[Any, Any]:
         """(rows, columns) of its owner's shard from a tile's first ones on; 0 or less where it has none."""
@@ -129,7 +134,7 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows, share.cols)
 
 
-def _grid(config: GemmConfig, rows: Any, cols: Any) -> TileGrid:
+def _grid(config: GemmConfig, rows: Scalar, cols: Scalar) -> TileGrid:
     return TileGrid(ceil_div(rows, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
 
 
@@ -148,10 +153,10 @@ class CtaTile(NamedTuple):
         owner: rank that owns the shard.
     """
 
-    index: Any
-    row: Any
-    column: Any
-    owner: Any
+    index: Scalar
+    row: Scalar
+    column: Scalar
+    owner: Scalar
 
     @staticmethod
     def at(config: GemmConfig, place: Place) -> CtaTile:
@@ -170,7 +175,7 @@ class CtaTile(NamedTuple):
         )
 
     @staticmethod
-    def numbered(config: GemmConfig, order: Any, work: WorkList, index: Any) -> CtaTile:
+    def numbered(config: GemmConfig, order: Any, work: WorkList, index: Scalar) -> CtaTile:
         """The CTA tile with this index in this rank's shard, whichever CTA computes it."""
         inside = index % config.cluster_size
         tile = index // config.cluster_size

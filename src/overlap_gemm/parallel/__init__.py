@@ -11,12 +11,14 @@ from .export import exportable
 from .loading import from_pretrained, materialize
 from .model import full_state_dict, parallelize
 from .places import sees_shards
+from .stored import QuantizedCheckpointError
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
 __all__ = [
     "OverlapColwiseParallel",
     "OverlapRowwiseParallel",
     "OverlapSharedGather",
+    "QuantizedCheckpointError",
     "exportable",
     "from_pretrained",
     "full_state_dict",

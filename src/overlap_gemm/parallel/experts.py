@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..lowering import total_extent
-from ..moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from ..dispatch.lowering import total_extent
+from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from .assignment import PAIRED, expert_shapes, features_dim
 from .parts import SEQUENCE_DIM, LengthFor, Localized
-from .plan import PAIRED, expert_shapes, features_dim
 
 
 def placements(experts: Any) -> dict[str, Placement]:

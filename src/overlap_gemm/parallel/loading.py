@@ -9,16 +9,19 @@ transformers', and so it is for the next release's families.
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from copy import copy
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..api.float8 import Float8
 from ..backends.base import BackendName
 from .experts import put_together, set_apart
 from .model import Logits, Model, mixed_experts, packed_linears, parallelize
+from .stored import Checkpoint, Quantized, QuantizedCheckpointError, Whole, form_of, keep
 
 
 def from_pretrained(
@@ -28,6 +31,8 @@ def from_pretrained(
     sequence_parallel: bool = True,
     logits: Logits = "replicated",
     backend: BackendName = "auto",
+    float8: Float8 | None = None,
+    quantized: Quantized = "keep",
     **loading: Any,
 ) -> Any:
     """`AutoModelForCausalLM.from_pretrained`, parallelized: a rank holds and reads its shards alone.
@@ -38,6 +43,9 @@ def from_pretrained(
         sequence_parallel: As for `parallelize`.
         logits: As for `parallelize`.
         backend: As for `parallelize`.
+        float8: As for `parallelize`.
+        quantized: Of a checkpoint whose linears are stored in 8 bits (`stored`): "keep" them so, for
+            inference alone, or "dequantize" each rank's slices to the model's dtype while they are read.
         **loading: transformers' own arguments: `dtype`, `revision`, `attn_implementation`, ...
 
     Returns:
@@ -45,6 +53,7 @@ def from_pretrained(
 
     Raises:
         UnknownModuleError: As `parallelize`.
+        QuantizedCheckpointError: A ValueError: the checkpoint's 8-bit form is not read, or cannot be kept.
         ValueError: An argument that says where the weights go: the mesh does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,10 +65,17 @@ def from_pretrained(
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{name!r} is no causal language model of transformers: {type(config).__name__}")
     original = AutoModelForCausalLM._model_mapping[type(config)]
+    if quantized not in get_args(Quantized):
+        raise ValueError(f"quantized must be one of {', '.join(get_args(Quantized))}, got {quantized!r}")
+    form = form_of(config)
+    if form is not None:  # it is read here, not by transformers' quantizer
+        config = copy(config)
+        del config.quantization_config
 
     def distribute(model: nn.Module, *_: Any) -> nn.Module:
         model.tie_weights()  # transformers does when they are loaded, and parallelize must know
-        parallelize(model, mesh, sequence_parallel=sequence_parallel, logits=logits, backend=backend)
+        how: dict[str, Any] = {"logits": logits, "backend": backend, "float8": float8}
+        parallelize(model, mesh, sequence_parallel=sequence_parallel, **how)
         for _name, experts in mixed_experts(model):
             put_together(experts)
         return model
@@ -72,6 +88,7 @@ def from_pretrained(
             "__module__": original.__module__,
             "prepare_distribute_model": staticmethod(lambda config, device_map: (config, device_map, None)),
             "maybe_distribute_model": staticmethod(distribute),
+            "_stored": (form, quantized),
         },
     )
     model = lent.from_pretrained(
@@ -82,6 +99,9 @@ def from_pretrained(
         **{"use_safetensors": True, **loading},
     )
     model.__class__ = original
+    if form is not None and quantized == "keep":
+        model.requires_grad_(False)
+        model.save_pretrained = _refuse_saving
     for _, experts in mixed_experts(model):
         set_apart(experts)
     return model
@@ -145,27 +165,61 @@ class _ReadsPacked:
     ) -> Any:
         """Transformers' own, which reads what it is given slice by slice."""
         original: Any = type(model).__mro__[2]
-        with ExitStack() as files:
-            if state_dict is None and any(packed_linears(model)):
-                state_dict = dict(_slices(model, checkpoint_files, files))
+        form, quantized = type(model)._stored
+        with ExitStack() as opened:
+            if state_dict is None and (form is not None or any(packed_linears(model))):
+                from safetensors import safe_open
+
+                files = [opened.enter_context(safe_open(path, framework="pt")) for path in checkpoint_files]
+                whole = _whole(files) if form is None else _stored(model, Checkpoint(files, form), quantized)
+                state_dict = dict(_in_parts(model, whole))
             return original._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
 
 
-def _slices(model: nn.Module, paths: list[str], files: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the files, unread; those of packed linears as their parts."""
-    from safetensors import safe_open
-
-    packed = {f"{name}.weight": linear for name, linear in packed_linears(model)}
-    for path in paths:
-        file = files.enter_context(safe_open(path, framework="pt"))
+def _whole(files: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the files, unread."""
+    for file in files:
         for key in file.keys():  # noqa: SIM118 (no mapping)
-            whole, start = file.get_slice(key), 0
-            if key not in packed:
-                yield key, whole
-                continue
-            for part, rows in packed[key].sizes.items():
-                yield f"{key.removesuffix('weight')}{part}.weight", _Rows(whole, start, rows)
-                start += rows
+            yield key, file.get_slice(key)
+
+
+def _stored(model: nn.Module, checkpoint: Checkpoint, quantized: Quantized) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a checkpoint of 8 bits, unread; what is kept so gets parameters for it."""
+    packed = dict(packed_linears(model))
+    for key in checkpoint.plain():
+        yield key, checkpoint.whole(key)
+    for name in checkpoint.stored:
+        if quantized == "dequantize":
+            yield f"{name}.weight", checkpoint.dequantized(name)
+            continue
+        parts = [f"{name}.{part}" for part in packed[name].sizes] if name in packed else [name]
+        for part in parts:
+            keep(model, part, checkpoint, name)
+        yield f"{name}.weight", checkpoint.whole(f"{name}.weight")
+        yield f"{name}.weight_scale", Whole(checkpoint.scale(name))
+        if checkpoint.form.static and (scale := checkpoint.input_scale(name)) is not None:
+            yield f"{name}.input_scale", Whole(scale)
+
+
+def _in_parts(model: nn.Module, tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The same, those of packed linears as their parts."""
+    packed = dict(packed_linears(model))
+    for key, whole in tensors:
+        name, _, last = key.rpartition(".")
+        if name not in packed:
+            yield key, whole
+            continue
+        start = 0
+        for part, rows in packed[name].sizes.items():
+            by_rows = whole.get_shape()[0] > 1  # one scale is every part's
+            yield f"{name}.{part}.{last}", _Rows(whole, start, rows) if by_rows else whole
+            start += rows
+
+
+def _refuse_saving(*_: Any, **__: Any) -> None:
+    raise QuantizedCheckpointError(
+        "a model whose weights are kept in 8 bits is not saved: load it with quantized='dequantize' for that"
+    )
 
 
 class _Rows:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..nn import Dropout
+from .assignment import UnknownModuleError
 from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
 from .places import Place, place_of
-from .plan import UnknownModuleError
 from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather, distribute
 
 INITS = (True, False, "gaussian")
@@ -123,7 +123,7 @@ def _shard(layer: Any, name: str) -> None:
     place = place_of(base)
     assert place is not None
     sharding, first = place.sharding, _linears(base)[0].forward
-    style = first.style
+    style = first.style.in_own_type()
     is_row = place.role in ("row", "shared row")
     by_rows = sharding.sequence_parallel and place.role in ("column", "packed", "row")
     if isinstance(base, PackedLinear):

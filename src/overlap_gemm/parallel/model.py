@@ -6,14 +6,17 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ..api.float8 import Float8
 from ..backends.base import BackendName
+from ..backends.scaling import FLOAT8
 from ..backends.select import check_name, preferring
 from .adapters import bases, forbid_sums, is_lora
+from .assignment import PAIRED, Role, check_float8, features_dim, head_dim, kv_heads, plan
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
@@ -31,7 +34,6 @@ from .parts import (
     SequenceLength,
 )
 from .places import Sharding, Watch, give_places
-from .plan import PAIRED, Role, features_dim, head_dim, kv_heads, plan
 from .stacks import describe
 from .styles import (
     ColwiseForward,
@@ -59,6 +61,7 @@ def parallelize(
     sequence_parallel: bool = True,
     logits: Logits = "replicated",
     backend: BackendName = "auto",
+    float8: Float8 | None = None,
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
@@ -82,13 +85,15 @@ def parallelize(
             sharded by vocabulary, for a loss under torch's `loss_parallel()`.
         backend: "auto", or the name of a backend that carries out what it can; `auto` chooses for the rest,
             and the log (`overlap_gemm.backends.select`) says once what and why.
+        float8: Multiply the projections of attentions and MLPs in 8 bits, as a `nn.Float8` says; head,
+            routers, experts and adapters stay in their own type, and all parameters do.
 
     Returns:
         `model`.
 
     Raises:
-        UnknownModuleError: A ValueError: the model, or a module that is named, has no rule. Nothing has been
-            changed.
+        UnknownModuleError: A ValueError: the model, or a module that is named, has no rule, or none in 8
+            bits. Nothing has been changed.
         ValueError: An argument is none of those above.
     """
     if logits not in ("replicated", "sharded"):
@@ -101,12 +106,14 @@ def parallelize(
         forbid_sums(model.base_model)
         model = model.get_base_model()
     roles = plan(model, mesh.size())
+    if float8 is not None:
+        check_float8(model, roles, mesh.size(), float8)
     names = {role: name for name, role in roles.items()}
     embedding: Any = bases(model.get_submodule(names["embedding"]))[0]
     head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
     sharding, labels = Sharding(mesh, sequence_parallel), Labels()
-    builder = _Builder(model.config, sharding, labels, logits, preferring(backend))
+    builder = _Builder(model.config, sharding, labels, logits, preferring(backend), float8)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)
@@ -154,7 +161,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 f"has made local tensors of them, which are one rank's"
             )
     state = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
+        name: _whole(value) if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()
     }
     for name, packed in packed_linears(model):
@@ -166,17 +173,37 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+def _whole(value: DTensor) -> Tensor:
+    """All of it; of 8 bits as bytes, since not every backend of torch.distributed has a type for those."""
+    if value.dtype not in FLOAT8:
+        return value.full_tensor()
+    own = value.to_local().view(torch.uint8)
+    as_bytes = DTensor.from_local(
+        own, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return as_bytes.full_tensor().view(value.dtype)
+
+
 class _Builder:
     """Gives each module the parameters and the forward of its role."""
 
-    def __init__(self, config: Any, sharding: Sharding, labels: Labels, logits: Logits, backend: Any):
-        self.config, self.sharding, self.labels, self.backend = config, sharding, labels, backend
+    def __init__(
+        self,
+        config: Any,
+        sharding: Sharding,
+        labels: Labels,
+        logits: Logits,
+        backend: Any,
+        float8: Float8 | None,
+    ):
+        self.config, self.sharding, self.labels = config, sharding, labels
+        self.backend, self.float8 = backend, float8
         self.mesh, self.group = sharding.mesh, sharding.group
         self.sequence_parallel = sequence_parallel = sharding.sequence_parallel
         self.length = SequenceLength()
-        self.column = OverlapColwiseParallel(backend=backend)
+        self.column = OverlapColwiseParallel(backend=backend, float8=float8)
         between = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
-        self.row = OverlapRowwiseParallel(output_layouts=between, backend=backend)
+        self.row = OverlapRowwiseParallel(output_layouts=between, backend=backend, float8=float8)
         if logits == "sharded":
             self.head = OverlapColwiseParallel(use_local_output=False, backend=backend)
         else:
@@ -237,7 +264,8 @@ class _Builder:
             case "row":
                 parallelize_module(module, self.mesh, self.row)
             case "shared row":
-                parallelize_module(module, self.mesh, OverlapRowwiseParallel(backend=self.backend))
+                style = OverlapRowwiseParallel(backend=self.backend, float8=self.float8)
+                parallelize_module(module, self.mesh, style)
             case "head":
                 parallelize_module(module, self.mesh, self.head)
 
@@ -274,7 +302,9 @@ class _Builder:
             linears = [
                 f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)
             ]
-            style = OverlapSharedGather(*linears, argument=argument, rows=rows, backend=self.backend)
+            style = OverlapSharedGather(
+                *linears, argument=argument, rows=rows, backend=self.backend, float8=self.float8
+            )
             parallelize_module(module, self.mesh, style)
 
     def _distribute(self, module: nn.Module, layouts: Mapping[str, Placement] | None = None) -> None:

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..lowering import total_extent
-from ..moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from ..dispatch.lowering import total_extent
+from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from .inputs import same_inputs
 from .styles import local
 

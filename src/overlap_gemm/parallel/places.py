@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..runtime import agree
 from ..runtime.group import group_name, resolve
 from . import adapters
-from .plan import Role, UnknownModuleError
+from .assignment import Role, UnknownModuleError
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Part: TypeAlias = Literal["none", "input", "all"]

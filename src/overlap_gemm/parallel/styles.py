@@ -5,7 +5,8 @@ checkpoints work on them unchanged.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..api.float8 import STORED, Float8, Products, Stored, products
+from ..api.functional import Length
 from ..backends.base import BackendName
 from ..backends.select import check_name
-from ..functional import Length, all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
-from ..nn import column_parallel_gemm
+
+if TYPE_CHECKING:  # typing's own is newer than Python 3.10
+    from typing_extensions import Self
 
 Rows: TypeAlias = Length | Callable[[], Length]
 """The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
 
 
-class OverlapColwiseParallel(ParallelStyle):
+class _LinearStyle(ParallelStyle):
+    """What the styles of one linear have in common."""
+
+    products: Products
+
+    def in_own_type(self) -> "Self":
+        """The same without `float8`."""
+        style = copy(self)
+        style.products = products(None)
+        return style
+
+
+class OverlapColwiseParallel(_LinearStyle):
     """Shards an `nn.Linear` by output features and gathers its input while multiplying.
 
     | input_layouts | output_layouts | op |
@@ -37,6 +53,7 @@ class OverlapColwiseParallel(ParallelStyle):
         use_local_output: Return a local tensor, not a DTensor.
         rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
+        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
     """
 
     def __init__(
@@ -47,9 +64,11 @@ class OverlapColwiseParallel(ParallelStyle):
         use_local_output: bool = True,
         rows: Rows = None,
         backend: BackendName = "auto",
+        float8: Float8 | None = None,
     ):
         super().__init__()
         check_name(backend)
+        self.products = products(float8)
         self.input_layout = input_layouts or Replicate()
         self.output_layout = output_layouts or Shard(-1)
         self.use_local_output, self.rows, self.backend = use_local_output, rows, backend
@@ -67,7 +86,7 @@ class OverlapColwiseParallel(ParallelStyle):
         return module
 
 
-class OverlapRowwiseParallel(ParallelStyle):
+class OverlapRowwiseParallel(_LinearStyle):
     """Shards an `nn.Linear` by input features and sums the partial results while multiplying.
 
     | output_layouts | op |
@@ -80,6 +99,7 @@ class OverlapRowwiseParallel(ParallelStyle):
         output_layouts: How the output shall lie; default `Replicate()`.
         use_local_output: Return a local tensor, not a DTensor.
         backend: As for `overlap_gemm.gemm_reduce_scatter`.
+        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
     """
 
     def __init__(
@@ -89,9 +109,11 @@ class OverlapRowwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         backend: BackendName = "auto",
+        float8: Float8 | None = None,
     ):
         super().__init__()
         check_name(backend)
+        self.products = products(float8)
         self.input_layout = input_layouts or Shard(-1)
         self.output_layout = output_layouts or Replicate()
         self.use_local_output, self.backend = use_local_output, backend
@@ -124,6 +146,7 @@ class OverlapSharedGather(ParallelStyle):
         argument: Name of the input, for callers that pass it by keyword.
         rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
+        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
     """
 
     def __init__(
@@ -133,9 +156,11 @@ class OverlapSharedGather(ParallelStyle):
         argument: str = "hidden_states",
         rows: Rows = None,
         backend: BackendName = "auto",
+        float8: Float8 | None = None,
     ):
         super().__init__()
         check_name(backend)
+        self.products = products(float8)
         layout = input_layouts or Shard(1)
         if not isinstance(layout, Shard):
             raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
@@ -181,7 +206,7 @@ class _SharedGatherForward:
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = _local(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
-        outs = all_gather_gemm(
+        outs = _products(style, *weights).all_gather_gemm(
             x,
             weights,
             bias=[bias for bias in biases if bias is not None] or None,
@@ -242,24 +267,25 @@ class ColwiseForward:
             return self._output(out)
         x, rows = _local(x, self.mesh, style.input_layout, style.rows)
         weight, bias, columns = self.operands()
+        products = _products(style, weight)
         if isinstance(style.input_layout, Shard):
-            out = all_gather_gemm(
+            out = products.all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
                 columns=columns, backend=style.backend,
             )  # fmt: skip
         elif isinstance(style.output_layout, Replicate):
-            out = gemm_all_gather(
+            out = products.gemm_all_gather(
                 x, weight, bias=bias, group=self.mesh, columns=columns, backend=style.backend
             )
         else:
-            out = column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
+            out = products.column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
         return self._output(out)
 
-    def operands(self) -> tuple[Tensor, Tensor | None, int]:
+    def operands(self) -> tuple[Any, Tensor | None, int]:
         """This rank's weight and bias, and the columns of all ranks' together."""
         module = self.module
         bias = None if module.bias is None else local(module.bias, Shard(0))
-        return local(self.source.weight, Shard(0)), bias, _extent(module, 0)
+        return weight_of(self.source, Shard(0)), bias, _extent(module, 0)
 
     def own_rows(self, x: Tensor) -> Tensor:
         """This rank's rows of the input for which x stands in; x itself where nothing is gathered."""
@@ -284,14 +310,15 @@ class RowwiseForward:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
         x, _ = _local(x, self.mesh, style.input_layout, None)
-        weight, k = local(module.weight, Shard(1)), _extent(module, 1)
+        weight, k = weight_of(module, Shard(1)), _extent(module, 1)
+        products = _products(style, weight)
         bias = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
-            out = gemm_reduce_scatter(
+            out = products.gemm_reduce_scatter(
                 x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, backend=style.backend
             )
         else:
-            out = gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, backend=style.backend)
+            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, backend=style.backend)
         whole = torch.Size((*x.shape[:-1], out.shape[-1]))
         return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
@@ -315,6 +342,26 @@ def distribute(
         source = None if parameter.is_meta else src_data_rank
         sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def weight_of(module: Any, layout: Placement) -> Any:
+    """This rank's part of a linear's weight, `Stored` where it is kept in 8 bits (`stored.keep`)."""
+    weight, scale = local(module.weight, layout), getattr(module, "weight_scale", None)
+    if scale is None:
+        return weight
+    given = getattr(module, "input_scale", None)
+    own = [part.to_local() if isinstance(part, DTensor) else part for part in (scale, given)]
+    return Stored(weight, *own)
+
+
+def _products(style: Any, *weights: Any) -> Products:
+    """Who multiplies them."""
+    if not any(isinstance(weight, Stored) for weight in weights):
+        plain: Products = style.products
+        return plain
+    if not all(isinstance(weight, Stored) for weight in weights):
+        raise TypeError("of linears that share a gather all weights are stored in 8 bits, or none")
+    return STORED
 
 
 def local(parameter: Tensor, layout: Placement) -> Tensor:

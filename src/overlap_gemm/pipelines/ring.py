@@ -19,6 +19,9 @@ Why one lane: bulk async-groups belong to the thread that committed them, so onl
 store can wait for it. Why a full wait and not ``.read``: the same wait then also allows the tile to be
 published (:mod:`overlap_gemm.pipelines.publication`), and on sm_90 and sm_100 both forms compile to the same
 hardware wait. The epilogue never waits for global memory and needs no named barrier.
+
+What the comm lane still stands in is the release of a tile's flag: a fence at system scope waits for all that
+is under way. A :class:`~overlap_gemm.pipelines.publisher.Publisher` takes that to another warp.
 """
 
 from __future__ import annotations
@@ -29,23 +32,31 @@ from typing import Any, Protocol
 import cutlass
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.pipelines.publication import LaggedPublication
+from overlap_gemm.pipelines.publisher import Publisher
 
 
 class TileSender(Protocol):
     """What the comm lane does with tiles, counted from 0; each method is traced into the kernel."""
 
-    def locate(self, tile: Any) -> Any:
+    def has(self, tile: Scalar) -> Any:
+        """Whether there is a tile of this number: asked of one after the other, until there is none.
+
+        So how many there are need not be known before the last one.
+        """
+
+    def locate(self, tile: Scalar) -> Any:
         """Everything about ``tile`` that its subtiles share: a run-time value, or a tuple of them.
 
         It may wait for a peer, but not for its answer to one of the last `LaggedPublication.lag` tiles: they
-        are not published yet. Of tile 0 it is asked twice.
+        are not published yet. Of tile 0 it is asked twice, as `has` is.
         """
 
-    def send(self, place: Any, subtile: Any, stage: Any) -> None:
+    def send(self, place: Any, subtile: Scalar, stage: Any) -> None:
         """Starts the bulk stores of one subtile, found in ring stage ``stage``; neither commits nor waits."""
 
-    def publish(self, tile: Any, place: Any) -> None:
+    def publish(self, tile: Scalar, place: Any) -> None:
         """Called once all stores of ``tile`` are written and visible to the calling thread.
 
         ``place`` is what `locate` returned for it: nothing has to be computed between the wait and the flag.
@@ -60,11 +71,13 @@ class EpilogueRing:
         pipe: the mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
         num_stages: stages of the ring.
         inflight: bulk groups the comm lane leaves in flight, ``0 <= inflight < num_stages``.
+        publisher: who publishes tiles, or None: the comm lane.
     """
 
     pipe: pipeline.PipelineAsync
     num_stages: int
     inflight: int
+    publisher: Publisher | None = None
 
     @staticmethod
     def create(
@@ -74,6 +87,7 @@ class EpilogueRing:
         num_warps: int,
         barrier_storage: Any = None,
         defer_sync: bool = False,
+        publisher: Publisher | None = None,
     ) -> EpilogueRing:
         """Initialises the mbarriers.
 
@@ -85,6 +99,7 @@ class EpilogueRing:
             barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
                 shared memory, as the DSL's pipelines do.
             defer_sync: the caller fences the initialisation and synchronises the CTA.
+            publisher: the warp that publishes tiles; None: the comm lane does by itself.
 
         Raises:
             ValueError: if ``inflight`` is not in ``[0, num_stages)``.
@@ -98,7 +113,7 @@ class EpilogueRing:
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             defer_sync=defer_sync,
         )
-        return EpilogueRing(pipe, num_stages, inflight)
+        return EpilogueRing(pipe, num_stages, inflight, publisher)
 
     def producer_state(self) -> pipeline.PipelineState:
         """State of an epilogue thread at the start: all stages empty."""
@@ -125,43 +140,35 @@ class EpilogueRing:
 
     @cute.jit
     def drain(
-        self,
-        state: pipeline.PipelineState,
-        num_tiles: Int32,
-        subtiles: cutlass.Constexpr[int],
-        sender: Any,
+        self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
         """The comm lane's loop over tiles: wait, send, commit, free what is written, publish what is due.
 
-        On return every store has been written, every tile published and every stage freed. To be called by
-        one thread.
+        On return every store has been written, every tile published, or handed to the publisher, and every
+        stage freed. To be called by one thread.
 
         Args:
             state: consumer state of the first subtile.
-            num_tiles: tiles to send, possibly 0.
             subtiles: stages per tile.
             sender: a :class:`TileSender`.
 
         Returns:
             The consumer state after the last subtile. The caller must rebind it.
         """
-        if num_tiles > 0:
-            state = self._drain(state, num_tiles, subtiles, sender)
+        if sender.has(Int32(0)):
+            state = self._drain(state, subtiles, sender)
         return state
 
     @cute.jit
     def _drain(
-        self,
-        state: pipeline.PipelineState,
-        num_tiles: Int32,
-        subtiles: cutlass.Constexpr[int],
-        sender: Any,
+        self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
         """`drain` of one tile at least."""
         due = LaggedPublication(subtiles, self.inflight)
         # Places of the tiles before, that of the last one last; what is there at first is never published.
         sent = (sender.locate(Int32(0)),) * due.lag
-        for tile in cutlass.range(num_tiles, unroll=1):
+        tile = Int32(0)
+        while sender.has(tile):
             place = sender.locate(tile)
             for subtile in cutlass.range(subtiles, unroll=1):
                 self.pipe.consumer_wait(state)
@@ -172,24 +179,40 @@ class EpilogueRing:
                 if tile * subtiles + subtile >= self.inflight:
                     self._release_earlier(state, self.inflight + 1)
                 if subtile == due.subtile and tile >= due.lag:
-                    sender.publish(tile - due.lag, (*sent, place)[0])
+                    self.publish(tile - due.lag, (*sent, place)[0], sender)
             sent = (*sent, place)[1:]
+            tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         for ago in cutlass.range_constexpr(due.lag, 0, -1):
-            if num_tiles >= ago:
-                sender.publish(num_tiles - ago, sent[due.lag - ago])
+            if tile >= ago:
+                self.publish(tile - ago, sent[due.lag - ago], sender)
         for ago in cutlass.range_constexpr(self.inflight, 0, -1):
-            if num_tiles * subtiles >= ago:
+            if tile * subtiles >= ago:
                 self._release_earlier(state, ago)
         return state
 
     @cute.jit
+    def pass_on(self, state: pipeline.PipelineState, subtiles: Int32) -> pipeline.PipelineState:
+        """The comm lane's loop over ``subtiles`` that their writers keep: frees each as it comes.
+
+        Nothing is in flight: it comes after `drain`. Returns the state after the last one.
+        """
+        for _ in cutlass.range(subtiles, unroll=1):
+            self.pipe.consumer_wait(state)
+            self.pipe.consumer_release(state)
+            state.advance()
+        return state
+
+    def publish(self, tile: Scalar, place: Any, sender: Any) -> None:
+        """The comm lane, when it has waited for a tile's stores: publishes it, or has it published."""
+        if self.publisher is None:
+            sender.publish(tile, place)
+        else:
+            self.publisher.hand_over(tile)
+
+    @cute.jit
     def drain_by_warp(
-        self,
-        state: pipeline.PipelineState,
-        num_tiles: Int32,
-        subtiles: cutlass.Constexpr[int],
-        sender: Any,
+        self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
         """The loop of a whole comm warp that stores by itself: wait, send, free. Nothing is published.
 
@@ -197,7 +220,8 @@ class EpilogueRing:
         Arguments and result are `drain`'s, but that the sender's ``send`` is for all lanes, which have read
         the stage when it returns.
         """
-        for tile in cutlass.range(num_tiles, unroll=1):
+        tile = Int32(0)
+        while sender.has(tile):
             place = sender.locate(tile)
             for subtile in cutlass.range(subtiles, unroll=1):
                 self.pipe.consumer_wait(state)
@@ -206,6 +230,7 @@ class EpilogueRing:
                 if cute.arch.lane_idx() == 0:
                     self.pipe.consumer_release(state)
                 state.advance()
+            tile += 1
         return state
 
     def _release_earlier(self, state: pipeline.PipelineState, ago: int) -> None:

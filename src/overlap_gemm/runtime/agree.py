@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ..sharding import Shards
+from ..spec.sharding import Shards
 from .group import Group
 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]

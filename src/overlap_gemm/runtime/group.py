@@ -32,7 +32,7 @@ class Group:
         name: What torch.ops calls carry instead of the object; `LOCAL` for a world of one.
         rank: This process's rank within the group.
         size: Ranks of the group, P.
-        calls: What is kept for calls that are alike (`overlap_gemm.calls`).
+        calls: What is kept for calls that are alike (`overlap_gemm.dispatch.calls`).
         agreed: What the ranks found that they agree on (`runtime.agree`).
         progress: What became of the calls (`runtime.identity`).
     """

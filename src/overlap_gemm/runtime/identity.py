@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 BITS = 32
@@ -45,6 +46,7 @@ def call_signature(op: str, **shared: Any) -> int:
     return digest
 
 
+@lru_cache(maxsize=4096)  # of every call
 def after_skipped(signature: int, skipped: int) -> int:
     """The signature of a call before which so many raised on this rank, as an int32 kernels take."""
     word = (signature + skipped * _STEP) % (1 << BITS)

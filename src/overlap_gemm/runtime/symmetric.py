@@ -112,7 +112,7 @@ class TorchSymmetric:
 
         self.local = together(group, f"allocating {nbytes} bytes", allocate, SymmetricMemoryError)
         # It communicates, with a time-out of torch's own, so it is entered only by ranks that all have their
-        # block. Behind it every peer's mapping exists, and anybody may store through it.
+        # block. After it every peer's mapping exists, and anybody may store through it.
         together(group, f"mapping the peers' {nbytes} bytes", rendezvous, SymmetricMemoryError)
 
     @staticmethod

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..device.failure import NOTHING, RECORD_WORDS, Failure, Op, Role, read_record
+from ..device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
+from ..spec import op_coded
 from . import environment
 from .agree import DisagreementError, gather, together
 from .group import Group, GroupLike, group_name
@@ -52,7 +53,7 @@ class CommTimeoutError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
         seen = "nothing of it" if failure.seen == NOTHING else failure.seen
-        op, role = Op(failure.op).name.lower(), Role(failure.role).name.lower()
+        op, role = op_coded(failure.op), Role(failure.role).name.lower()
         super().__init__(
             f"{op}: rank {failure.rank} ({role}) gave up on "
             f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
@@ -71,7 +72,7 @@ class OverlappingCallsError(RuntimeError):
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
         super().__init__(
-            f"{Op(failure.op).name.lower()}: call {failure.expected} of rank {failure.rank} began while call "
+            f"{op_coded(failure.op)}: call {failure.expected} of rank {failure.rank} began while call "
             f"{failure.seen} ran on the same device, and the two could have waited for each other for ever. "
             f"Calls are ordered one after the other, and so are those captured in one graph; a replay is "
             f"ordered by its stream alone. Replay graphs of fused calls on the stream of the other fused "
@@ -93,7 +94,7 @@ class MismatchedCallsError(RuntimeError):
         self.failure = failure
         here, there = describe(failure.expected >> 32), describe(failure.seen >> 32)
         super().__init__(
-            f"{Op(failure.op).name.lower()}: rank {failure.rank} is in {here}, rank {failure.source} in "
+            f"{op_coded(failure.op)}: rank {failure.rank} is in {here}, rank {failure.source} in "
             f"{there}: call {failure.expected & 0xFFFFFFFF} of their workspace on both. All ranks of a group "
             f"must make the same calls in the same order, also where graphs are replayed. A call that raised "
             f"on one rank alone counts there: it cannot be made up for."
@@ -295,7 +296,7 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
         size.prepare(memory.local)
         torch.cuda.synchronize(device)
 
-    # Behind it no peer's flag can arrive before the zeros.
+    # After it no peer's flag can arrive before the zeros.
     together(group, "clearing a workspace", prepare, SymmetricMemoryError)
     return Workspace(group, size, memory, reaches_all, peers.executor.record)
 

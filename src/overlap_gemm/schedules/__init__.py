@@ -4,13 +4,22 @@ Everything here works on non-negative values with ``+ - * // % <`` only, so that
 Python integers (tests, performance model) and on a kernel's ``Int32``.
 """
 
-from overlap_gemm.schedules.orders import DealtShards, LinearOrder, OwnShardFirst, Place, TileGrid, WorkList
+from overlap_gemm.schedules.orders import (
+    DealtShards,
+    LinearOrder,
+    OwnShardFirst,
+    OwnTilesLast,
+    Place,
+    TileGrid,
+    WorkList,
+)
 from overlap_gemm.schedules.shards import ceil_div, num_owners, owned_rows, shard_rows
 
 __all__ = [
     "DealtShards",
     "LinearOrder",
     "OwnShardFirst",
+    "OwnTilesLast",
     "Place",
     "TileGrid",
     "WorkList",

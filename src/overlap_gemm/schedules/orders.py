@@ -140,6 +140,10 @@ class DealtShards:
         """Positions in the work list: all tiles of all shards that have rows."""
         return work.owners * work.grid.rows * work.grid.cols
 
+    def num_sent(self, work: WorkList) -> Int:
+        """Positions before those of tiles that stay: here all, since own tiles are among the others."""
+        return self.num_tiles(work)
+
     def place(self, t: Int, work: WorkList) -> Place:
         """The tile at position ``t``."""
         index = t // work.owners
@@ -150,3 +154,39 @@ class DealtShards:
         """``(m, n)`` of the tile with this index in its shard."""
         band = self.group // work.owners
         return grouped_raster(index, work.grid, band + (band < 1) * 1)
+
+
+@dataclass(frozen=True)
+class OwnTilesLast:
+    """GEMM reduce-scatter: tiles are dealt to the other owners in turn, then come the own ones.
+
+    Attributes:
+        group: as `DealtShards` has it.
+    """
+
+    group: int = 8
+
+    def num_tiles(self, work: WorkList) -> Int:
+        """Positions in the work list: all tiles of all shards that have rows."""
+        return work.owners * work.grid.rows * work.grid.cols
+
+    def num_sent(self, work: WorkList) -> Int:
+        """Positions before the own tiles'."""
+        return self._others(work) * work.grid.rows * work.grid.cols
+
+    def place(self, t: Int, work: WorkList) -> Place:
+        """The tile at position ``t``."""
+        others, sent = self._others(work), self.num_sent(work)
+        dealt = others + (others < 1) * 1
+        stays = 1 - (t < sent) * 1
+        index = (t // dealt) * (1 - stays) + (t - sent) * stays
+        m, n = self.tile(index, work)
+        return Place((work.rank + (1 + t % dealt) * (1 - stays)) % work.owners, index, m, n)
+
+    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
+        """``(m, n)`` of the tile with this index in its shard."""
+        return DealtShards(self.group).tile(index, work)
+
+    def _others(self, work: WorkList) -> Int:
+        """Owners but this rank."""
+        return work.owners - (work.rank < work.owners) * 1

@@ -4,13 +4,22 @@ Standard library only. A new op is one more in `OPS`; `PATTERNS` and `TRANSPORTS
 """
 
 from .op import ARGUMENTS, Axis, OpSpec
-from .ops import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OPS, op_named
+from .ops import (
+    ALL_GATHER_GEMM,
+    GEMM_ALL_GATHER,
+    GEMM_ALL_REDUCE,
+    GEMM_REDUCE_SCATTER,
+    OPS,
+    op_coded,
+    op_named,
+)
 from .pattern import PATTERNS, PatternSpec, patterns_of
-from .transport import TRANSPORTS, TransportSpec, transports_of
+from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
 
 __all__ = [
     "ALL_GATHER_GEMM",
     "ARGUMENTS",
+    "EMPTY_BYTE",
     "GEMM_ALL_GATHER",
     "GEMM_ALL_REDUCE",
     "GEMM_REDUCE_SCATTER",
@@ -21,6 +30,7 @@ __all__ = [
     "OpSpec",
     "PatternSpec",
     "TransportSpec",
+    "op_coded",
     "op_named",
     "patterns_of",
     "transports_of",

@@ -16,18 +16,21 @@ class OpSpec:
 
     Attributes:
         name: Its public name.
+        code: Its number in failure records; no other op's, and not 0.
         label: Its short name, for tables.
         x: The sharded axis of x; None: every rank has all of it.
-        weight: That of the weight; a rank's product is a part along it.
+        weight: That of the weight; a rank's product is a part along it. None: x is not gathered either, and
+            a rank's product has its rows of x alone.
         out: That of the result; None: every rank gets all of it.
         dual: Name of the op whose communication its gradient needs, where that moves as much.
         whole: Name of the op that gives all ranks all of what this one gives them shards of.
     """
 
     name: str
+    code: int
     label: str
     x: Axis | None
-    weight: Axis
+    weight: Axis | None
     out: Axis | None
     dual: str | None = None
     whole: str | None = None
@@ -40,12 +43,17 @@ class OpSpec:
     @property
     def gathers_operand(self) -> bool:
         """Whether x travels, before the product; else the product does."""
-        return self.x == "m"
+        return self.x == "m" and self.weight is not None
 
     @property
     def gathers_output(self) -> bool:
         """Whether a rank's product is columns of a result of which all get all."""
         return self.weight == "n" and self.out is None
+
+    @property
+    def deals_columns(self) -> bool:
+        """Whether a rank makes, or gets, columns of a product that travels."""
+        return not self.gathers_operand and "n" in (self.weight, self.out)
 
     @property
     def width(self) -> Axis:
@@ -77,13 +85,14 @@ class OpSpec:
 
     def product(self, m: int, n: int, k: int, world: int) -> tuple[int, int, int]:
         """(M, N, K) of the product that a rank with a full shard multiplies."""
-        _, weight = self.shapes(m, n, k, lambda extent: -(-extent // world))
-        return m, *weight
+        x, weight = self.shapes(m, n, k, lambda extent: -(-extent // world))
+        return (m if self.gathers_operand else x[0]), *weight
 
     def elements_out(self, m: int, n: int, k: int, world: int) -> float:
         """Elements that each rank sends at least (in two trips where all get all sums)."""
         trips = 2 if self.sums and self.out is None else 1
-        return trips * m * (k if self.width == "k" else n) * (world - 1) / world
+        rows = m if self.weight is not None else m / world
+        return trips * rows * (k if self.width == "k" else n) * (world - 1) / world
 
     def collectives(self, in_rank_order: bool) -> tuple[str, ...]:
         """What moves `elements_out`, in equal parts; ``"sum"`` is an all-to-all and a sum in rank order."""
@@ -99,7 +108,7 @@ class OpSpec:
         places: dict[Axis | None, int] = {"m": 0, "k": 1}
         return (
             places.get(self.x),
-            {"n": 0, "k": 1}.get(self.weight),
+            {"n": 0, "k": 1}.get(self.weight or ""),
             0 if self.weight == "n" else None,
             {"m": 0, "n": 1}.get(self.out or ""),
         )

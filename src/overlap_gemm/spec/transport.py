@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from .op import OpSpec
 from .pattern import PATTERNS, patterns_of
 
+EMPTY_BYTE = 0xFF
+"""What every byte is where LL words have not come, in a new workspace as in one that was read
+(:mod:`overlap_gemm.device.ll`)."""
+
 
 @dataclass(frozen=True)
 class TransportSpec:
@@ -15,12 +19,27 @@ class TransportSpec:
         shards: Whether it carries shards of an operand, to the product.
         tiles: Whether it carries tiles, from the product.
         sums: Whether it is the one that sums them, in an order of its own, where sums return to all ranks.
+        puts: Whether it puts to every peer, whoever is within reach of stores.
+        is_flag: Whether data is its own flag.
+        bulk_words: Whether bulk stores send it, where it is.
+        by_host: Whether the host queues it, on a copy engine.
+        slices: Whether shards come by slices of K (`kernels.k_slices`).
     """
 
     name: str
     shards: bool
     tiles: bool
     sums: bool = False
+    puts: bool = False
+    is_flag: bool = False
+    bulk_words: bool = False
+    by_host: bool = False
+    slices: bool = False
+
+    @property
+    def halves(self) -> bool:
+        """Whether it carries values of 16 bits alone."""
+        return self.sums or self.is_flag
 
     def carries(self, op: OpSpec) -> bool:
         """Whether the op has it."""
@@ -32,10 +51,12 @@ class TransportSpec:
 TRANSPORTS = {
     transport.name: transport
     for transport in (
-        TransportSpec("copy_engine", shards=True, tiles=False),
+        TransportSpec("copy_engine", shards=True, tiles=False, by_host=True),
         TransportSpec("peer_bulk", shards=True, tiles=True),
-        TransportSpec("ll", shards=False, tiles=True),
-        TransportSpec("nvshmem", shards=True, tiles=True),
+        TransportSpec("k_slices", shards=True, tiles=False, slices=True),
+        TransportSpec("ll", shards=False, tiles=True, is_flag=True),
+        TransportSpec("ll_bulk", shards=False, tiles=True, is_flag=True, bulk_words=True),
+        TransportSpec("nvshmem", shards=True, tiles=True, puts=True),
         TransportSpec("nvls", shards=False, tiles=True, sums=True),
     )
 }

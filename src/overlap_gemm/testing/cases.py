@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sharding import Shards
 from ..spec import OPS
+from ..spec.sharding import Shards
 
 
 @dataclass(frozen=True)
@@ -104,5 +104,7 @@ HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "swap_ab": {"mma": "swap_ab", "tile": (32, 64)},
     "split": {"mma": "swap_ab", "tile": (16, 64), "k_split": 4},
     "whole-partials": {"slot_dtype": "f32"},
+    "own-last": {"mma": "pingpong", "tile": (64, 128), "own_last": True},
+    "publisher": {"mma": "pingpong", "tile": (64, 128), "publisher": True},
 }
 """Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""

@@ -41,8 +41,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 RULES = "tests/cpu/test_host_rules.py"
 NOTICED_BY = {
-    "calls.py": ["tests/cpu/test_calls.py", RULES],
-    "sharding.py": ["tests/cpu/test_sharding.py"],
+    "dispatch/calls.py": ["tests/cpu/test_calls.py", RULES],
+    "spec/sharding.py": ["tests/cpu/test_sharding.py"],
     "runtime/agree.py": [
         RULES,
         "tests/multi/test_disagree.py",

@@ -7,7 +7,8 @@ Starting a process that imports torch costs seconds, a call on a set that is up 
 every case of a test can be a test of its own.
 
 A failure puts the rank that failed first in front: the others' are mostly its consequences. A rank that hangs
-is asked for the stacks of its threads, one that crashes leaves them.
+is asked for the stacks of its threads, one that crashes leaves them. What ranks write on stderr is kept in a
+file each, and shown if the rank crashes or hangs: of a native thread that aborts, the words of its exception.
 """
 
 import faulthandler
@@ -30,6 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+STDERR_SHOWN = 4000
+"""Characters, from the end."""
 
 
 class RankError(AssertionError):
@@ -75,6 +79,7 @@ class Ranks:
         self._processes = []
         for rank in range(self.size):
             _stacks_file(self._folder.name, rank).touch()
+            _stderr_file(self._folder.name, rank).touch()
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
@@ -150,7 +155,11 @@ class Ranks:
             seconds = time.monotonic() - start
             if not ready:
                 for rank in open_pipes.values():
-                    answers[rank] = (False, f"did not end in time\n{self._stacks(rank)}", seconds)
+                    answers[rank] = (
+                        False,
+                        f"did not end in time\n{self._stacks(rank)}{self._words(rank)}",
+                        seconds,
+                    )
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = open_pipes[pipe]
@@ -163,10 +172,18 @@ class Ranks:
         return answers
 
     def _remains(self, rank: int) -> str:
-        """How a process ended, and the stacks it left."""
+        """How a process ended, and the stacks and words it left."""
         process = self._processes[rank]
         process.join()
-        return f"exit code {process.exitcode}\n{_stacks_file(self._folder.name, rank).read_text()}"
+        return (
+            f"exit code {process.exitcode}\n{_stacks_file(self._folder.name, rank).read_text()}"
+            f"{self._words(rank)}"
+        )
+
+    def _words(self, rank: int) -> str:
+        """The end of what a rank wrote on stderr."""
+        words = _stderr_file(self._folder.name, rank).read_text(errors="replace")[-STDERR_SHOWN:].strip()
+        return f"stderr of rank {rank}:\n{words}\n" if words else ""
 
     def _stacks(self, rank: int) -> str:
         """The stacks of a rank's threads, which it writes at a signal, whatever it is stuck in."""
@@ -207,10 +224,17 @@ def _stacks_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stacks-{rank}"
 
 
+def _stderr_file(folder: str, rank: int) -> Path:
+    """Where a rank's stderr goes, its native threads' included."""
+    return Path(folder) / f"stderr-{rank}"
+
+
 def _serve(
     pipe: Connection, rank: int, size: int, folder: str, device: str, timeout: float, threads: int
 ) -> None:
     """A rank's loop: receives functions, answers with results."""
+    with _stderr_file(folder, rank).open("w") as words:
+        os.dup2(words.fileno(), 2)
     stacks = _stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

@@ -19,6 +19,7 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import raise_flag, release_flag, wait_flag
 from overlap_gemm.device.memory import LANES, load_run, order_async_writes
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Transport(ABC):
     # --- one tile, to one rank; each method is called by one thread, unless `drain` says otherwise
 
     @abstractmethod
-    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+    def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts moving a contiguous stage's first bytes to the tile's slot; the caller commits and waits.
 
         Args:
@@ -38,7 +39,7 @@ class Transport(ABC):
             num_bytes: of the stage's first, a multiple of 16.
         """
 
-    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
+    def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """Releases the tile's flag at its owner, at system scope.
 
         The calling thread has executed a full ``wait_group`` over the tile's stores.
@@ -54,12 +55,12 @@ class Transport(ABC):
         else:
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
 
-    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
+    def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
         """Releases ``value`` in the flag at ``offset`` in the workspace of ``peer``."""
         release_flag(peers[peer] + offset, value)
 
     @abstractmethod
-    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
+    def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
         """Stores a chunk's values at ``offset`` in the workspace of ``peer``, if it has an address.
 
         Whoever releases a flag for them has observed the store: it is the same thread, or a barrier after.
@@ -68,40 +69,53 @@ class Transport(ABC):
     # --- all tiles
 
     @cute.jit
-    def drain(self, ring: Any, num_tiles: Any, sender: Any) -> None:
-        """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone."""
+    def drain(self, ring: Any, sender: Any, kept: Any = None) -> None:
+        """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone.
+
+        After them ``kept`` subtiles, if not None, are passed on, for which the epilogue may wait for peers.
+        """
         if cute.arch.lane_idx() == 0:
             order_async_writes()
-            ring.drain(ring.consumer_state(), num_tiles, sender.config.subtiles, sender)
+            state = ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
+            if cutlass.const_expr(kept is not None):
+                ring.pass_on(state, kept)
         cute.arch.sync_warp()
+
+    def publish_all(self, ring: Any, sender: Any) -> None:
+        """All lanes of a ring's publisher."""
+        ring.publisher.publish_all(sender)
 
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
         """Sends a subtile, and stores it by TMA in this rank's output; by whom `drain` lets send."""
         send()
         store()
 
-    def source_of(self, rank: Any, owner: Any) -> Any:
+    def takes_own_sums(self) -> bool:
+        """Whether an owner's own partial may stay away from the slots: no other way reads it there."""
+        return False
+
+    def source_of(self, rank: Scalar, owner: Scalar) -> Any:
         """Whose place a tile of ``rank`` for ``owner`` takes among the slots where it goes."""
         return rank
 
-    def looks_up_in(self, smem: Any) -> Any:
-        """The allocator with which a kernel copies the peers' table into shared memory, or None.
+    def looks_up_in(self, near: Any) -> Any:
+        """The room in shared memory to which a kernel copies the peers' table, or None.
 
         Every acquire at system scope empties the L1 cache, where the table else stays.
         """
-        return smem
+        return near
 
     # --- to everybody
 
-    def num_recipients(self, world: Any, itself: bool) -> Any:
+    def num_recipients(self, world: Scalar, itself: bool) -> Any:
         """Ranks to which a tile goes that all need; this rank is the last one, if it is among them."""
         return world - (not itself)
 
-    def put_to_each(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+    def put_to_each(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """As `put`, of a tile that goes to every rank; ``route`` has one of them."""
         self.put(route, offset, stage, num_bytes)
 
-    def store_to_all(self, exchange: Any, offset: Any, values: Any) -> None:
+    def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
         """Stores a chunk's values at ``offset`` in every other workspace, the next rank's first."""
         store_in_turn(self, exchange, offset, values, exchange.world - 1)
 
@@ -111,7 +125,7 @@ class Transport(ABC):
         """All lanes, after a unit's `store_to_all`: ``publish`` releases its flags."""
         publish()
 
-    def if_absent(self, exists: Any, act: Callable[[], None]) -> None:  # noqa: B027
+    def if_absent(self, exists: Predicate, act: Callable[[], None]) -> None:  # noqa: B027
         """Whether a unit that does not exist is told of, and waited for, too: ``act`` does so."""
 
     def pad(self, store: Callable[[], None]) -> None:  # noqa: B027
@@ -120,12 +134,18 @@ class Transport(ABC):
     # --- receiving
 
     @cute.jit
-    def await_partials(self, call: Any, op: cutlass.Constexpr, tile: Int32) -> None:
-        """All lanes: wait for a flag of each source; then the warp may read every slot of the tile."""
+    def await_partials(
+        self, call: Any, op: cutlass.Constexpr, tile: Int32, itself: cutlass.Constexpr = True
+    ) -> None:
+        """All lanes: wait for a flag of each source; then the warp may read every slot of the tile.
+
+        ``itself``: whether this rank is one of them.
+        """
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
-            flag = tile * call.exchange.world + source
-            site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
-            wait_flag(call.flag(call.base, tile, source), call.epoch, call.bound, site)
+            if itself or source != call.exchange.rank:
+                flag = tile * call.exchange.world + source
+                site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
+                wait_flag(call.flag(call.base, tile, source), call.epoch, call.bound, site)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -148,7 +168,7 @@ class Transport(ABC):
         cute.arch.sync_warp()
 
     @cute.jit
-    def await_pieces(self, pieces: Any, wait: cutlass.Constexpr) -> None:
+    def await_pieces(self, pieces: Scalar, wait: cutlass.Constexpr) -> None:
         """All lanes: ``wait`` for the flags of a shard, which ``pieces`` puts may make up: here one."""
         if cute.arch.lane_idx() == 0:
             wait(0)
@@ -164,20 +184,20 @@ class Transport(ABC):
         """
         return 8
 
-    def load(self, address: Any, values: Any) -> None:
+    def load(self, address: Address, values: Fragment) -> None:
         """Starts to load a chunk of what has come, into registers; see `take`."""
         load_run(address, values)
 
-    def load_partial(self, address: Any, values: Any) -> None:
+    def load_partial(self, address: Address, values: Fragment) -> None:
         """As `load`, of partials that lie where `partials` says."""
         self.load(address, values)
 
-    def arrival(self, call: Any, op: Any, role: Any, tile: Any, waits: int = 1) -> Any:
+    def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Any:
         """What `take` needs: here nothing, since flags have been waited for."""
         return None
 
     def take(  # noqa: B027
-        self, arrival: Any, addresses: Callable[[], Sequence[Any]], values: Any, sources: Sequence[Any]
+        self, arrival: Any, addresses: Callable[[], Sequence[Any]], values: Fragment, sources: Sequence[Any]
     ) -> None:
         """Between the load of chunks and their use.
 
@@ -190,7 +210,9 @@ class Transport(ABC):
 
 
 @cute.jit
-def store_in_turn(transport: cutlass.Constexpr, exchange: Any, offset: Any, values: Any, number: Any) -> None:
+def store_in_turn(
+    transport: cutlass.Constexpr, exchange: Any, offset: Address, values: Fragment, number: Scalar
+) -> None:
     """Stores a chunk at ``number`` ranks, the next one first."""
     peer = Int32(exchange.rank)
     for _ in cutlass.range(number, unroll=1):

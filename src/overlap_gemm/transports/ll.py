@@ -12,6 +12,7 @@ from cutlass import Int32, Uint32, cute
 from overlap_gemm.device.ll import load_words, store_words, take_words
 from overlap_gemm.device.memory import CHUNK_BYTES, LANES
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Fragment, Scalar
 from overlap_gemm.transports.base import Transport
 
 
@@ -24,7 +25,7 @@ class Arrival(NamedTuple):
         site: who waits for what of rank 0.
     """
 
-    epoch: Any
+    epoch: Scalar
     bound: Any
     site: Any
 
@@ -38,7 +39,7 @@ class LL(Transport):
     """
 
     @cute.jit
-    def put(self, route: Route, offset: Any, stage: cute.Tensor, num_bytes: Any) -> None:
+    def put(self, route: Route, offset: Address, stage: cute.Tensor, num_bytes: Scalar) -> None:
         """All lanes of a warp: store a stage's first bytes."""
         chunk = CHUNK_BYTES * 8 // stage.element_type.width
         source = cute.zipped_divide(stage, (chunk,))
@@ -51,14 +52,17 @@ class LL(Transport):
                 store_words(address + at * CHUNK_BYTES, cute.recast_tensor(values, Uint32))
 
     @cute.jit
-    def store(self, peers: Any, peer: Any, offset: Any, values: cute.Tensor) -> None:
+    def store(self, peers: Any, peer: Scalar, offset: Address, values: cute.Tensor) -> None:
         """One thread stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``."""
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
 
-    def drain(self, ring: Any, num_tiles: Any, sender: Any) -> None:
+    def drain(self, ring: Any, sender: Any, kept: Any = None) -> None:
         """All lanes send; nobody publishes."""
-        ring.drain_by_warp(ring.consumer_state(), num_tiles, sender.config.subtiles, sender)
+        ring.drain_by_warp(ring.consumer_state(), sender.config.subtiles, sender)
+
+    def publish_all(self, ring: Any, sender: Any) -> None:
+        """Nobody."""
 
     @cute.jit
     def send_and_store(self, send: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
@@ -70,7 +74,7 @@ class LL(Transport):
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def looks_up_in(self, smem: Any) -> None:
+    def looks_up_in(self, near: Any) -> None:
         """Nobody acquires, so the table stays in the L1 cache."""
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
@@ -80,17 +84,19 @@ class LL(Transport):
         """A unit is waited for as a whole."""
         store()
 
-    def await_partials(self, call: Any, op: Any, tile: Any) -> None:
+    def await_partials(self, call: Any, op: Any, tile: Scalar) -> None:
         """Partials are waited for as they are taken."""
 
-    def await_result(self, call: Any, op: Any, flag: Any, tile: Any, source: Any, waits: int = 1) -> None:
+    def await_result(
+        self, call: Any, op: Any, flag: Scalar, tile: Scalar, source: Scalar, waits: int = 1
+    ) -> None:
         """Results, too."""
 
-    def load(self, address: Any, values: Any) -> None:
+    def load(self, address: Address, values: Fragment) -> None:
         """Loads a chunk, whether or not it is there."""
         load_words(address, cute.recast_tensor(values, Uint32))
 
-    def arrival(self, call: Any, op: Any, role: Any, tile: Any, waits: int = 1) -> Arrival:
+    def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Arrival:
         """What a lane waits for of ``tile``."""
         site = call.site(op, role, tile, 0, tile * call.exchange.world)
         return Arrival(call.epoch, call.bound.times(waits), site)

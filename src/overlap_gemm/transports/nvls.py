@@ -15,6 +15,7 @@ from typing import Any
 from overlap_gemm.device.memory import bulk_store
 from overlap_gemm.device.multicast import alias_fence, load_sum, store_everywhere
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Fragment, Scalar
 from overlap_gemm.transports.base import Transport
 
 
@@ -22,19 +23,19 @@ from overlap_gemm.transports.base import Transport
 class Nvls(Transport):
     """Bulk stores into this rank's own memory, flags at peers, sums and results through the switch."""
 
-    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+    def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts one bulk store of a stage's first bytes at home; the calling thread commits and waits."""
         bulk_store(stage, route.peers[route.rank] + route.slot + offset, num_bytes)
 
-    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
+    def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
         """One thread stores a chunk of 16 bytes at ``offset`` in every workspace; ``peer`` is ``world``."""
         store_everywhere(peers[peer] + offset, values)
 
-    def store_to_all(self, exchange: Any, offset: Any, values: Any) -> None:
+    def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
         """One store is for all."""
         self.store(exchange.peers, exchange.world, offset, values)
 
-    def source_of(self, rank: Any, owner: Any) -> Any:
+    def source_of(self, rank: Scalar, owner: Scalar) -> Any:
         """A tile stays at home, in the place of its owner."""
         return owner
 
@@ -46,7 +47,7 @@ class Nvls(Transport):
         alias_fence()
         publish()
 
-    def await_partials(self, call: Any, op: Any, tile: Any) -> None:
+    def await_partials(self, call: Any, op: Any, tile: Scalar) -> None:
         """What the ranks have stored, and read, through their own addresses is before each lane's fence."""
         super().await_partials(call, op, tile)
         alias_fence()
@@ -56,6 +57,6 @@ class Nvls(Transport):
         exchange = call.exchange
         return exchange.peers[exchange.world], exchange.rank, 1
 
-    def load_partial(self, address: Any, values: Any) -> None:
+    def load_partial(self, address: Address, values: Fragment) -> None:
         """The ranks' sum."""
         load_sum(address, values)

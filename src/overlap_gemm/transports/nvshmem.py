@@ -25,6 +25,7 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, release_flag
 from overlap_gemm.device.memory import LANES, bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 from overlap_gemm.transports.base import Transport, store_in_turn
 
 SIGNAL_SET = 9
@@ -49,11 +50,11 @@ class _Puts(Transport):
         bulk_store(stage, address + offset, num_bytes)
 
     @abstractmethod
-    def publish(self, route: Route, num_bytes: Any, epoch: Any, fenced: bool = False) -> None:
+    def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """See `Transport`."""
 
     @abstractmethod
-    def signal(self, peers: Any, rank: Any, peer: Any, offset: Any, value: Any) -> None:
+    def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
         """See `Transport`."""
 
     @cute.jit
@@ -62,7 +63,7 @@ class _Puts(Transport):
         if peers[peer] >= 0:
             store_run(peers[peer] + offset, values)
 
-    def num_recipients(self, world: Any, itself: bool) -> Any:
+    def num_recipients(self, world: Scalar, itself: bool) -> Any:
         """This rank always: from its own slot a tile is put to the others."""
         return world
 
@@ -72,12 +73,12 @@ class _Puts(Transport):
         if route.peers[route.owner] >= 0:
             self.put(route, offset, stage, num_bytes)
 
-    def store_to_all(self, exchange: Any, offset: Any, values: Any) -> None:
+    def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
         """And at last in the own workspace, from which it may be put."""
         store_in_turn(self, exchange, offset, values, exchange.world)
 
     @cute.jit
-    def if_absent(self, exists: Any, act: cutlass.Constexpr) -> None:
+    def if_absent(self, exists: Predicate, act: cutlass.Constexpr) -> None:
         """A relay waits for every flag, and so do those it puts to."""
         if not exists:
             act()
@@ -201,7 +202,7 @@ class Nvshmem(_Puts):
 
 
 @cute.jit
-def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
+def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
     """Raises a flag for what this thread has seen, unless a fence in front of it already releases that."""
     if cutlass.const_expr(fenced):
         raise_flag(address, word)
@@ -209,10 +210,10 @@ def _tell(address: Int64, word: Any, fenced: cutlass.Constexpr) -> None:
         release_flag(address, word)
 
 
-def _words(address: Any, num_bytes: Any) -> Any:
+def _words(address: Address, num_bytes: Scalar) -> Any:
     """``num_bytes`` of symmetric memory as 32-bit words, in the natural alignment the bindings want."""
     return cute.make_tensor(global_pointer(Uint32, address, 4), cute.make_layout(num_bytes // 4))
 
 
-def _word(address: Any) -> Any:
+def _word(address: Address) -> Any:
     return cute.make_tensor(global_pointer(Uint64, address, 8), cute.make_layout(1))

@@ -7,6 +7,7 @@ from typing import Any
 
 from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Fragment, Scalar
 from overlap_gemm.transports.base import Transport
 
 
@@ -14,10 +15,14 @@ from overlap_gemm.transports.base import Transport
 class PeerBulk(Transport):
     """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
 
-    def put(self, route: Route, offset: Any, stage: Any, num_bytes: Any) -> None:
+    def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits."""
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
-    def store(self, peers: Any, peer: Any, offset: Any, values: Any) -> None:
+    def takes_own_sums(self) -> bool:
+        """Slots are read by their owner alone."""
+        return True
+
+    def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
         """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
         store_run(peers[peer] + offset, values)

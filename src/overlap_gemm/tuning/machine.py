@@ -46,6 +46,9 @@ class Machine:
         version: Of this package that wrote the file.
         date: When, ISO 8601.
         mma_rate: FLOP/s of the best kernel on a large product, 16-bit operands.
+        bytes_rate: How many times that 8-bit operands are multiplied, by torch and by kernels whose sums the
+            tensor cores keep.
+        promoted_rate: The same by kernels whose sums are promoted to float32.
         memory_rate: Bytes/s of device memory.
         link_rate: Bytes/s out of each GPU, by SM stores to all peers at once: the bound of an op.
         bulk_rate: The same as the fused kernel's bulk stores reach.
@@ -69,7 +72,7 @@ class Machine:
         handover: Seconds in which each part but the first of a tile whose K is cut hands its sums over: in
             each wave, and once more after the last.
         copy_host: Seconds of the host to queue a shard and its flag for one peer's copy engine.
-        copy_start: Seconds before a copy engine's shard and its flag come, beside its bytes.
+        copy_start: Seconds before a copy engine's shard and its flag come, in addition to its bytes.
         gate: Seconds of a gate kernel between the products of two shards, and after the last.
         shard_host: Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product.
         copy_bytes: Shards of an operand of at least so many bytes are sent by copy engines, smaller ones by
@@ -118,6 +121,8 @@ class Machine:
     few_rows: int
     whole_rows: int
     whole_gain: float
+    bytes_rate: float
+    promoted_rate: float
     provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
 
@@ -127,6 +132,12 @@ class Machine:
         H100, H20 and GH200 have H200's architecture, and other clocks, memory and links.
         """
         return self.source == "measured" and self.name == device
+
+    def why_untimed_bytes(self) -> str | None:
+        """Why times of 8-bit operands are not known, None if they are."""
+        if self.provenance["bytes_rate"].startswith("expected"):
+            return f"products of 8-bit operands have not been timed on {self.name}"
+        return None
 
     @cached_property
     def digest(self) -> str:

@@ -33,14 +33,6 @@ chosen for much to compute has a longer tail where there is little; one chosen f
 long where there is much."""
 
 
-BYTES_RATE = 2.0
-"""How much faster 8-bit operands are multiplied than 16-bit ones, by torch and our kernels without promotion:
-833 to 880 us on one H200 for 8192^3, where bf16 takes 1709 (docs/notes/2026-11-23-fp8-on-h200.md)."""
-
-PROMOTED_RATE = 1.65
-"""The same of our kernels whose sums are promoted (1.21 to 1.25 of the others' time there)."""
-
-
 @dataclass(frozen=True)
 class Facts:
     """What all ranks of a call share: the unsharded product `[M, K] x [N, K]^T` and who carries it out.
@@ -117,7 +109,7 @@ def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) 
 def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
     """The time of a rank's product by cuBLAS."""
     m, n, k = facts.local
-    waves = _best_waves(m, n, machine, sms) * k / (BYTES_RATE if DTYPE_BYTES[facts.dtype] == 1 else 1)
+    waves = _best_waves(m, n, machine, sms) * k / (machine.bytes_rate if DTYPE_BYTES[facts.dtype] == 1 else 1)
     return machine.launch + max(waves, _memory_seconds(facts, machine))
 
 
@@ -144,7 +136,7 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
     """A CTA tile on its SM's tensor cores, one of so many waves."""
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
-    rate *= (PROMOTED_RATE if config.promotes else BYTES_RATE) if config.has_bytes else 1
+    rate *= (machine.promoted_rate if config.promotes else machine.bytes_rate) if config.has_bytes else 1
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + machine.handover * (config.k_split - 1)
 
 
@@ -156,7 +148,7 @@ def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: 
 
 
 def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
-    """An all-gather GEMM by copy engines, a gate and a cuBLAS product for each shard (`backends.copies`)."""
+    """An all-gather GEMM by copy engines, a gate and a cuBLAS product a shard (`backends.by_shards`)."""
     shard = facts.shard or shard_rows(facts.m, facts.world)
     _, _, k = facts.extents
     product = product_seconds(replace(facts, m=shard), machine, sms)
@@ -221,7 +213,7 @@ class FusedTime:
         fill: Before the link can begin: the first tile.
         tail: After the last wave: its bytes on the link, and its sums' where they go on.
         receive: The sum of the last tiles.
-        launch: Beside all tiles.
+        launch: In addition to all tiles.
     """
 
     waves: float
@@ -253,23 +245,22 @@ class _Dealt(NamedTuple):
 
 
 def _dealt(config: GemmConfig, facts: Facts, pattern: str) -> _Dealt:
-    (m, n, _), spec = facts.local, PATTERNS[pattern]
-    world, (tile_m, tile_n) = facts.world, config.cluster_tile
-    shard, block, owners = m, n, 0
-    clusters, copies = ceil_div(m, tile_m) * ceil_div(n, tile_n), world - 1.0
-    if spec.cut == "rows":
-        shard = facts.shard or shard_rows(m, world)
-        owners = num_owners(m, shard)
-        clusters = owners * ceil_div(shard, tile_m) * ceil_div(n, tile_n)
-    elif spec.cut == "columns" and not spec.to_all:
-        block = ExchangeShape.even(m, n, world, pattern).shard
-        owners = num_owners(n, block)
-        clusters = owners * ceil_div(m, tile_m) * ceil_div(block, tile_n)
-    if owners:  # a rank that owns nothing sends everything
-        copies = 0.0 if world == 1 else (owners - (owners == world)) / owners
+    shape, spec, world = _shape_of(facts, pattern), PATTERNS[pattern], facts.world
+    rows, columns = shape.block
+    # A rank that owns nothing sends everything.
+    copies = world - 1.0 if spec.to_all else (shape.owners - (shape.owners == world)) / shape.owners
     # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
-    exists = 1.0 if spec.cut == "rows" else shard / (ceil_div(shard, tile_m) * tile_m)
-    return _Dealt(clusters, copies, exists * _sent_columns(config, block))
+    tall = config.cluster_tile[0]
+    exists = 1.0 if spec.cut == "rows" else rows / (ceil_div(rows, tall) * tall)
+    return _Dealt(shape.num_computed(config), copies, exists * _sent_columns(config, columns))
+
+
+def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
+    """The exchange of a call: rows of a rank's product, columns over all ranks."""
+    (rows, _, _), (_, columns, _) = facts.local, facts.extents
+    if PATTERNS[pattern].cut == "rows" and facts.shard:
+        return ExchangeShape(rows, columns, facts.world, facts.shard, pattern)
+    return ExchangeShape.even(rows, columns, facts.world, pattern)
 
 
 def fused_time(

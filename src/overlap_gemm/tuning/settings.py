@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..spec import OPS, TRANSPORTS, OpSpec, patterns_of, transports_of
+from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
 
 _KEY = "overlap_gemm.settings"
 
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
             ("configured transport", self._asked(op)),
         )
 
-    def transport_of(self, op: OpSpec) -> str | None:
+    def transport_of(self, op: OpSpec) -> TransportSpec | None:
         """How what an op sends shall travel.
 
         Raises:
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
                 f"transport={asked!r} is for {those}, not for {op.name}, which has "
                 f"{', '.join(transports_of(op))}"
             )
-        return asked
+        return None if asked is None else TRANSPORTS[asked]
 
     def _asked(self, op: OpSpec) -> str | None:
         return self.shard_transport if op.gathers_operand else self.tile_transport
@@ -122,10 +122,12 @@ def configured(
         transport: `shard_transport` and `tile_transport` in one: for a block whose ops all have it. An op
             that has it not raises ValueError at the call, and names those that it has.
         shard_transport: how `all_gather_gemm` sends shards, the same on every rank: ``"copy_engine"``,
-            ``"peer_bulk"``, by warps of the kernel, or ``"nvshmem"``.
+            ``"peer_bulk"``, by warps of the kernel, ``"k_slices"``, by them and in slices of K, or
+            ``"nvshmem"``.
         tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
             after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
-            themselves (and which 32-bit slots or outputs cannot: ValueError at the call); ``"nvshmem"``;
+            themselves (and which 32-bit slots or outputs cannot: ValueError at the call); ``"ll_bulk"``, such
+            words by bulk stores, for trials: no rule of PTX covers it; ``"nvshmem"``;
             or, of `gemm_all_reduce` alone (ValueError for others), ``"nvls"``: the NVLink switch
             sums partials, in its own order, and copies the sums; in the emulator alone (RuntimeError on
             GPUs, where no multicast object is created). By ``"nvshmem"`` what goes to peers is put to them

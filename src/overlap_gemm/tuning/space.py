@@ -31,23 +31,30 @@ def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[Ge
     return [config for config in every_config(arch, dtype) if efficiency_key(config) in known]
 
 
-def every_config(arch: str, dtype: str = "bf16") -> list[GemmConfig]:
-    """Every combination of MMA kind, tile, cluster and cut of K of an architecture."""
+def every_config(arch: str, dtype: str = "bf16", **fields: Any) -> list[GemmConfig]:
+    """Every combination of MMA kind, tile, cluster and cut of K of an architecture.
+
+    Args:
+        arch: target, e.g. ``"sm_90a"``.
+        dtype: of A and B.
+        **fields: other fields; what no kernel has with these is left out.
+    """
     return [
         replace(config, k_split=split)
         for mma, kind in arch_of(arch).mma.items()
         for tile in kind.tiles
         for cluster in kind.clusters
-        if (config := _config(arch, mma, tile, cluster, dtype)) is not None
+        if (config := _config(arch, mma, tile, cluster, dtype, **fields)) is not None
         for split in (K_SPLITS if may_split(mma, tile) else (1,))
     ]
 
 
 def _config(
-    arch: str, mma: MmaKind, tile: tuple[int, int], cluster: tuple[int, int], dtype: str
+    arch: str, mma: MmaKind, tile: tuple[int, int], cluster: tuple[int, int], dtype: str, **fields: Any
 ) -> GemmConfig | None:
-    """None where sums of 8-bit products have no room to be promoted."""
+    """None where sums of 8-bit products have no room to be promoted, or are not scaled so."""
     given: dict[str, Any] = {"arch": arch, "mma": mma, "tile": tile, "cluster": cluster, "in_dtype": dtype}
+    given |= fields
     if DTYPE_BYTES[dtype] > 1:
         return GemmConfig(**given, out_dtype=dtype, slot_dtype=dtype)  # type: ignore[arg-type]
     try:
@@ -157,7 +164,9 @@ def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
 
 def facts_of(shape: ExchangeShape, dtype: str, depth: int | None) -> Facts:
     """What the model needs to know of a call."""
-    return Facts(shape.spec.op, shape.rows, shape.cols, depth, dtype, shape.world, shape.shard)
+    op = shape.spec.spec
+    rows = shape.rows * (shape.world if op.x == "m" else 1)
+    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard)
 
 
 def choose_config(

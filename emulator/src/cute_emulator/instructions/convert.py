@@ -16,10 +16,12 @@ _ENDS = ("relu", "satfinite")
 @inline("cvt")
 def _cvt(e: Emitter, ins: Instruction) -> None:
     kinds = [p for p in ins.parts[1:] if p in TYPE_BYTES]
-    if len(kinds) != 2 or len(ins.operands) > 3:
+    if len(kinds) != 2 or len(ins.operands) > 3 + ("rs" in ins.parts):
         raise Unsupported(ins.opcode)
     target, source = kinds
-    if target in _SMALL or source in _SMALL:
+    if "rs" in ins.parts:
+        _cvt_random(e, ins, target, source)
+    elif target in _SMALL or source in _SMALL:
         _cvt_small(e, ins, target, source)
     elif len(ins.operands) == 3:
         _cvt_packed(e, ins, target)
@@ -73,6 +75,16 @@ def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
     x, y = (e.either(hi), e.either(lo)) if plain else (e.f(hi), e.f(lo))
     further = ", True" if satfinite else ""
     e.assign(d, f"pack2({x}, {y}, {target!r}, {rounding(ins, 'rn', 'rz')!r}, {relu}{further})", 32)
+
+
+def _cvt_random(e: Emitter, ins: Instruction, target: str, source: str) -> None:
+    """Two singles to a pair of 16 bits, rounded by random bits of the program's own."""
+    only(ins, "rs", *_ENDS)
+    if target not in ("bf16x2", "f16x2") or source != "f32" or len(ins.operands) != 4:
+        raise Unsupported(ins.opcode)
+    d, hi, lo, random = ins.operands
+    ends = ", ".join(str(end in ins.parts) for end in _ENDS)
+    e.assign(d, f"pack2_random({e.f(hi)}, {e.f(lo)}, {e.i(random, 32)}, {target!r}, {ends})", 32)
 
 
 def _cvt_tf32(e: Emitter, ins: Instruction) -> None:

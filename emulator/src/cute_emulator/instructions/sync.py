@@ -133,7 +133,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
-            cta.mbarriers[offset] = barrier = MBarrier(a & WINDOW, n)
+            cta.mbarriers[offset] = barrier = MBarrier(a & WINDOW, n, cta)
             barrier.clocks = cta.grid.checks.clocks
             cta.grid.checks.mbarrier_init(group, barrier, ins.line)
         group.effects += 1

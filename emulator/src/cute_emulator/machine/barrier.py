@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from cute_emulator.errors import EmulatorError
 from cute_emulator.machine.order import Snapshot, merge
+from cute_emulator.machine.window import OFFSET
 
 if TYPE_CHECKING:
     from cute_emulator.machine.clocks import Clocks
     from cute_emulator.machine.order import Agent, Vector
-    from cute_emulator.machine.warp import Group
+    from cute_emulator.machine.warp import Cta, Group
 
 
 class Parked:
@@ -81,6 +82,7 @@ class MBarrier(Waiters):
 
     Attributes:
         address: Its shared address, for messages.
+        cta: Whose shared memory it lies in.
         count: Arrivals that a phase expects.
         pending: Arrivals still missing in this phase.
         tx: Transaction count (bytes expected less bytes completed).
@@ -98,11 +100,13 @@ class MBarrier(Waiters):
     """
 
     __slots__ = (
+        "_name",
         "address",
         "completed",
         "copied",
         "copying",
         "count",
+        "cta",
         "expected",
         "fenced",
         "initialised",
@@ -115,11 +119,12 @@ class MBarrier(Waiters):
         "users",
     )
 
-    def __init__(self, address: int, count: int) -> None:
+    def __init__(self, address: int, count: int, cta: Cta) -> None:
         super().__init__("cta")
         if not 1 <= count < 1 << 20:
             raise EmulatorError(f"mbarrier.init at {address:#x} with count {count}; 1 to 2**20 - 1 are valid")
-        self.address, self.count, self.pending = address, count, count
+        self.address, self.count, self.pending, self.cta = address, count, count, cta
+        self._name = ""
         self.tx, self.phase, self.completed, self.fenced = 0, 0, 0, False
         self.party = 0
         self.initialised: tuple[Agent, int, int] | None = None
@@ -144,7 +149,7 @@ class MBarrier(Waiters):
         """`arrive-on`; `passing` is what an asynchronous unit that arrives passes on, `copied` its copies."""
         if count > self.pending:
             raise EmulatorError(
-                f"mbarrier {self.address:#x}: {count} arrival(s) where {self.pending} of {self.count} are "
+                f"{self.name()}: {count} arrival(s) where {self.pending} of {self.count} are "
                 f"pending in phase {self.completed} (over-arrival)"
             )
         if passing:
@@ -169,9 +174,15 @@ class MBarrier(Waiters):
             self.pending = self.count
             self.wake()
 
+    def name(self) -> str:
+        """Where it is, and what the source calls that place."""
+        if not self._name:  # said at every wait
+            self._name = f"mbarrier {self.address:#x}{self.cta.called(self.address & OFFSET)}"
+        return self._name
+
     def __str__(self) -> str:
         return (
-            f"mbarrier {self.address:#x} (phase {self.completed}, parity {self.phase}: "
+            f"{self.name()} (phase {self.completed}, parity {self.phase}: "
             f"{self.pending} of {self.count} arrivals pending, {self.tx} bytes outstanding)"
         )
 

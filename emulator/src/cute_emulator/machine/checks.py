@@ -168,8 +168,8 @@ class Checks:
                 writer = owner.warp
                 self.report.add(
                     "proxy-fence",
-                    f"no fence.proxy.async between: {what} issued by {group.warp} {verb} shared {at:#x} of "
-                    f"{cta}, which {writer} wrote "
+                    f"no fence.proxy.async between: {what} issued by {group.warp} {verb} shared {at:#x}"
+                    f"{cta.called(at)} of {cta}, which {writer} wrote "
                     f"{'with cp.async' if epoch >> 32 & COPY == COPY else 'through the generic proxy'}",
                     line,
                 )
@@ -185,7 +185,7 @@ class Checks:
         """`mbarrier.init`: a fence of this warp must follow."""
         warp, agent = group.warp, group.warp.agent
         warp.unfenced.append(barrier)
-        hint = f"the reader has seen no completion of mbarrier {barrier.address:#x} that covers it"
+        hint = f"the reader has seen no completion of {barrier.name()} that covers it"
         barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, hint))
         barrier.initialised = agent, agent.vector[agent.id], line
         barrier.users.add(agent.id)

@@ -254,7 +254,7 @@ def check_async(
 
 
 def _tell(report: Report, warp: Warp, who: str, store: LaneStore, lane: int, at: int, line: int) -> None:
-    where = f"shared {at:#x} of {store.cta}" if store.cta is not None else f"{at:#x}"
+    where = f"shared {at:#x}{store.cta.called(at)} of {store.cta}" if store.cta is not None else f"{at:#x}"
     if store.warp is warp:
         writer, why = f"lane {lane}", "no bar.warp.sync between"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,7 +94,7 @@ class Registers(Parked):
             usual = seen.most_common(1)[0][0]
             other = next((n for n in group if tuple(self.done[n]) != usual), first)
             line = max(self.lines[n] for n in group)
-            said = ", ".join(f"warp {n}: {' then '.join(self.done[n]) or 'none'}" for n in group)
+            said = ", ".join(f"warp {n}: {_in_turn(self.done[n])}" for n in group)
             report.add(
                 "setmaxnreg",
                 f"not all warps of warpgroup {first // 4} of {cta} execute the same setmaxnreg ({said}), as "
@@ -101,3 +102,8 @@ class Registers(Parked):
                 line,
                 key=(line, other),
             )
+
+
+def _in_turn(names: list[str]) -> str:
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
+    return " then ".join(f"{name}, {n} times" if n > 1 else name for name, n in runs) or "none"

@@ -345,7 +345,7 @@ class SharedRaces:
         if only_async and party.agent is not None:
             return
         theirs = entry >> 1 & LINE_MASK
-        where = f"tensor memory of {cta}" if tensor else f"shared {at:#x} of {cta}"
+        where = f"tensor memory of {cta}" if tensor else f"shared {at:#x}{cta.called(at)} of {cta}"
         lane = "" if self._lanes is None else self._lanes.at(at, at + 1)
         self.report.add(
             "shared-race",

@@ -23,6 +23,7 @@ from cute_emulator.machine.tmem_order import TmemOrder
 from cute_emulator.machine.wgmmas import Product, WarpWgmmas
 from cute_emulator.machine.window import CTA_WINDOW, OFFSET, SMEM_BASE
 from cute_emulator.numbers.lanes import FULL, LANE_IDS, merge
+from cute_emulator.ptx.shared_names import name
 from cute_emulator.units.tcgen05 import TMEM_COLUMNS, TMEM_LANES
 
 if TYPE_CHECKING:
@@ -337,6 +338,12 @@ class Cta:
         if self._tensor_cells is None:
             self._tensor_cells = TensorCells(4, 2, TMEM_COLUMNS)
         return self._tensor_cells
+
+    def called(self, at: int) -> str:
+        """The name that the source gives to a place of its shared memory, in brackets; or nothing."""
+        program = self.grid.program
+        found = name(program.module.whole, program.entry.name, program.smem_symbols, self.grid.smem_bytes, at)
+        return f" ({found})" if found else ""
 
     def rows(self, width: int, count: int) -> np.ndarray:
         """Shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""

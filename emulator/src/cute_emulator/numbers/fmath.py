@@ -22,6 +22,7 @@ from cute_emulator.numbers.rounding import (
     fma_directed,
     fma_to_odd,
     int_to_odd,
+    stochastic,
     to_odd32,
     unwrapped,
 )
@@ -186,6 +187,20 @@ def pack2(
     return int(out) if np.ndim(out) == 0 else out if out.shape else int(out)
 
 
+def pack2_random(
+    hi: Number, lo: Number, random: Value, kind: str, relu: bool = False, satfinite: bool = False
+) -> Value:
+    """`cvt.rs.{bf16x2,f16x2}.f32`: the upper half of the random bits for `hi`, the lower for `lo`.
+
+    Of a half f16 takes the low 13 bits.
+    """
+    bits = np.asarray(random, np.uint32) & np.uint32(0xFFFFFFFF if kind == "bf16x2" else 0x1FFF1FFF)
+    low, high = formats.unpack16(bits)
+    with np.errstate(over="ignore"):
+        hi, lo = stochastic(hi, high, kind[:-2]), stochastic(lo, low, kind[:-2])
+    return pack2(hi, lo, kind, "rn", relu, satfinite)
+
+
 def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
     """Several `cvt.rn.bf16x2.f32` as one operation; values as for `pack2`."""
     values = (*his, *los)
@@ -270,7 +285,7 @@ FUNCTIONS: dict[str, Any] = {
     for f in (
         add_directed, directed, fma32, fma64, fma_directed, fma_to_odd, int_to_odd, to_odd32,
         flush, ftz, sat, xorsign, fmin, fmax, fmin_nan, fmax_nan, rcp64, rsqrt64, float_to_int, int_to_float,
-        bf16_low, bf16_high, bf16_run, unpack_half, pack_half, unpack2, pack2, pack2_run,
+        bf16_low, bf16_high, bf16_run, unpack_half, pack_half, unpack2, pack2, pack2_random, pack2_run,
         pack2_words, pack_small, unpack_small, tf32, round_integral, clamp_int,
     )
 } | {

@@ -123,3 +123,23 @@ def int_to_odd(value: Value, width: int, sign: bool) -> Number:
     sticky = ((n & _BELOW) != 0).astype(np.uint64) << np.uint64(11)
     exact: Any = np.where(n >> np.uint64(53) != 0, n & ~_BELOW | sticky, n).astype(f64)
     return unwrapped(np.where(negative, -exact, exact))
+
+
+_DIGITS = {"f16": (10, -24, 13), "bf16": (7, -133, 16)}
+"""Bits after the leading one, exponent of the least bit, random bits that `.rs` takes."""
+
+
+def stochastic(x: Number, random: Any, kind: str) -> Number:
+    """Singles rounded to `f16` or `bf16`, as singles: away from zero where random bits carry (`.rs`).
+
+    The random bits are added to as many of the first bits that the format does not keep. What grows beyond
+    the format is left to whoever packs it.
+    """
+    digits, least, taken = _DIGITS[kind]
+    size = np.abs(np.asarray(x, f32).astype(f64))
+    with np.errstate(invalid="ignore"):
+        last = np.maximum(np.frexp(size)[1] - 1 - digits, least)
+        units = np.ldexp(size, -last)
+        whole = np.floor(units)
+        carry = np.floor(np.ldexp(units - whole, taken)) + random >= 1 << taken
+        return np.copysign(np.ldexp(whole + carry, last), x).astype(f32)

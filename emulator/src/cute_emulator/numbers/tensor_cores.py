@@ -7,7 +7,7 @@ Measured on an H200, and bit for bit what it gave for every value that was compa
 1. ``E``: the largest of ``exponent(a[k]) + exponent(b[k])`` and ``exponent(c)``. Of a product it is the sum
    of its factors' exponents, also where the product of their significands is 2 or more.
 2. Every product and ``c`` are cut toward zero to multiples of ``2 ** (E - fraction)``, then added exactly.
-3. The sum is cut toward zero to ``kept`` bits behind its leading one.
+3. The sum is cut toward zero to ``kept`` bits after its leading one.
 
 The next instruction takes that as its ``c``. All K of an instruction are one sum, in no order.
 
@@ -31,8 +31,8 @@ class Width(NamedTuple):
     """How many bits an accumulation has.
 
     Attributes:
-        fraction: bits of a term behind the leading one of the largest.
-        kept: bits of the sum behind its own leading one.
+        fraction: bits of a term after the leading one of the largest.
+        kept: bits of the sum after its own leading one.
     """
 
     fraction: int

@@ -145,3 +145,5 @@ class Module:
     variables: dict[str, Variable]
     declared: frozenset[str]
     text: str = field(repr=False)
+    """Without comments."""
+    whole: str = field(repr=False)

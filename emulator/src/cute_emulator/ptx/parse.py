@@ -286,7 +286,7 @@ class _FunctionParser:
 
 class _ModuleParser:
     def __init__(self, text: str) -> None:
-        self.text = _COMMENT.sub(_blank, text)
+        self.text, self.whole = _COMMENT.sub(_blank, text), text
         self.newlines = [m.start() for m in re.finditer("\n", text)]
 
     def line(self, pos: int) -> int:
@@ -371,7 +371,7 @@ class _ModuleParser:
                     v = self.variable(text[pos:end].strip(), pos)
                     variables[v.name] = v
                 pos = end + 1
-        return Module(target, functions, variables, frozenset(declared), text)
+        return Module(target, functions, variables, frozenset(declared), text, self.whole)
 
     def function(self, is_entry: bool, start: int, pos: int) -> tuple[Function | None, int]:
         text = self.text

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.host.dsl.shared_names import comments_of
 
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes that follow it
 _FATBIN_MAGIC = 0xBA55ED50
@@ -46,12 +47,13 @@ def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
                 pipeline = _DUMP_OPTION.sub(lambda _: option, pipeline)
             else:
                 pipeline = pipeline.replace(_PIPELINE, f"{_PIPELINE}{option} ")
+            names = comments_of(module)
             compiled = compile_module(compiler, module, pipeline, *args, **kwargs)
             files = sorted(Path(folder).glob("module*.ptx"))
             if asked:
                 for file in files:
                     shutil.copyfile(file, asked.group(1) + file.name.removeprefix("module"))
-            _append(compiled, [file.read_text() for file in files])
+            _append(compiled, [file.read_text() + names for file in files])
         return compiled
 
     return compile_and_keep

@@ -1,0 +1,160 @@
+"""`overlap_gemm.quantize_rows` on one GPU: eager, made one kernel by Inductor, and whoever else is installed.
+
+    python benchmarks/quantize.py OUT.json [SECONDS]
+
+Beside each time the fraction of a copy's bandwidth: bytes read and written, over the time of `Tensor.copy_`
+of as many. Then the whole of what fp8 is for: bfloat16 rows quantised and multiplied by `torch._scaled_mm`,
+beside the bfloat16 product. Every call is captured in a CUDA graph; inputs rotate so that they come from
+memory, not from the L2 cache; medians of rounds in turn, in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_gemm import quantize_rows
+
+SHAPES = [(1, 8192), (64, 8192), (512, 8192), (2048, 8192), (8192, 8192), (8192, 28672), (16384, 4096)]
+PRODUCTS = [(8192, 8192, 8192), (8192, 8192, 3584), (2048, 8192, 7168), (512, 8192, 7168), (64, 8192, 7168)]
+ROTATED = 256 << 20
+"""Bytes of input, at least, before one comes again."""
+ROUNDS = 9
+
+Call = Callable[[torch.Tensor], Any]
+
+
+def others() -> dict[str, Call]:
+    """Quantisers of other libraries, by row, where they are installed."""
+    found: dict[str, Call] = {}
+    try:
+        from vllm import _custom_ops
+
+        found["vllm"] = lambda x: _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    except ImportError:
+        pass
+    try:
+        from torchao.float8.config import ScalingGranularity
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+        from torchao.float8.float8_training_tensor import LinearMMConfig
+
+        def torchao(x: torch.Tensor) -> Any:
+            return hp_tensor_to_float8_dynamic(
+                x, torch.float8_e4m3fn, LinearMMConfig(),
+                scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1,
+            )  # fmt: skip
+
+        found["torchao compiled"] = torch.compile(torchao, dynamic=False)
+    except ImportError:
+        pass
+    return found
+
+
+def captured(call: Call, inputs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    """The call on each input, one after the other, as a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for x in inputs[:2]:
+            call(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in inputs:
+            call(x)
+    return graph
+
+
+def medians(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+    """Microseconds of a call, each in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: round(statistics.median(times), 2) for name, times in samples.items()}
+
+
+def quantisers(rows: int, width: int) -> dict[str, Any]:
+    """Times of one shape."""
+    count = max(2, min(64, -(-ROTATED // (2 * rows * width))))
+    inputs = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    fused = torch.compile(quantize_rows, dynamic=False)
+    calls: dict[str, Call] = {
+        "eager": quantize_rows,
+        "compiled": fused,
+        "compiled 1x128": lambda x: fused(x, block=128),
+        "compiled 1x128, powers of two": lambda x: fused(x, block=128, power_of_two=True),
+        **others(),
+    }
+    for how in ({}, {"block": 128}, {"power_of_two": True}):
+        for one, other in zip(fused(inputs[0], **how), quantize_rows(inputs[0], **how), strict=True):
+            error = (one.float() - other.float()).abs().max() / other.float().abs().max()
+            assert error < 0.1, (how, float(error))  # division may differ by a bit, and so tip a rounding
+    source = torch.empty(3 * rows * width // 2, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    calls["copy of as many bytes"] = lambda _: target.copy_(source)
+    times = medians({name: captured(call, inputs) for name, call in calls.items()}, count)
+    copy = times["copy of as many bytes"]
+    return {
+        "rows": rows,
+        "width": width,
+        "us": times,
+        "of_copy": {n: round(copy / t, 3) for n, t in times.items()},
+    }
+
+
+def products(m: int, n: int, k: int) -> dict[str, Any]:
+    """The product with and without quantising its left operand, beside bfloat16's."""
+    inputs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    values, scale = quantize_rows(weight)
+    ready = [quantize_rows(x) for x in inputs]
+    fused = torch.compile(quantize_rows, dynamic=False)
+
+    def multiplied(x: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(
+            x, values.t(), scale_x, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    index = {x.data_ptr(): one for x, one in zip(inputs, ready, strict=True)}
+    calls: dict[str, Call] = {
+        "bfloat16": lambda x: x @ weight.t(),
+        "product alone": lambda x: multiplied(*index[x.data_ptr()]),
+        "quantised compiled, and product": lambda x: multiplied(*fused(x)),
+        "quantised eagerly, and product": lambda x: multiplied(*quantize_rows(x)),
+    }
+    return {
+        "shape": [m, n, k],
+        "us": medians({n: captured(c, inputs) for n, c in calls.items()}, len(inputs)),
+    }
+
+
+def main() -> None:
+    """Every shape until the seconds are over."""
+    began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
+    results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
+    for measure, shapes in ((quantisers, SHAPES), (products, PRODUCTS)):
+        for shape in shapes:
+            if time.time() - began > limit:
+                print("out of time before", shape)
+                break
+            results.append(measure(*shape))
+            print(results[-1], flush=True)
+            Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Settings of the fused kernels against each other, in turn: what decides which of two ways is the default.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/variants.py cases.json --json out.json
+
+`cases.json` is a list of objects: ``op``, ``m``, ``n``, ``k`` over all ranks, and ``variants``: name -> the
+keyword arguments of `overlap_gemm.tuning.settings.configured`; ``"float8": true`` gives e4m3 operands with a
+scale for each row. Times are those of CUDA graphs, whose calls take operands in turn that no cache holds
+together; ratios are to the first variant's. In addition ``torch``: its way with the same operands; of 8-bit
+ones also the product alone (``product``, ``product fast``: `use_fast_accum`), and torch's fused op
+(``torch-symm``), where it has one.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+import overlap_gemm
+from overlap_gemm.cli.baselines import symmetric_name
+from overlap_gemm.cli.machine import describe
+from overlap_gemm.cli.workload import Workload
+from overlap_gemm.runtime.group import Group, group_name, resolve
+from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.timing import captured, measure
+
+COLD_BYTES = 160 << 20
+"""Operands that together are larger than the L2 caches of today's GPUs."""
+
+Operands = tuple[Tensor, Tensor, dict[str, Any]]
+
+
+def operand_sets(workload: Workload, group: Group, float8: bool) -> list[Operands]:
+    """(x, weight, keyword arguments of the op), as many as no cache holds."""
+    x, weight = workload.operands(group, torch.device("cuda"))
+    count = min(8, 1 + COLD_BYTES // ((x.numel() + weight.numel()) * (1 if float8 else 2)))
+    sets = []
+    for _ in range(count):
+        if float8:
+            scales = {
+                name: (operand.abs().amax(1, keepdim=True) / 448).float().clamp(min=1e-12)
+                for name, operand in (("scale_x", x), ("scale_w", weight))
+            }
+            quantised = [
+                (operand / scale).to(torch.float8_e4m3fn)
+                for operand, scale in zip((x, weight), scales.values(), strict=True)
+            ]
+            sets.append((*quantised, {**scales, "out_dtype": torch.bfloat16}))
+        else:
+            sets.append((x.clone(), weight.clone(), {}))
+    return sets
+
+
+def prepared(
+    workload: Workload, group: Group, sets: list[Operands], backend: str, asked: dict[str, Any]
+) -> Callable[[], object]:
+    """A graph of eight calls with the settings, after which the result of one is compared with torch's."""
+    op = getattr(overlap_gemm, workload.op)
+    turn = iter(range(1 << 30))
+    asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+
+    def call(which: int | None = None, backend: str = backend) -> Tensor:
+        x, weight, scales = sets[next(turn) % len(sets) if which is None else which]
+        out = op(x, weight, group=group.process_group, backend=backend, **scales, **workload.extents)
+        return out[0] if isinstance(out, tuple) else out
+
+    with ExitStack() as stack:
+        stack.enter_context(configured(**asked))
+        found, expected = call(0), call(0, "torch")
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.02, f"{workload} {asked}: differs by {error}"
+        return captured(call, 8)
+
+
+def torchs(workload: Workload, group: Group, sets: list[Operands]) -> dict[str, Callable[[], object]]:
+    """Torch's other ways with 8-bit operands, each a call that takes the operands in turn."""
+    turn, spec = iter(range(1 << 30)), workload.spec
+    name = symmetric_name(group)
+
+    def taken() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, weight, scales = sets[next(turn) % len(sets)]
+        return x, weight.t(), scales["scale_x"], scales["scale_w"].t()
+
+    whole = [
+        tuple(each.repeat(group.size, 1) for each in (x, scales["scale_x"])) if spec.gathers_operand else None
+        for x, _, scales in sets
+    ]
+
+    def product(fast: bool) -> Tensor:
+        which = next(turn) % len(sets)
+        x, weight, scales = sets[which]
+        rows, scale = whole[which] or (x, scales["scale_x"])
+        return torch._scaled_mm(
+            rows, weight.t(), scale, scales["scale_w"].t(), out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    def scattered() -> object:
+        x, weight, scale_x, scale_w = taken()
+        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            x, weight, scale_x, scale_w, "sum", 0, 0, name, [workload.m, workload.n],
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
+
+    def gathered() -> object:
+        x, weight, scale_x, scale_w = taken()
+        return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            x, [weight], scale_x, [scale_w], 0, name, [None], [None], [torch.bfloat16], [True]
+        )
+
+    calls: dict[str, Callable[[], object]] = {
+        "product": lambda: product(False),
+        "product fast": lambda: product(True),
+    }
+    if spec.gathers_operand:
+        return calls | {"torch-symm": gathered}
+    return calls | {"torch-symm": scattered} if spec.sums and spec.out is not None else calls
+
+
+def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
+    """What a case's variants take. No graph outlives it: NCCL would wait for its own graphs at the end."""
+    float8 = bool(case.get("float8"))
+    workload = Workload("", case["op"], case["m"], case["n"], case["k"], torch.bfloat16)
+    sets, calls, failed = operand_sets(workload, group, float8), {}, {}
+    ways = {name: ("fused", asked) for name, asked in case["variants"].items()}
+    ways["torch"] = ("torch", {})
+    if float8:
+        ways["torch fast"] = ("torch", {"fast_accum": True})
+    making: dict[str, Callable[[], Callable[[], object]]] = {
+        name: partial(prepared, workload, group, sets, backend, asked)
+        for name, (backend, asked) in ways.items()
+    }
+    if float8:
+        others = torchs(workload, group, sets)
+        making |= {name: partial(captured, call, 8) for name, call in others.items()}
+    for name, make in making.items():
+        failure = None
+        try:
+            ready = make()
+        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        failures = [other for other in group.all_gather_object(failure) if other]
+        if failures:
+            failed[name] = failures[0]
+        else:
+            calls[name] = ready
+    row = {**{key: case[key] for key in ("op", "m", "n", "k")}, "float8": float8, "failed": failed}
+    if calls:
+        found = measure(calls, group=group.process_group, device="cuda", rounds=rounds, burst_seconds=0.01)
+        first = next(iter(calls))
+        row["us"] = {name: round(found.median(name) * 1e6, 2) for name in calls}
+        row["ratio"] = {name: round(found.ratio(name, first), 4) for name in calls}
+        row["quartiles"] = {name: [round(q, 4) for q in found.ratio_range(name, first)] for name in calls}
+    return row
+
+
+def main(
+    cases: Annotated[Path, typer.Argument(help="JSON file, see above.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 11,
+) -> None:
+    """Times every case's variants in turn."""
+    world = overlap_gemm.init(device="cuda")
+    group = resolve(group_name(None))
+    report: dict[str, Any] = {
+        "machine": describe(world),
+        "ranks": group.size,
+        "rounds": rounds,
+        "results": [],
+    }
+    for case in json.loads(cases.read_text()):
+        row = timed(case, group, rounds)
+        report["results"].append(row)
+        if group.rank == 0:
+            print(json.dumps(row), flush=True)
+            if json_file is not None:
+                json_file.write_text(json.dumps(report, indent=1) + "\n")
+    overlap_gemm.finalize()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,83 @@
+"""As variants.py, on one GPU: P virtual ranks share its SMs, so without a link between them.
+
+    python benchmarks/virtual_variants.py cases.json --ranks 2 --json out.json
+
+Cases are those of variants.py, without float8. The variants' results must be the same bits.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+import overlap_gemm
+from overlap_gemm.cli.workload import Workload
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.timing import captured, measure
+
+SETS = 2
+"""Sets of operands, taken in turn."""
+
+
+def caller(workload: Workload, world: VirtualWorld, sets: list[Any]) -> Callable[[], list[Tensor]]:
+    """A call on all ranks, with the next set of operands; the current stream waits for all of them."""
+    op = getattr(overlap_gemm, workload.op)
+    extents = workload.spec.arguments(workload.m, workload.n, workload.k, least=True)
+    turn = iter(range(1 << 30))
+
+    def call() -> list[Tensor]:
+        given = zip(world.names, sets[next(turn) % SETS], strict=True)
+        outs = [op(x, weight, group=name, backend="fused", **extents) for name, (x, weight) in given]
+        for rank in range(len(world.names)):
+            torch.cuda.current_stream().wait_stream(world.executor(rank).stream)  # type: ignore[attr-defined]
+        return outs
+
+    return call
+
+
+def main(
+    cases: Annotated[Path, typer.Argument(help="JSON file, see variants.py.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Virtual ranks.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each variant.")] = 11,
+) -> None:
+    """Times every case's variants in turn."""
+    device, report = torch.device("cuda", 0), []
+    for case in json.loads(cases.read_text()):
+        workload = Workload("", case["op"], case["m"], case["n"], case["k"], torch.bfloat16)
+        calls, first, row = {}, None, {key: case[key] for key in ("op", "m", "n", "k")}
+        with VirtualWorld(ranks, device=device) as world:
+            sets = [[workload.operands(group, device) for group in world.ranks] for _ in range(SETS)]
+            for name, asked in case["variants"].items():
+                asked = {
+                    key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
+                }
+                with configured(**asked):
+                    outs = caller(workload, world, sets)()
+                    world.synchronize()
+                    first = first or outs
+                    same = all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+                    row.setdefault("same bits", {})[name] = same
+                    calls[name] = captured(caller(workload, world, sets))
+            found = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
+            base = next(iter(calls))
+            row["us"] = {name: round(found.median(name) * 1e6, 2) for name in calls}
+            row["ratio"] = {name: round(found.ratio(name, base), 4) for name in calls}
+            row["quartiles"] = {name: [round(q, 4) for q in found.ratio_range(name, base)] for name in calls}
+            calls.clear()
+        report.append(row)
+        print(json.dumps(row), flush=True)
+        if json_file is not None:
+            found_on = {"gpu": torch.cuda.get_device_name(device), "virtual ranks": ranks, "rounds": rounds}
+            json_file.write_text(json.dumps({**found_on, "results": report}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when CUDA starts
+    typer.run(main)

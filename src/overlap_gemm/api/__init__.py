@@ -1,0 +1,1 @@
+"""What users call; `overlap_gemm` itself offers it."""

@@ -1,0 +1,155 @@
+"""What a program can have done before it serves, or captures a CUDA graph: compile, allocate, agree, load.
+
+overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the workspaces of all calls below
+overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..backends import ahead
+from ..backends.base import Problem
+from ..backends.fused import Fused
+from ..backends.scaling import FLOAT8, OUT_DTYPES
+from ..backends.select import choose
+from ..runtime.group import Group, GroupLike, find
+from ..runtime.order import forbid_capture
+from ..spec import OPS, op_named
+from ..spec.sharding import Shards
+from . import functional
+
+
+def warmup(
+    op: str,
+    *shapes: tuple[int, int, int],
+    group: GroupLike = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    bias: bool = False,
+    backend: str = "auto",
+    deterministic: bool | None = None,
+    reserve_sms: int | None = None,
+    backward: bool = False,
+) -> None:
+    """Makes calls of `op` on each shape, so that later ones compile, allocate and ask the ranks nothing.
+
+    Collective: every rank of the group calls it with the same arguments. The operands are uninitialised and
+    freed again. What `auto` takes in a CUDA graph is warmed up with what it takes outside of one, and both
+    for callers that say the third extent (`k=`, `columns=`) and for those that do not.
+
+    Args:
+        op: The op's name.
+        *shapes: (M, N, K) of the product over all ranks.
+        group: As for the op.
+        dtype: Of the operands; of 8 bits they have scales of rows, and results are bfloat16.
+        device: Of the operands; default: this process's GPU if the group serves GPUs, else the CPU.
+        bias: Whether the calls will have one.
+        backend: As for the op.
+        deterministic: As for the op.
+        reserve_sms: As for the op.
+        backward: Warm the gradients up, too.
+
+    Raises:
+        CaptureError: A CUDA graph is being captured.
+        ValueError, TypeError, RuntimeError: As the op, which has no gradient of 8-bit operands.
+    """
+    spec = op_named(op)
+    ranks = find(group)
+    where = _device(ranks, device)
+    forbid_capture(where, "warmup cannot compile and allocate")
+    call = getattr(functional, op)
+    own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
+    for m, n, k in shapes:
+        x_shape, weight_shape = spec.shapes(m, n, k, own)
+        layouts = (x_shape, weight_shape, weight_shape[:1])
+        kinds = (dtype, dtype, out_dtype or dtype)
+        x, weight, own_bias = (
+            torch.empty(shape, dtype=kind, device=where) for shape, kind in zip(layouts, kinds, strict=True)
+        )
+        scales: dict[str, Any] = {}
+        if out_dtype is not None:
+            scales = {
+                name: torch.ones(len(matrix), 1, device=where)
+                for name, matrix in (("scale_x", x), ("scale_w", weight))
+            }
+        whole = {"m": m, "n": n, "k": k}
+        said, least = (spec.arguments(m, n, k, least) for least in (False, True))
+        for extents in [said] if said == least else [said, least]:
+            known = spec.across not in (spec.x, spec.weight) or extents == said
+            across = whole[spec.across] if known else None
+            width, types = whole[spec.width], (None if out_dtype is None else dtype, out_dtype)
+            problem = Problem.of(op, m, width, across, x, ranks, deterministic, backend, scaled=types)
+            eager, captured = (
+                choose(replace(problem, captured=c), backend).backend.name for c in (False, True)
+            )
+            for way in [backend] if captured == eager else [backend, captured]:
+                given = [t.requires_grad_(backward) for t in (x, weight, own_bias)]
+                how: dict[str, Any] = {"bias": given[2] if bias else None, "backend": way, **extents}
+                how |= {"deterministic": deterministic, "reserve_sms": reserve_sms, **scales}
+                out = call(given[0], given[1], group=group, **how)
+                if backward:
+                    torch.autograd.grad(out, given[: 2 + bias], torch.empty_like(out))
+                del out
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+def reserve(
+    *ops: str,
+    max_rows: int,
+    columns: int,
+    group: GroupLike = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> int:
+    """Allocates the workspaces of all fused calls up to a size; those then allocate none.
+
+    Collective: every rank of the group calls it with the same arguments.
+
+    Args:
+        *ops: The ops' names; all four if none. Those that exchange tiles share one workspace, of
+            `2 * max_rows * columns` elements and more; `all_gather_gemm` has its own, of
+            `max_rows * columns`.
+        max_rows: The largest M over all ranks.
+        columns: The largest N over all ranks; of `all_gather_gemm` the largest K. (Both are a model's hidden
+            size where its linears are column- and row-parallel in turn.)
+        group: As for an op.
+        dtype: Of the operands; of 8 bits it is for calls with scales, with results of 16 bits.
+        device: As for `warmup`.
+
+    Returns:
+        Bytes of this rank's device memory that the workspaces hold; 0 where there are no fused kernels, or
+        only one rank.
+
+    Raises:
+        CaptureError: A CUDA graph is being captured.
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them could not allocate.
+        ValueError: No such op.
+    """
+    for op in ops:
+        op_named(op)
+    ranks = find(group)
+    where = _device(ranks, device)
+    forbid_capture(where, "reserve cannot allocate")
+    empty = torch.empty(0, dtype=dtype, device=where)
+
+    out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 is as wide
+
+    def is_fused(op: str) -> bool:
+        types = (None if out_dtype is None else dtype, out_dtype)
+        problem = Problem.of(op, max_rows, columns, None, empty, ranks, None, "fused", scaled=types)
+        return Fused().why_not(problem) is None
+
+    wanted = [op for op in ops or OPS if is_fused(op)]
+    return ahead.reserve(ranks, where, dtype, wanted, max_rows, columns, out_dtype) if wanted else 0
+
+
+def _device(group: Group, given: torch.device | str | None) -> torch.device:
+    if given is None:
+        given = "cuda" if "cuda" in group.device_types and torch.cuda.is_available() else "cpu"
+    device = torch.device(given)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,408 @@
+"""The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..backends.base import BackendName, Problem
+from ..backends.scaling import of_blocks
+from ..backends.select import Choice, choose, preferring
+from ..dispatch import lowering, ops
+from ..dispatch.autocast import autocast
+from ..dispatch.bound import call_op, with_scales
+from ..dispatch.lowering import (
+    Lowered,
+    lower_all_gather_gemm,
+    lower_column_parallel_gemm,
+    lower_gemm_all_gather,
+    lower_gemm_all_reduce,
+    lower_gemm_reduce_scatter,
+)
+from ..dispatch.options import CallOptions, GatherOptions, Length
+from ..runtime.group import GroupLike, group_name, resolve
+from ..spec import op_named
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "Length",
+    "all_gather_gemm",
+    "column_parallel_gemm",
+    "explain",
+    "gemm_all_gather",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
+]
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    return_gathered: Literal[False] = False,
+    **options: "Unpack[GatherOptions]",
+) -> Tensor: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    return_gathered: Literal[True],
+    **options: "Unpack[GatherOptions]",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    return_gathered: Literal[False] = False,
+    **options: "Unpack[GatherOptions]",
+) -> list[Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    return_gathered: Literal[True],
+    **options: "Unpack[GatherOptions]",
+) -> tuple[list[Tensor], Tensor]: ...
+
+
+@overload
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    return_gathered: bool,
+    **options: "Unpack[GatherOptions]",
+) -> Any: ...
+
+
+def all_gather_gemm(
+    x_shard: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    group: GroupLike = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    return_gathered: bool = False,
+    backend: BackendName = "auto",
+    rows: Length = None,
+    dim: int = 0,
+    save_gathered: bool = False,
+    columns: Length = None,
+    deterministic: bool | None = None,
+    reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
+
+    The column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded as
+    `torch.chunk` cuts them; a shard may be short or empty.
+
+    Args:
+        x_shard: This rank's rows `[M_local, ..., K]`; float32, bfloat16, float16 (or float64).
+        weight: `[N_local, K]` as in `nn.Linear`, or a list of such weights that share one gather (q/k/v,
+            gate/up).
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        bias: `[N_local]`, or one per weight if `weight` is a list.
+        return_gathered: Return the gathered x as well.
+        backend: "auto" or a backend's name; see `explain`.
+        rows: M, the sum of the ranks' `M_local`; or "equal" if every rank has as many rows as this one; or
+            None: the ranks exchange their lengths first, one small all-gather between the hosts. Under
+            torch.compile and CUDA graph capture, where that cannot be, None means "equal".
+        dim: The sharded dimension of `x_shard`, 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs
+            a copy unless b = 1).
+        save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
+            gathering it again in backward (by copy engines alongside the gradient of x, where that is fused
+            and shards are not small). Always so where `return_gathered` keeps it alive anyway.
+        columns: N of all weights over all ranks; or "equal" if every rank has as many columns as this one; or
+            None: what `auto` chooses then does not depend on it.
+        deterministic: Whether the sums of the gradient must come out bitwise the same from call to call, as
+            for `gemm_reduce_scatter`.
+        reserve_sms: SMs that fused kernels leave to others on this rank, for the gradient's, too; None: what
+            `configured` or ``OVERLAP_GEMM_RESERVE_SMS`` says. Other backends take what their libraries take.
+        scale_x: As for `gemm_reduce_scatter`, of this rank's shard.
+        scale_w: As for `gemm_reduce_scatter`, or one per weight if `weight` is a list.
+        out_dtype: As for `gemm_reduce_scatter`.
+
+    Returns:
+        `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
+        and the gathered `[M, ..., K]`.
+
+    Raises:
+        ValueError, TypeError: Arguments that do not fit together; the message holds the values and the rule.
+        RuntimeError: A peer is gone, did not answer within the group's timeout, or (`OVERLAP_GEMM_CHECK=1`)
+            disagrees about the call.
+    """
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
+    scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
+    saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
+    single, kept = not isinstance(weight, (list, tuple)), return_gathered or saved
+    options = CallOptions(
+        backend,
+        deterministic,
+        reserve_sms,
+        dim,
+        rows,
+        columns,
+        None,
+        return_gathered,
+        kept,
+        single,
+        out_dtype,
+    )
+    lower, scales = lower_all_gather_gemm, (scale_x, scales_w)
+    return call_op(ops.all_gather_gemm, lower, x_shard, weights, biases, group, options, *scales)
+
+
+def gemm_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    group: GroupLike = None,
+    bias: Tensor | None = None,
+    backend: BackendName = "auto",
+    dim: int = 0,
+    k: Length = None,
+    deterministic: bool | None = None,
+    reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
+
+    The row-parallel half of a tensor-parallel layer with sequence parallelism. Every backend but `torch`
+    accumulates the sum in float32 (or wider) in rank order: bitwise the same from call to call.
+
+    Args:
+        x: `[M, ..., K_local]`; float32, bfloat16, float16 (or float64). K_local may differ between ranks.
+        weight: `[N, K_local]`.
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        bias: `[N]`, the same on every rank; added once, after the sum. Every rank gets its whole gradient.
+        backend: "auto" or a backend's name; see `explain`.
+        dim: The dimension of x along which the result is sharded, as in `all_gather_gemm`.
+        k: K, the sum of the ranks' `K_local`; or "equal" if every rank has as much as this one; or None: what
+            `auto` chooses then does not depend on it.
+        deterministic: True keeps `auto` to backends that sum in rank order; None asks
+            `torch.are_deterministic_algorithms_enabled()`. The same on every rank.
+        reserve_sms: As for `all_gather_gemm`.
+        scale_x: Where x and weight are float8_e4m3fn or float8_e5m2: float32, `[M, ..., 1]`, an element per
+            row of x, or one element. This rank's own rows' scales, whatever other ranks have.
+        scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. Or both are of blocks of 128: scale_x
+            `[M, ..., ceil(K / 128)]`, scale_w `[ceil(N / 128), ceil(K / 128)]`. See docs/fp8.md.
+        out_dtype: Of result and bias where operands have scales: bfloat16 (which None means), float16 or
+            float32.
+
+    Returns:
+        `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+    """
+    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype)
+    lower, scales = lower_gemm_reduce_scatter, (scale_x, scale_w)
+    return call_op(ops.gemm_reduce_scatter, lower, x, weight, bias, group, options, *scales)
+
+
+def gemm_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    group: GroupLike = None,
+    bias: Tensor | None = None,
+    backend: BackendName = "auto",
+    k: Length = None,
+    deterministic: bool | None = None,
+    reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies with this rank's slice of the weight and sums over the ranks.
+
+    The row-parallel half of a tensor-parallel layer without sequence parallelism. Summed as in
+    `gemm_reduce_scatter`; all ranks get bitwise the same.
+
+    Args:
+        x: `[..., K_local]`; float32, bfloat16, float16 (or float64).
+        weight: `[N, K_local]`.
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        bias: `[N]`, the same on every rank; added once, after the sum.
+        backend: "auto" or a backend's name; see `explain`.
+        k: As for `gemm_reduce_scatter`.
+        deterministic: As for `gemm_reduce_scatter`.
+        reserve_sms: As for `all_gather_gemm`.
+        scale_x: As for `gemm_reduce_scatter`.
+        scale_w: As for `gemm_reduce_scatter`.
+        out_dtype: As for `gemm_reduce_scatter`.
+
+    Returns:
+        `[..., N]`, replicated; its gradient must be the same on every rank.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+    """
+    options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype)
+    lower, scales = lower_gemm_all_reduce, (scale_x, scale_w)
+    return call_op(ops.gemm_all_reduce, lower, x, weight, bias, group, options, *scales)
+
+
+def gemm_all_gather(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    group: GroupLike = None,
+    bias: Tensor | None = None,
+    backend: BackendName = "auto",
+    columns: Length = None,
+    deterministic: bool | None = None,
+    reserve_sms: int | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies with this rank's rows of the weight and gathers the columns of the result.
+
+    Args:
+        x: `[..., K]`, the same on every rank; float32, bfloat16, float16 (or float64). Its gradient is
+            complete on every rank.
+        weight: `[N_local, K]`; N is sharded as `torch.chunk` cuts it.
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        bias: `[N_local]`.
+        backend: "auto" or a backend's name; see `explain`.
+        columns: N; as `rows` of `all_gather_gemm`.
+        deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
+        reserve_sms: As for `all_gather_gemm`.
+        scale_x: As for `gemm_reduce_scatter`.
+        scale_w: As for `gemm_reduce_scatter`.
+        out_dtype: As for `gemm_reduce_scatter`.
+
+    Returns:
+        `[..., N]`, replicated; its gradient must be the same on every rank.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+    """
+    options = CallOptions(backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype)
+    lower, scales = lower_gemm_all_gather, (scale_x, scale_w)
+    return call_op(ops.gemm_all_gather, lower, x, weight, bias, group, options, *scales)
+
+
+def column_parallel_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: GroupLike,
+    backend: BackendName = "auto",
+    reserve_sms: int | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
+
+    Args:
+        x: `[..., K]`, the same on every rank.
+        weight: This rank's `[N_local, K]`.
+        bias: `[N_local]` or None.
+        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        backend: For the gemm_all_reduce of backward.
+        reserve_sms: The same.
+        scale_x: As for `gemm_reduce_scatter`.
+        scale_w: As for `gemm_reduce_scatter`.
+        out_dtype: As for `gemm_reduce_scatter`.
+
+    Returns:
+        `[..., N_local]`.
+
+    Raises:
+        ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
+    """
+    options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype)
+    lower, scales = lower_column_parallel_gemm, (scale_x, scale_w)
+    return call_op(ops.local_gemm, lower, x, weight, bias, group, options, *scales)
+
+
+def explain(
+    op: str | Callable[..., Any],
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    group: GroupLike = None,
+    backend: BackendName = "auto",
+    rows: Length = None,
+    columns: Length = None,
+    k: Length = None,
+    dim: int = 0,
+    deterministic: bool | None = None,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Choice:
+    """Which backend would carry out `op(x, weight, ...)`, and why.
+
+    Communicates only where the op would: to ask for lengths that are not given.
+
+    Args:
+        op: One of the four ops or its name.
+        x: As for the op.
+        weight: As for the op.
+        group: As for the op.
+        backend: As for the op.
+        rows: As for `all_gather_gemm`.
+        columns: As for the op.
+        k: As for the op.
+        dim: As for the op.
+        deterministic: As for the op.
+        scale_x: As for the op.
+        scale_w: As for the op.
+        out_dtype: As for the op.
+        **_: The op's other arguments, on which the choice does not depend.
+
+    Returns:
+        A `Choice`; print it.
+
+    Raises:
+        ValueError, TypeError: As the op.
+    """
+    spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
+    weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
+    ranks, several = group_name(group), spec.gathers_operand
+    dim = dim if "m" in (spec.x, spec.out) else 0
+    options = CallOptions(backend, deterministic, None, dim, rows, columns, k, out_dtype=out_dtype)
+    options, scales = with_scales(options, scale_x, scale_w)
+    if not scales:
+        x, weights, _biases = autocast(x, weights, [])
+    lower: Callable[..., Lowered] = getattr(lowering, f"lower_{spec.name}")
+    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options, scales)
+    scaled: tuple[Any, ...] = (None, None)
+    if scales:
+        scaled = weights[0].dtype, options.out_dtype, of_blocks(scales[0], x.shape[-1])
+    extents = lowered.extents
+    problem = Problem.of(spec.name, *extents, x, resolve(ranks), deterministic, backend, scaled=scaled)
+    choice = choose(problem, backend)
+    if spec.dual and not scales:  # the gradient's exchange moves a tensor of the same size the other way
+        choice = replace(choice, backward=choose(replace(problem, op=spec.dual), preferring(backend)))
+    return choice

@@ -1,0 +1,282 @@
+"""What the layers of `nn` have in common: an `nn.Linear` in shards, and what takes those of all ranks."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..backends.base import BackendName
+from ..backends.select import check_name
+from ..dispatch import moves
+from ..runtime import agree
+from ..runtime.group import GroupLike, group_name, group_rank, group_size, resolve
+from ..spec.sharding import Shards
+from ..tuning.settings import check_reserve_sms
+from .float8 import Float8, Products, products
+
+if TYPE_CHECKING:  # typing's own is newer than Python 3.10
+    from typing_extensions import Self
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class ShardedLinear(nn.Module):
+    """An `nn.Linear` of whose parameters each rank has shards; arguments are those of the layers in `nn`."""
+
+    shard_dims: ClassVar[dict[str, int]]
+    """The dimension along which a parameter is cut; one that is not here is the same on every rank."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_method: InitMethod | None,
+        skip_bias_add: bool,
+        sequence_parallel: bool,
+        sequence_dim: int,
+        tp_group: GroupLike,
+        backend: BackendName,
+        reserve_sms: int | None,
+        float8: Float8 | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if sequence_dim not in (0, 1):
+            raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
+        check_name(backend)
+        check_reserve_sms(reserve_sms)
+        self.input_size, self.output_size = input_size, output_size
+        self.init_method, self.skip_bias_add = init_method, skip_bias_add
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
+        self.float8 = float8
+        if float8 is not None:
+            sizes = [[output_size], [input_size]]
+            sizes[self.shard_dims["weight"]] = Shards.even(
+                self.extent("weight"), group_size(self.tp_group)
+            ).sizes
+            float8.check_shards(type(self).__name__, *sizes)
+        self.register_load_state_dict_pre_hook(_shard_incoming)
+        self.adopt(self._draw(bias, device, dtype))
+
+    @property
+    def products(self) -> Products:
+        """The ops, as `float8` has them."""
+        return products(self.float8)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any) -> "Self":
+        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
+        has_bias, dtype = linear.bias is not None, linear.weight.dtype
+        layer = cls(
+            linear.in_features, linear.out_features, bias=has_bias, tp_group=tp_group, device="meta",
+            dtype=dtype, **options,
+        )  # fmt: skip
+        layer.adopt(linear)
+        return layer
+
+    def adopt(self, linear: nn.Linear) -> None:
+        """Makes this rank's shards of the unsharded layer's parameters the layer's parameters."""
+        for name in ("weight", "bias"):
+            whole = getattr(linear, name)
+            parameter = None
+            if whole is not None:
+                parameter = nn.Parameter(self.shard(name, whole.detach()), requires_grad=whole.requires_grad)
+            self.register_parameter(name, parameter)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as the constructor does: one seed on every rank makes one layer."""
+        linear = self._draw(self.bias is not None, self.weight.device, self.weight.dtype)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                parameter.copy_(_lying_as(parameter, self.shard(name, getattr(linear, name))))
+
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """A copy of this rank's part of the whole parameter."""
+        if name not in self.shard_dims:
+            return whole.clone()
+        dim, group = self.shard_dims[name], self.tp_group
+        start, stop = Shards.even(whole.shape[dim], group_size(group)).range(group_rank(group))
+        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+    def extent(self, name: str) -> int:
+        """Of the whole parameter, along the dimension in which it is cut."""
+        return (self.output_size, self.input_size)[self.shard_dims[name]]
+
+    def extra_repr(self) -> str:
+        """For print(module)."""
+        return (
+            f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
+            f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
+            + ("" if self.float8 is None else f", float8={self.float8}")
+        )
+
+    def _draw(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
+        """The unsharded layer; drawing all of it on every rank makes the shards those of one layer.
+
+        What every rank has whole, the bias of a row-parallel layer, is rank 0's, whatever the ranks' seeds.
+        """
+        linear = nn.Linear(self.input_size, self.output_size, bias=bias, device=device, dtype=dtype)
+        if self.init_method is not None:
+            with torch.no_grad():
+                self.init_method(linear.weight)
+                if bias:
+                    linear.bias.zero_()
+        for name, parameter in linear.named_parameters():
+            if name not in self.shard_dims:
+                take_from_rank_zero(parameter.data, self.tp_group)
+        return linear
+
+
+def take_from_rank_zero(tensor: Tensor, group: str) -> None:
+    """Makes rank 0's values every rank's, in place; not without memory, nor among virtual ranks."""
+    ranks = resolve(group)
+    if tensor.is_meta or ranks.size == 1 or ranks.process_group is None:
+        return
+    if tensor.device.type in ranks.device_types:  # others no op of the layer would take
+        dist.broadcast(tensor, group=ranks.process_group, group_src=0)
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict that the unsharded model would have. Collective over the layers' groups.
+
+    Args:
+        module: Any module with tensor-parallel layers of `overlap_gemm.nn` somewhere in it.
+
+    Returns:
+        `module.state_dict()` with each sharded parameter gathered, from FSDP's shards, too; the same on every
+        rank. The layers take such a state dict in `load_state_dict` as they take their own.
+
+    Raises:
+        ValueError: The state dict holds something else in the place of a layer's parameter.
+    """
+    sharded = {id(parameter): (parameter, layer, name) for parameter, layer, name in _sharded(module)}
+    state = dict(module.state_dict(keep_vars=True))  # names may be anybody's; the parameters are the layers'
+    if missing := sharded.keys() - {id(value) for value in state.values()}:
+        shapes = ", ".join(str(list(sharded[key][0].shape)) for key in missing)
+        raise ValueError(
+            f"the state dict does not hold shards {shapes} of tensor-parallel layers as they are: they are "
+            f"parametrized, or a hook has changed them, and what is there instead cannot be gathered"
+        )
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            whole = _gathered(value)
+            if id(value) in sharded:
+                _, layer, name = sharded[id(value)]
+                whole = moves.join_shards(whole, layer.shard_dims[name], layer.extent(name), layer.tp_group)
+            state[key] = whole.detach()
+    return state
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by the unsharded model's norm. Collective over the layers' groups.
+
+    torch's own, given shards that are plain tensors, clips each rank by the norm of what it has.
+
+    Args:
+        module: Any module with tensor-parallel layers of `overlap_gemm.nn` somewhere in it, under FSDP or
+            not. The gradients of its other parameters are the same on every rank of the layers' groups.
+        max_norm: The norm that the gradients, which are changed in place, have at most afterwards.
+        norm_type: p of the norm, positive; infinity is one.
+        error_if_nonfinite: Refuse a norm that is not finite, on every rank.
+
+    Returns:
+        The norm before, 0-d, the same on every rank.
+
+    Raises:
+        ValueError: `norm_type` is not positive; or, on CPUs and with OVERLAP_GEMM_CHECK=1, the gradient of
+            a parameter that every rank has is not the same on all: it must be summed (`norms`).
+        RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}")
+    groups = {id(parameter): layer.tp_group for parameter, layer, _ in _sharded(module)}
+    _check_replicated(module, groups)
+    # By what they are sharded over. A rank without gradients takes part, too, in the same dtype.
+    parts: dict[tuple[str | None, Any], list[Tensor]] = {}
+    total = torch.zeros(1)
+    for parameter in module.parameters():
+        total = total.to(parameter.device, torch.promote_types(total.dtype, parameter.dtype))
+        part = parts.setdefault((groups.get(id(parameter)), getattr(parameter, "device_mesh", None)), [])
+        if parameter.grad is not None and parameter.grad.numel():
+            part.append(parameter.grad)
+    norms = [total]
+    for (group, _), gradients in parts.items():
+        norm = _gathered(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
+        norms.append(norm if group is None else moves.join_shards(norm, 0, group_size(group), group))
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's
+    for gradients in parts.values():
+        for gradient in gradients:
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            own.mul_(factor.to(own.device))
+    return total
+
+
+def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
+    """Raises, on every rank, for parameters of all ranks whose gradients differ by more than rounding."""
+    whole = [(name, p) for name, p in module.named_parameters() if id(p) not in groups]
+    if not whole or not (whole[0][1].device.type == "cpu" or agree.checking()):
+        return
+    parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in whole]
+    norms = torch.tensor([0.0 if part is None else float(part.norm()) for part in parts])
+    for group in sorted(set(groups.values())):
+        if group_size(group) == 1:
+            continue
+        everyone = moves.join_shards(norms.view(1, -1), 0, group_size(group), group)
+        apart = everyone.amax(0) - everyone.amin(0) > 0.02 * everyone.amax(0)
+        if apart.any():
+            names = ", ".join(name for (name, _), differs in zip(whole, apart, strict=True) if differs)
+            raise ValueError(
+                f"gradients of {names} differ between the ranks of the group, each of which has all of them: "
+                f"if they work on this rank's rows (sequence_parallel=True), their gradients must be summed, "
+                f"as overlap_gemm.nn.LayerNorm and RMSNorm do, or nn.sum_sequence_parallel_gradients"
+            )
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:
+    """Each sharded parameter, its layer, and its name there."""
+    for layer in module.modules():
+        if isinstance(layer, ShardedLinear):
+            for name in layer.shard_dims:
+                if (parameter := getattr(layer, name)) is not None:
+                    yield parameter, layer, name
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """What FSDP has sharded, whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _lying_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value`, which every rank has, sharded as FSDP has sharded `parameter`."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def _shard_incoming(layer: ShardedLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: cuts parameters of the unsharded layer; leaves shards as they are."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if value is None:
+            continue
+        dim = layer.shard_dims.get(name)
+        if dim is not None and value.ndim > dim and value.shape[dim] == layer.extent(name):
+            value = layer.shard(name, value)
+        state[prefix + name] = _lying_as(parameter, value)

@@ -1,0 +1,86 @@
+"""8-bit rows with scales of rows that have none: what stands in front of an op that takes them.
+
+Nothing but torch's own operations, so that a compiler sees what is done: `torch.compile` (Inductor) makes one
+kernel of it, together with what computed the rows where that is compiled, too. Called eagerly it is six.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backends.scaling import FLOAT8
+
+LEAST_SCALE = 2.0**-60
+"""No scale is smaller: the product of two is a normal float32, and rows of zeros are no special case."""
+
+
+class Quantized(NamedTuple):
+    """What `quantize_rows` made of rows: they are `values * scale`.
+
+    Attributes:
+        values: `[..., K]`, one of `torch.float8_e4m3fn` and `torch.float8_e5m2`, contiguous.
+        scale: float32, `[..., 1]`, or `[..., ceil(K / block)]`, one for each block of a row.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+def quantize_rows(
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    block: int | None = None,
+    power_of_two: bool = False,
+) -> Quantized:
+    """Rounds each row to 8 bits, with the scale that makes its largest magnitude the type's largest value.
+
+    The dynamic scaling of an operand of the ops: ``values, scale = quantize_rows(x)``, then ``scale_x=scale``
+    (of a weight ``scale_w=``) alongside. An element comes back to within 2^-4 of itself (e5m2: 2^-3), or
+    within 2^-10 (2^-17) of its scale, whichever is more.
+
+    A row of zeros is zeros, its scale the least there is, 2^-60; so are elements below 2^-70 or so. Of a row
+    that holds a NaN or an infinity `values * scale` is NaN throughout, and so is every product with the row.
+
+    Args:
+        x: `[..., K]`; float32, bfloat16 or float16. No gradient passes.
+        dtype: `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57344).
+        block: Elements of a row that share a scale: 128 beside weights of 128 x 128 blocks, 32 of MX types.
+            The last block of a row may be shorter. None: one scale for the row.
+        power_of_two: Round scales up to powers of two, which `torch.float8_e8m0fnu` holds exactly.
+
+    Returns:
+        `Quantized`: values `[..., K]`, and scales.
+
+    Raises:
+        TypeError: A dtype that is not one of these.
+        ValueError: `block` is not positive, or x has no dimension.
+    """
+    if dtype not in FLOAT8:
+        raise TypeError(f"quantize_rows: dtype must be one of {', '.join(map(str, FLOAT8))}, got {dtype}")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"quantize_rows: x must be float32, bfloat16 or float16, got {x.dtype}")
+    if x.ndim < 1 or (block is not None and block < 1):
+        raise ValueError(
+            f"quantize_rows: x must be [..., K] and block positive, got {list(x.shape)} and block={block}"
+        )
+    largest, width = torch.finfo(dtype).max, x.shape[-1]
+    wide = x.detach().float()
+    if block is not None and width > block:
+        wide = F.pad(wide, (0, -width % block)).unflatten(-1, (-1, block))
+    else:
+        wide = wide.unsqueeze(-2)
+    most = wide.abs().amax(-1, keepdim=True) if width else wide.new_zeros(*wide.shape[:-1], 1)
+    scale = (most / largest).clamp(min=LEAST_SCALE)
+    if power_of_two:
+        scale = _up_to_power_of_two(scale)
+    values = (wide / scale).clamp(-largest, largest).to(dtype)
+    return Quantized(values.flatten(-2)[..., :width].contiguous(), scale.squeeze(-1))
+
+
+def _up_to_power_of_two(scale: Tensor) -> Tensor:
+    """The next power of two of normal float32 values, themselves if they are one; NaN and infinity stay."""
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isfinite(), bits.view(torch.float32), scale)

@@ -1,0 +1,211 @@
+"""`Plan`: the launches, copies and waits that fused calls of one kind have in common, made at the first one.
+
+stream            after the launch before   product, product ...        goes on after both
+second stream                               what travels alongside      copy engines, or a relay kernel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..kernels.config import GemmConfig
+from ..kernels.geometry import END, FLAG_BYTES, Puts
+from ..runtime.executor import Executor
+from ..runtime.identity import after_skipped
+from ..runtime.workspace import Workspace
+from ..spec import OPS
+
+
+class Product(NamedTuple):
+    """The launch of one weight's product.
+
+    Attributes:
+        config: which kernel; its majors, dtypes and epilogue are those of the tensors.
+        gemm: the compiled kernel.
+        num_clusters: its grid.
+    """
+
+    config: GemmConfig
+    gemm: Any
+    num_clusters: int
+
+
+class Travel(Protocol):
+    """What leaves this rank on a second stream, alongside the products."""
+
+    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+        """Queues what must run before the products, which fill the SMs: within a GPU copies are kernels."""
+
+    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
+        """Queues the sending, once the products are launched."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The own shard by copy engines, to one peer after the other, each copy followed by its flag.
+
+    Nothing else is queued there while a kernel waits for shards: another kernel would starve.
+
+    Attributes:
+        places: addresses of the shard and its flag at each peer, in the order in which they want it.
+        coming: address of what a flag is to say (`geometry.COMING_OFFSET`).
+        nbytes: of the own shard.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    coming: int
+    nbytes: int
+
+    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+        """Nothing."""
+
+    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
+        """See `Travel.send`."""
+        for shard, flag in self.places:
+            executor.copy(second, shard, own.data_ptr(), self.nbytes)
+            executor.copy(second, flag, self.coming, FLAG_BYTES)
+
+
+@dataclass(frozen=True)
+class Relayed:
+    """What a relay kernel (`kernels.relay`) puts: staged tiles, or the own shard from its place.
+
+    Attributes:
+        relay: the compiled kernel.
+        op: name of the op that is carried out.
+        puts: two lists.
+        place: address to which the own shard is copied first, since NVSHMEM puts from its own memory alone.
+        nbytes: of the own shard; 0 where what is put is there.
+    """
+
+    relay: Any
+    op: str
+    puts: tuple[Puts, ...]
+    place: int = 0
+    nbytes: int = 0
+
+    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+        """See `Travel.stage`."""
+        if self.nbytes:
+            executor.copy(second, self.place, own.data_ptr(), self.nbytes)
+
+    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
+        """See `Travel.send`."""
+        self.relay(OPS[self.op].code, self.puts, exchange, second)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that calls of one op and kind have in common: a call is a plan and its tensors.
+
+    In a group of one it is a plain GEMM's.
+
+    Attributes:
+        executor: where.
+        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
+        products: a launch for each weight; none where the caller multiplies, shard by shard (`copies`).
+        workspace: what is exchanged through; None in a group of one.
+        exchange: where that is and what bounds waits (`kernels.exchange`), without what belongs to a call.
+        gathering: what kernels take that gather an operand (`kernels.gathering`), likewise; else None.
+        travel: what leaves on a second stream; None where the kernel sends everything.
+        gate: the compiled kernel (`kernels.gate`) that waits for a shard, and that ends a call of several
+            products of which one could not be launched.
+        signature: what the ranks' calls have in common (`runtime.identity`).
+    """
+
+    executor: Executor
+    pattern: str
+    products: tuple[Product, ...] = ()
+    workspace: Workspace | None = None
+    exchange: Any = None
+    gathering: Any = None
+    travel: Travel | None = None
+    gate: Any = None
+    signature: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
+        return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
+
+    def launch(
+        self,
+        a: Tensor,
+        weights: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        extras: Sequence[tuple[Tensor, ...] | None],
+        kept: Tensor | None = None,
+    ) -> None:
+        """Starts a call of this rank, after every other fused launch of its device.
+
+        Args:
+            a: `[M, K]`, see `operands.aligned`; where it is gathered the own shard, `[max(rows, 1), K]`,
+                after a row its scale if it has one.
+            weights: the rows of each weight that this rank multiplies, likewise.
+            outs: the op's result for each, of one row at least, rows at multiples of 16 bytes.
+            extras: what the epilogue's visitors of each read (`kernels.build`), see
+                `operands.aligned_vector`; None where they read nothing.
+            kept: `[M, K]`, contiguous: the gathered operand; None where nobody wants it.
+
+        Raises:
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
+        """
+        executor = self.executor
+        with executor.active(a, *weights, *outs, *chain(*filter(None, extras)), kept) as stream:
+            operands = tuple(zip(weights, outs, extras, strict=True))
+            if self.workspace is None:  # waits for nobody, so it may run alongside whatever it likes
+                for product, tensors in zip(self.products, operands, strict=True):
+                    product.gemm(a, *tensors, None, product.num_clusters, stream)
+                return
+            self.workspace.raise_if_failed()
+            with executor.order.lock:
+                exchange = self.next_call(stream)
+                if self.travel is None:
+                    failure = self._multiply(exchange, a, operands, kept, stream)
+                else:
+                    with executor.fork() as second:
+                        self.travel.stage(executor, second, a)
+                        failure = self._multiply(exchange, a, operands, kept, stream)
+                        self.travel.send(executor, second, a, exchange)
+                if failure:
+                    raise failure
+
+    def next_call(self, stream: int) -> Any:
+        """With the order's lock held: the next call's `exchange`, after every other fused launch."""
+        workspace, order = self.workspace, self.executor.order
+        assert workspace is not None, "a group of one exchanges nothing"
+        workspace.captured |= order.follow(stream)
+        signature = after_skipped(self.signature, workspace.group.progress.skipped)
+        return self.exchange.of_call(order.next_call(), signature)
+
+    def _multiply(
+        self,
+        exchange: Any,
+        a: Tensor,
+        operands: Sequence[tuple[Tensor, Tensor, tuple[Tensor, ...] | None]],
+        kept: Tensor | None,
+        stream: int,
+    ) -> BaseException | None:
+        """Launches the products; returns why not all of them. A call of which one was launched is ended."""
+        assert self.workspace is not None
+        given, last = exchange, len(self.products) - 1
+        if self.gathering is not None:
+            flat = None if kept is None else kept.view(-1)
+            given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat)
+        for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
+            if last:
+                given = given._replace(is_first=int(i == 0), is_last=int(i == last))
+            try:
+                product.gemm(a, *tensors, given, product.num_clusters, stream)
+            except BaseException as error:
+                if i == 0:
+                    raise
+                self.gate(END, 0, exchange, stream)
+                return error
+            self.workspace.group.progress.launched += i == 0
+        return None

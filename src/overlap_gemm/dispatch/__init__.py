@@ -1,0 +1,1 @@
+"""From a call to what carries it out: checked arguments, one key for calls that are alike, custom ops."""

@@ -1,0 +1,152 @@
+"""How a call goes from its user to its op: checked and bound once, then known by its key."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.scaling import OUT_DTYPES
+from ..runtime import agree
+from ..runtime.group import Group, GroupLike, find, group_name
+from ..spec import ARGUMENTS, OPS
+from .autocast import autocast_call
+from .calls import is_plain, keep, layouts, needs_grad, state
+from .lowering import Lowered, Scales, is_capturing
+from .options import CallOptions
+from .registered import Bound, Registered
+from .scaled import NO_GRADIENT
+from .scaled import OPS as SCALED
+
+
+def with_scales(options: CallOptions, scale_x: Any, scale_w: Any) -> tuple[CallOptions, Scales]:
+    """Options and scales of a call as they go on; without scales of either operand it is a plain one."""
+    if scale_x is None and scale_w is None:
+        return options, ()
+    if options.out_dtype is None:
+        options = options._replace(out_dtype=OUT_DTYPES[0])
+    return options, (scale_x, scale_w)
+
+
+class _Prepared(NamedTuple):
+    """All that calls of one kind have in common: a call is this and its tensors."""
+
+    bound: Bound
+    lowered: Lowered
+
+    def __call__(self, x: Tensor, weight: Any, bias: Any, *scales: Any) -> Any:
+        bound, lowered = self
+        if lowered.dim is not None:
+            x = lowered.flatten(x)
+        if scales:
+            scales = lowered.vectors(*scales)
+        run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
+        result = run(x, weight, bias, *scales)
+        return result if lowered.finish is None else lowered.finish(result)
+
+
+class _Asking(NamedTuple):
+    """The same for calls whose sharded extent the ranks must ask each other for, every time."""
+
+    op: Registered
+    lower: Callable[..., Lowered]
+    group: Group
+    options: CallOptions
+    facts: agree.Facts
+
+    def __call__(self, x: Tensor, weight: Any, bias: Any, *scales: Any) -> Any:
+        length = x.shape[self.options.dim] if OPS[self.op.name].gathers_operand else weight.shape[0]
+        name, what = self.op.name, ASKED[self.op.name]
+        total = agree.total_length(name, what, length, x.device, self.group, self.facts)
+        told = self.options.told(what, total)
+        return call_op(self.op, self.lower, x, weight, bias, self.group.name, told, *scales)
+
+
+ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
+"""The option that says the extent which ranks ask each other for where callers do not say it."""
+
+
+def call_op(
+    op: Registered,
+    lower: Callable[..., Lowered],
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: GroupLike,
+    options: CallOptions,
+    scale_x: Any = None,
+    scale_w: Any = None,
+) -> Any:
+    """Calls an op: at once where nobody but autograd looks, else through torch's dispatcher.
+
+    Args:
+        op: It.
+        lower: Makes a call of it.
+        x: The user's.
+        weight: The user's, or a list.
+        bias: The user's, or a list.
+        group: The user's.
+        options: The user's.
+        scale_x: The user's.
+        scale_w: The user's, or a list.
+    """
+    scales: Scales = ()
+    if scale_x is not None or scale_w is not None:
+        options, scales = with_scales(options, scale_x, scale_w)
+    if not is_plain(x, weight, bias, *scales):
+        if not scales:
+            x, weight, bias = autocast_call(x, weight, bias)
+        lowered = lower(group_name(group), x, weight, bias, options, scales)
+        through = getattr(torch.ops.overlap_gemm, _registered(op, scales).name)
+        operands = (lowered.flatten(x), weight, bias, *(lowered.vectors(*scales) if scales else ()))
+        if scales:
+            _refuse_gradient(op, x, weight, bias, *scales)
+        result = through(*operands, *lowered.arguments)
+        return result if lowered.finish is None else lowered.finish(result)
+    ranks = find(group)
+    progress = ranks.progress
+    before = progress.launched + progress.skipped
+    try:
+        try:
+            key = (op.name, layouts(x, weight, bias, *scales), options, state(x))
+            prepared = ranks.calls.get(key)
+        except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
+            lower(ranks.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales)
+            raise
+        if prepared is None:
+            prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, options, scales))
+        if scales:
+            _refuse_gradient(op, x, weight, bias, *scales)
+        return prepared(x, weight, bias, *scales)
+    except BaseException:
+        progress.raised(before)
+        raise
+
+
+def _refuse_gradient(op: Registered, *tensors: Any) -> None:
+    if needs_grad(*tensors):
+        raise TypeError(f"{op.name}: {NO_GRADIENT}")
+
+
+def _registered(op: Registered, scales: Scales) -> Registered:
+    return SCALED[op.name] if scales else op
+
+
+def _prepare(
+    op: Registered,
+    lower: Callable[..., Lowered],
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: Group,
+    options: CallOptions,
+    scales: Scales,
+) -> _Prepared | _Asking:
+    asked = ASKED.get(op.name)
+    extent = getattr(options, asked) if asked else ()
+    if extent is None and group.size > 1 and not is_capturing(x):
+        facts = lower(group.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales).facts
+        return _Asking(op, lower, group, options, facts)
+    lowered = lower(group.name, x, weight, bias, options, scales)
+    operands = (lowered.flatten(x), weight, bias, *(lowered.vectors(*scales) if scales else ()))
+    return _Prepared(_registered(op, scales).bound(operands, lowered.arguments), lowered)

@@ -1,0 +1,95 @@
+"""What tells one call of an op from another, and what is kept for calls that are alike.
+
+A call costs the host as little as its tensors allow: everything else is found out at the first call of its
+kind and kept with the group (`Group.calls`) until the group ends. The key holds whatever may change it:
+shapes, strides, dtypes and devices, the arguments, and the state of the process that a choice looks at.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from ..runtime import agree, executor
+from ..runtime.group import Group
+from ..tuning.settings import settings
+
+T = TypeVar("T")
+
+LIMIT = 8192
+"""Kinds of calls that a group keeps; a program that goes beyond begins anew."""
+
+
+def layouts(*given: Any) -> Hashable:
+    """All of tensors, of lists of tensors and of None, but where they lie and what they hold."""
+    found: list[Hashable] = []
+    for one in given:
+        if one is None:
+            found.append(None)
+        elif isinstance(one, Tensor):
+            found += (one.shape, one.stride(), one.dtype, one.device)
+        else:
+            found.append(layouts(*one))
+    return tuple(found)
+
+
+def state(x: Tensor) -> Hashable:
+    """What else a call depends on: `configured` fields, torch's switch, a capture, an open emulator."""
+    if x.is_cuda:
+        where: object = torch.cuda.is_current_stream_capturing()
+    else:
+        where = id(executor.emulation)
+    return settings(), torch._C._get_deterministic_algorithms(), where
+
+
+def keep(group: Group, key: Hashable, value: T) -> T:
+    """Keeps `value` for calls of this key; returns it."""
+    if not agree.checking():  # in debug mode every call is looked at
+        if len(group.calls) >= LIMIT:
+            group.calls.clear()
+        group.calls[key] = value
+    return value
+
+
+def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], *others: Tensor | Sequence[Tensor] | None) -> bool:
+    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
+
+    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, autocast, DTensors and other
+    subclasses do; so does the profiler, for the ops' names.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.autograd._profiler_enabled()
+        or type(x) not in _PLAIN
+        or (where := x.device.type) not in ("cpu", "cuda")
+        or torch.is_autocast_enabled(where)
+    ):
+        return False
+    for given in (weight, *others):
+        if given is not None and type(given) not in _PLAIN and not _all_plain(given):
+            return False
+    return True
+
+
+def needs_grad(*given: Any) -> bool:
+    """Whether autograd must know of a call with these tensors, lists of tensors and None."""
+    if torch.is_grad_enabled():
+        for one in given:
+            if one is not None and (
+                one.requires_grad if isinstance(one, Tensor) else any(part.requires_grad for part in one)
+            ):
+                return True
+    return False
+
+
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+def _all_plain(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and all(type(part) in _PLAIN for part in given)

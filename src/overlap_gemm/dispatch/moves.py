@@ -1,0 +1,199 @@
+"""Ops without a product: shards gathered, cut and summed over the ranks, as custom ops like those of `ops`.
+
+    all_gather_rows   <->  reduce_scatter_rows    what every rank does with the result is its own
+    join_shards       <->  keep_shard             every rank does the same with the result
+    sum_over_ranks    <->  for_each_rank          every rank does the same with a sum; its own with an addend
+
+A result that all ranks have is replicated: its gradient must be the same on every rank.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..backends.base import Problem
+from ..backends.collectives import all_gather_rows as _all_gather_rows
+from ..backends.collectives import collective
+from ..backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
+from ..backends.select import choose
+from ..backends.torch_backend import reduce_scatter_padded
+from ..runtime.group import resolve
+from ..spec import GEMM_REDUCE_SCATTER
+from ..spec.sharding import Shards
+from .registered import Registered, Run
+
+_ops = torch.ops.overlap_gemm
+
+
+def own_rows(chunk: int, rows: int, group: str) -> int:
+    """Rows of this rank, of `rows` in shards of `chunk`."""
+    ranks = resolve(group)
+    return Shards(rows, ranks.size, chunk).size(ranks.rank)
+
+
+def new(like: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, which a custom op may return only if it is not one of its inputs."""
+    return tensor.clone() if tensor is like else tensor
+
+
+# --- all_gather_rows: x [m_r, K] -> [rows, K]; shards of `chunk` rows ---
+
+
+def _bind_all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Run:
+    ranks = resolve(group)
+    shards = Shards(rows, ranks.size, chunk)
+    return lambda x: new(x, _all_gather_rows(x.contiguous(), shards, ranks))
+
+
+def _save_all_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.chunk, ctx.group = inputs
+
+
+all_gather_rows = Registered(
+    "all_gather_rows(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
+    bind=_bind_all_gather_rows,
+    fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
+    save=_save_all_gather_rows,
+    backward=lambda ctx, needs, grad: (_ops.reduce_scatter_rows(grad, ctx.chunk, ctx.group, "auto", None),),
+)
+
+
+# --- reduce_scatter_rows: x [M, N], one addend per rank -> this rank's rows of the sum; shards of `chunk` ---
+# Summed as the backend sums that would carry out a gemm_reduce_scatter of that size.
+
+
+def _bind_reduce_scatter_rows(
+    x: Tensor, chunk: int, group: str, backend: str, deterministic: bool | None
+) -> Run:
+    ranks = resolve(group)
+    rows, columns = x.shape
+    problem = Problem.of(GEMM_REDUCE_SCATTER.name, rows, columns, None, x, ranks, deterministic, backend)
+    shards = Shards(x.shape[0], ranks.size, chunk)
+    if choose(problem, backend).backend.deterministic or ranks.size == 1:
+        return lambda x: new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))
+
+    def run(x: Tensor) -> Tensor:
+        padded = x.new_empty(ranks.size * chunk, x.shape[1])
+        padded[: shards.total] = x
+        return reduce_scatter_padded(padded, None, shards, ranks)
+
+    return run
+
+
+def _save_reduce_scatter_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.chunk, ctx.group, *_ = inputs
+    ctx.rows = x.shape[0]
+
+
+reduce_scatter_rows = Registered(
+    "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
+    bind=_bind_reduce_scatter_rows,
+    fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
+    save=_save_reduce_scatter_rows,
+    backward=lambda ctx, needs, grad: (_ops.all_gather_rows(grad, ctx.rows, ctx.chunk, ctx.group),),
+)
+
+
+# --- keep_shard: x, the same on every rank -> its shard along `dim`, as torch.chunk cuts ---
+# --- join_shards: a shard along `dim`, `total` long over all ranks -> the whole, the same on every rank ---
+
+
+def _bind_keep_shard(x: Tensor, dim: int, group: str) -> Run:
+    ranks = resolve(group)
+    start, stop = Shards.even(x.shape[dim], ranks.size).range(ranks.rank)
+    return lambda x: x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def _bind_join_shards(x: Tensor, dim: int, total: int, group: str) -> Run:
+    ranks = resolve(group)
+    shards = Shards.even(total, ranks.size)
+    rest = [size for axis, size in enumerate(x.shape) if axis != dim]
+
+    def run(x: Tensor) -> Tensor:
+        if ranks.size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        rows = x.movedim(dim, 0).reshape(x.shape[dim], math.prod(rest)).contiguous()
+        return _all_gather_rows(rows, shards, ranks).view(total, *rest).movedim(0, dim).contiguous()
+
+    return run
+
+
+def _save_keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.group = inputs
+    ctx.total = x.shape[ctx.dim]
+
+
+def _save_join_shards(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, _, ctx.group = inputs
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty([size if axis == dim else given for axis, given in enumerate(x.shape)])
+
+
+keep_shard = Registered(
+    "keep_shard(Tensor x, int dim, str group) -> Tensor",
+    bind=_bind_keep_shard,
+    fake=lambda x, dim, group: _resized(
+        x, dim, Shards.even(x.shape[dim], resolve(group).size).size(resolve(group).rank)
+    ),
+    save=_save_keep_shard,
+    backward=lambda ctx, needs, grad: (_ops.join_shards(grad, ctx.dim, ctx.total, ctx.group),),
+)
+
+join_shards = Registered(
+    "join_shards(Tensor x, int dim, SymInt total, str group) -> Tensor",
+    bind=_bind_join_shards,
+    fake=lambda x, dim, total, group: _resized(x, dim, total),
+    save=_save_join_shards,
+    backward=lambda ctx, needs, grad: (_ops.keep_shard(grad, ctx.dim, ctx.group),),
+)
+
+
+# --- sum_over_ranks: one addend per rank -> the sum, as torch.distributed's all-reduce rounds it ---
+
+
+def _bind_sum_over_ranks(x: Tensor, group: str) -> Run:
+    ranks = resolve(group)
+
+    def run(x: Tensor) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        if ranks.size > 1 and out.numel():
+            with collective("all-reduce", ranks):
+                dist.all_reduce(out, group=ranks.process_group)
+        return out
+
+    return run
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
+sum_over_ranks = Registered(
+    "sum_over_ranks(Tensor x, str group) -> Tensor",
+    bind=_bind_sum_over_ranks,
+    fake=lambda x, group: x.new_empty(x.shape),
+    save=_save_group,
+    backward=lambda ctx, needs, grad: (each(grad, ctx.group),),
+)
+
+
+# --- for_each_rank: x, the same on every rank -> x, with which every rank does something of its own ---
+
+
+def each(x: Tensor, group: str) -> Tensor:
+    """`for_each_rank` in a backward pass: x itself, unless somebody asks for a second derivative."""
+    return _ops.for_each_rank(x, group) if torch.is_grad_enabled() else x
+
+
+for_each_rank = Registered(
+    "for_each_rank(Tensor x, str group) -> Tensor",
+    bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
+    fake=lambda x, group: x.new_empty(x.shape),
+    save=_save_group,
+    backward=lambda ctx, needs, grad: (_ops.sum_over_ranks(grad, ctx.group),),
+)

@@ -1,0 +1,442 @@
+"""The ops as torch.library custom ops: schema, implementation, fake (meta) kernel and autograd of each.
+
+Everything here is 2-D and validated; `functional` is the door for users. Groups travel by name, so that the
+ops are plain graph nodes to torch.compile. Gradients follow the duality of the ops:
+
+    all_gather_gemm     <->  gemm_reduce_scatter
+    gemm_all_reduce     <->  local_gemm
+    gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
+
+(`local_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce.) A replicated
+output's gradient must be the same on every rank, as it is when every rank computes the same loss; a
+replicated input gets its whole gradient on every rank. So it is with gradients of gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Problem
+from ..backends.by_shards import pays_beside
+from ..backends.by_shards import plan_for as copies_for
+from ..backends.collectives import all_gather_rows as gather_rows
+from ..backends.collectives import gemm
+from ..backends.scaling import Scaled, dequantised, why_no_product, with_scales
+from ..backends.select import announce, choose
+from ..runtime import agree
+from ..runtime.group import resolve
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OpSpec
+from ..spec.sharding import Shards
+from ..tuning.settings import configured, settings
+from .moves import each, new, own_rows
+from .options import SCHEMA, Passed
+from .registered import Registered, Run
+
+_ops = torch.ops.overlap_gemm
+
+
+class Chosen(NamedTuple):
+    """Who carries a call out.
+
+    Attributes:
+        backend: its name.
+        run: what it does.
+    """
+
+    backend: str
+    run: Run
+
+
+def _choose(
+    op: OpSpec,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    rows: int,
+    features: int,
+    across: int | None,
+    shards: Callable[[int], Shards],
+    options: Passed,
+    keep: bool = False,
+    out_dtype: torch.dtype | None = None,
+    blocks: bool = False,
+) -> Chosen:
+    """Chooses the backend, in debug mode after all ranks have compared notes.
+
+    Args:
+        op: Of the backend.
+        x: As for the backend, contiguous or not.
+        weight: As for the backend.
+        bias: As for the backend.
+        rows: As for `Problem`.
+        features: As for `Problem`.
+        across: As for `Problem`.
+        shards: P -> the division that the backend wants.
+        options: As the ops take them.
+        keep: As for `Problem`.
+        out_dtype: As for `Problem`; what runs takes scales then.
+        blocks: As for `Problem`.
+    """
+    backend, reserve_sms = options.backend, options.reserve_sms
+    ranks = resolve(options.group)
+    several = isinstance(bias, (list, tuple))
+    weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
+    scaled = (weight_dtype, out_dtype, blocks)
+    problem = Problem.of(
+        op.name, rows, features, across, x, ranks, options.deterministic, backend, keep, scaled
+    )
+    facts = (
+        *vars(problem).items(),
+        ("chunk", shards(ranks.size).chunk),
+        ("weights", len(weight) if several else 1),
+        ("bias", len(bias) > 0 if several else bias is not None),
+        *options.agreed(),
+        *settings().agreed(op),
+    )
+    try:
+        choice = announce(choose(problem, backend))
+    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
+        agree.same(ranks, x.device, (*facts, agree.failure(error)))
+        raise
+    agree.same(ranks, x.device, facts)
+    with configured(reserve_sms=reserve_sms):
+        run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+    if reserve_sms is not None:
+        run = configured(reserve_sms=reserve_sms)(run)
+    extents = f"M={rows} width={features} {problem.types} P={ranks.size}"
+    name = choice.backend.name
+    greet = agree.greeting(ranks, x.device, facts) if choice.backend.announces else None
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, greet))
+
+
+def _ranged(name: str, run: Run, greet: Callable[[], None] | None) -> Run:
+    """`run`, after `greet`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
+
+    def ranged(*operands: Any) -> Any:
+        if greet is not None:
+            greet()
+        if not torch.autograd._profiler_enabled():
+            return run(*operands)
+        with torch.autograd.profiler.record_function(name):
+            return run(*operands)
+
+    return ranged
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+# --- all_gather_gemm: x [m_r, K], weights [N_i, K] -> gathered x [rows, K] (empty unless kept), products ---
+# `across` is N of all weights over all ranks, if it is known.
+
+
+def _bind_all_gather_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    rows: int,
+    chunk: int,
+    keep_gathered: bool,
+    across: int | None,
+    *passed: Any,
+    **scaled: Any,
+) -> Run:
+    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
+    options = Passed(*passed)
+    carry_out = _choose(
+        ALL_GATHER_GEMM,
+        x,
+        weights,
+        biases,
+        rows,
+        x.shape[1],
+        across,
+        shards,
+        options,
+        keep_gathered,
+        **scaled,
+    ).run
+
+    def run(x: Tensor, *others: Any) -> list[Tensor]:
+        gathered, outs = carry_out(x, *others)
+        return [new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
+
+    return run
+
+
+def _fake_all_gather_gemm(
+    x: Tensor, weights: Sequence[Tensor], _: Any, rows: int, chunk: int, keep_gathered: bool, *__: Any
+) -> list[Tensor]:
+    gathered = x.new_empty(rows if keep_gathered else 0, x.shape[1])
+    return [gathered, *(x.new_empty(rows, weight.shape[0]) for weight in weights)]
+
+
+def _save_all_gather_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.across, *ctx.passed = inputs
+    ctx.save_for_backward(output[0] if ctx.kept else x, *weights)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    needs_x, needs_weights, needs_biases = needs
+    grad_gathered = grads[0] if ctx.kept else None
+    grad_outs = [
+        x.new_zeros(ctx.rows, weight.shape[0]) if grad is None else grad
+        for grad, weight in zip(grads[1:], weights, strict=True)
+    ]
+    grad_x = None
+    grad_weights: list[Tensor | None] = [None] * len(weights)
+    grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
+    if needs_x and all(needs_weights) and not ctx.kept and not torch.is_grad_enabled():
+        how = (ctx.rows, ctx.chunk, ctx.across, *Passed(*ctx.passed).backward())
+        grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *how)
+        return grad_x, found, grad_biases
+    if needs_x:
+        stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
+        passed = Passed(*ctx.passed).backward()
+        if grad_gathered is None:
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *passed)
+        else:
+            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *passed[:3])
+    if any(needs_weights):
+        gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.passed[0])
+        grad_weights = [
+            grad.t() @ gathered if needed else None
+            for grad, needed in zip(grad_outs, needs_weights, strict=True)
+        ]
+    return grad_x, grad_weights, grad_biases
+
+
+all_gather_gemm = Registered(
+    "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
+    f"bool keep_gathered, SymInt? across, {SCHEMA}) -> Tensor[]",
+    bind=_bind_all_gather_gemm,
+    fake=_fake_all_gather_gemm,
+    save=_save_all_gather_gemm,
+    backward=_backward_all_gather_gemm,
+)
+
+
+# --- all_gather_gemm_gradients: of x and of every weight, where all are wanted and no gathered x was kept ---
+# The gather of x, which the weights' gradients wait for, goes by copy engines alongside the fused kernel that
+# makes x's gradient, where there is one and the shards are not small. Its memory is the gather buffer of
+# `all_gather_gemm` itself.
+
+
+def _bind_all_gather_gemm_gradients(
+    x: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rows: int,
+    chunk: int,
+    across: int | None,
+    *passed: Any,
+) -> Run:
+    options = Passed(*passed)
+    ranks, depth = resolve(options.group), x.shape[1]
+    shards = Shards(rows, ranks.size, chunk)
+    stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
+    name, scatter = _choose(
+        GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, across, lambda _: shards, options
+    )
+    beside = False
+    if name == "fused":
+        deterministic = options.deterministic
+        problem = Problem.of(ALL_GATHER_GEMM.name, rows, depth, across, x, ranks, deterministic, "decomposed")
+        beside = pays_beside(problem, shards)
+
+    def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        own = x.contiguous()
+
+        def scattered() -> Tensor:
+            result: Tensor = scatter(_joined(grads, 1), _joined(weights, 0).t(), None)
+            return result
+
+        if not beside:
+            grad_x = scattered()
+            gathered = gather_rows(own, shards, ranks)
+            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+        with copies_for(ranks, own, shards).beside(own, scattered, *grads) as (grad_x, gathered):
+            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+
+    return run
+
+
+def _no_second_gradient(*_: Any) -> Any:
+    raise RuntimeError("all_gather_gemm_gradients is for a backward pass that has none of its own")
+
+
+all_gather_gemm_gradients = Registered(
+    "all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, SymInt rows, SymInt chunk, "
+    f"SymInt? across, {SCHEMA}) -> Tensor[]",
+    bind=_bind_all_gather_gemm_gradients,
+    fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
+    save=lambda ctx, inputs, output: None,
+    backward=_no_second_gradient,
+)
+
+
+# --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> own rows [m_r, N]; shards of `chunk` ---
+# `across` is K over all ranks, if it is known.
+
+
+def _bind_gemm_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk: int,
+    across: int | None,
+    *passed: Any,
+    **scaled: Any,
+) -> Run:
+    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
+    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
+    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, across, shards, options, **scaled).run
+
+
+def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.chunk, ctx.across, *ctx.passed = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs
+    rows, chunk, group = x.shape[0], ctx.chunk, ctx.passed[0]
+    whole = needs_weight or needs_bias
+    grad_x = gathered = None
+    if needs_x:
+        how = (ctx.across, *Passed(*ctx.passed).backward())
+        gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
+    elif whole:
+        gathered = _ops.all_gather_rows(grad, rows, chunk, group)
+    grad_bias = None
+    if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
+        grad_bias = _ops.sum_over_ranks(grad.sum(0), group)
+    elif needs_bias and gathered is not None:
+        grad_bias = gathered.sum(0)
+    return grad_x, gathered.t() @ x if needs_weight and gathered is not None else None, grad_bias
+
+
+gemm_reduce_scatter = Registered(
+    f"gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, {SCHEMA}) "
+    "-> Tensor",
+    bind=_bind_gemm_reduce_scatter,
+    fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
+        own_rows(chunk, x.shape[0], group), weight.shape[0]
+    ),
+    save=_save_gemm_reduce_scatter,
+    backward=_backward_gemm_reduce_scatter,
+)
+
+
+# --- products whose rows every rank has: gemm_all_reduce, local_gemm, gemm_all_gather ---
+# gemm_all_reduce: x [M, K_local], weight [N, K_local] -> [M, N], the same on every rank; `across` as above.
+# local_gemm: x [M, K], the same on every rank, weight [N_local, K] -> [M, N_local]. Silent in forward.
+# gemm_all_gather: x [M, K], weight [n_r, K], bias [n_r] -> [M, columns], the same on every rank.
+
+
+def _bind_gemm_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *passed: Any, **scaled: Any
+) -> Run:
+    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
+    shards = lambda p: Shards.even(rows, p)  # noqa: E731
+    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, across, shards, options, **scaled).run
+
+
+def _bind_gemm_all_gather(
+    x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *passed: Any, **scaled: Any
+) -> Run:
+    (rows, depth), options = x.shape, Passed(*passed)
+    shards = lambda p: Shards.even(columns, p)  # noqa: E731
+    return _choose(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, options, **scaled).run
+
+
+def _bind_local_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *passed: Any,
+    out_dtype: torch.dtype | None = None,
+    blocks: bool = False,
+) -> Run:
+    if out_dtype is None:
+        return gemm
+    why = why_no_product(x.device.type, x.dtype, weight.dtype, out_dtype)
+    return with_scales(gemm, out_dtype, Scaled if why is None and not blocks else dequantised)
+
+
+def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, _, *ctx.passed = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _save_local_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, *ctx.passed = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _save_gemm_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, ctx.columns, *ctx.passed = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward_gemm_all_reduce(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs
+    return (
+        _ops.local_gemm(grad, weight.t(), None, *Passed(*ctx.passed).backward()) if needs_x else None,
+        each(grad, ctx.passed[0]).t() @ x if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
+
+
+def _backward_local_gemm(
+    ctx: Any, needs: Any, grad: Tensor, columns: int | None = None
+) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs
+    how = (columns, *Passed(*ctx.passed).backward())
+    return (
+        _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
+        grad.t() @ each(x, ctx.passed[0]) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
+
+
+def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    ranks = resolve(ctx.passed[0])
+    if torch.is_grad_enabled():
+        own = _ops.keep_shard(grad, 1, ctx.passed[0])
+    else:  # the same without a copy
+        own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
+    return _backward_local_gemm(ctx, needs, own, ctx.columns)
+
+
+gemm_all_reduce = Registered(
+    f"gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, {SCHEMA}) -> Tensor",
+    bind=_bind_gemm_all_reduce,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    save=_save_gemm_all_reduce,
+    backward=_backward_gemm_all_reduce,
+)
+
+local_gemm = Registered(
+    f"local_gemm(Tensor x, Tensor weight, Tensor? bias, {SCHEMA}) -> Tensor",
+    bind=_bind_local_gemm,
+    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
+    save=_save_local_gemm,
+    backward=_backward_local_gemm,
+)
+
+gemm_all_gather = Registered(
+    f"gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, {SCHEMA}) -> Tensor",
+    bind=_bind_gemm_all_gather,
+    fake=lambda x, weight, bias, columns, *_: x.new_empty(x.shape[0], columns),
+    save=_save_gemm_all_gather,
+    backward=_backward_gemm_all_gather,
+)

@@ -1,0 +1,107 @@
+"""What a call may be told in addition to its tensors: one list for users, schema, cache and peers."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..backends.base import BackendName
+from ..backends.select import preferring
+from ..runtime.group import GroupLike
+
+Length: TypeAlias = int | Literal["equal"] | None
+"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
+
+
+class Passed(NamedTuple):
+    """What of it every op of ``torch.ops.overlap_gemm`` takes, after its tensors and lengths.
+
+    Attributes:
+        group: Name of the process group.
+        backend: "auto", a backend's name, or that with `select.OR_AUTO`.
+        deterministic: Whether sums must come out bitwise the same; None asks torch's switch.
+        reserve_sms: SMs to leave to others on this rank.
+        dim: The dimension of the caller's x along which rows are sharded, for comparison alone.
+    """
+
+    group: str
+    backend: str
+    deterministic: bool | None
+    reserve_sms: int | None
+    dim: int
+
+    def backward(self) -> "Passed":
+        """The same for the gradient's ops."""
+        return self._replace(backend=preferring(self.backend))
+
+    def agreed(self) -> tuple[tuple[str, Any], ...]:
+        """What must be the same on all ranks, as far as `backends.base.Problem` does not hold it."""
+        return ("backend", self.backend), ("dim", self.dim)
+
+
+KINDS: dict[Any, str] = {str: "str", int: "int", bool | None: "bool?", int | None: "int?"}
+
+SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Passed).items())
+"""`Passed` as torch's schemas write it."""
+
+
+class CallOptions(NamedTuple):
+    """The options of all ops; each uses those that it has. With the tensors' layouts, the cache's key.
+
+    A `NamedTuple`, since one is made in every call: a frozen dataclass takes the host 3 us more.
+
+    Attributes:
+        backend: See `Passed`.
+        deterministic: See `Passed`.
+        reserve_sms: See `Passed`.
+        dim: The dimension of x along which rows are sharded.
+        rows: M over all ranks.
+        columns: N over all ranks.
+        k: K over all ranks.
+        return_gathered: Return the gathered operand as well.
+        keep: Keep it, for the caller or for backward.
+        single: Whether there is one weight, not a list.
+        out_dtype: Of the result, where operands have scales; else None.
+    """
+
+    backend: str = "auto"
+    deterministic: bool | None = None
+    reserve_sms: int | None = None
+    dim: int = 0
+    rows: Length = None
+    columns: Length = None
+    k: Length = None
+    return_gathered: bool = False
+    keep: bool = False
+    single: bool = True
+    out_dtype: torch.dtype | None = None
+
+    def passed(self, group: str) -> tuple[Any, ...]:
+        """What an op takes of it: `Passed`, and where operands have scales what `scaled` adds."""
+        passed = Passed(group, self.backend, self.deterministic, self.reserve_sms, self.dim)
+        return passed if self.out_dtype is None else (*passed, self.out_dtype)
+
+    def told(self, argument: str, length: Length) -> "CallOptions":
+        """The same with an extent over all ranks."""
+        return self._replace(**{argument: length})  # type: ignore[arg-type]
+
+    def equal(self, argument: str | None) -> "CallOptions":
+        """Those of a call that asks nobody for this extent."""
+        return self.told(argument, "equal") if argument else self
+
+
+class GatherOptions(TypedDict, total=False):
+    """The keywords of `functional.all_gather_gemm` that its overloads share."""
+
+    group: GroupLike
+    backend: BackendName
+    rows: Length
+    dim: int
+    save_gathered: bool
+    columns: Length
+    deterministic: bool | None
+    reserve_sms: int | None
+    scale_x: Tensor | None
+    scale_w: Tensor | Sequence[Tensor] | None
+    out_dtype: torch.dtype | None

@@ -1,0 +1,166 @@
+"""What it takes to be an op of ``torch.ops.overlap_gemm``, and to be called past torch's dispatcher.
+
+An op is its `bind`: what there is to do for tensors of one layout, given all arguments. torch's dispatcher
+binds and runs. A plain call, where nobody but autograd looks (`calls.is_plain`), binds once and runs often,
+through `Bound.with_gradient` where a gradient is wanted: `Registered.__call__`, and `functional`, which also
+keeps what it checked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.group import Group, resolve
+from .calls import is_plain, keep, layouts, needs_grad, state
+
+Run = Callable[..., Any]
+"""An op's tensors -> its result."""
+
+_library = torch.library.Library("overlap_gemm", "DEF")
+
+
+class Registered:
+    """An op of ``torch.ops.overlap_gemm``, whose first arguments are its tensors (or lists of some).
+
+    Not `torch.library.custom_op`, whose wrappers take a quarter of the host time of a call.
+
+    Args:
+        schema: As torch writes it.
+        bind: All arguments -> what computes the result from tensors of these layouts.
+        fake: What the op returns, in shape and dtype.
+        save: `(ctx, arguments, result)`, keeps what backward needs.
+        backward: `(ctx, needs, gradients)` -> the gradients of the tensors; `needs` says which are wanted.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        bind: Callable[..., Run],
+        fake: Callable[..., Any],
+        save: Callable[..., None],
+        backward: Callable[..., tuple[Any, ...]],
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.schema, self.fake = schema, fake
+        self.bind, self.save, self.backward = bind, save, backward
+        parameters = schema.partition(" ->")[0].split(",")
+        tensors, others = sum("Tensor" in p for p in parameters), sum("Tensor" not in p for p in parameters)
+        self.tensors = tensors
+
+        def run(*arguments: Any) -> Any:
+            operands, rest = arguments[:tensors], arguments[tensors:]
+            progress = ranks_of(rest).progress
+            before = progress.launched + progress.skipped
+            try:
+                return self.bound(operands, rest).run(*operands)
+            except BaseException:
+                progress.raised(before)
+                raise
+
+        def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
+
+        name = f"overlap_gemm::{self.name}"
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(self.name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fake, lib=_library)
+        torch.library.register_autograd(name, gradients, setup_context=save, lib=_library)
+
+    def __call__(self, *given: Any) -> Any:
+        """The op of these tensors and arguments; past torch's dispatcher where only autograd looks."""
+        tensors, arguments = given[: self.tensors], given[self.tensors :]
+        x, weight, bias = tensors if len(tensors) == 3 else (tensors[0], tensors[0], None)
+        if not is_plain(x, weight, bias):
+            return getattr(torch.ops.overlap_gemm, self.name)(*given)
+        progress = ranks_of(arguments).progress
+        before = progress.launched + progress.skipped
+        try:
+            bound = self.bound(tensors, arguments)
+            return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
+        except BaseException:
+            progress.raised(before)
+            raise
+
+    def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
+        """What `bind` made of arguments like these before, or makes of them now."""
+        ranks = ranks_of(arguments)
+        key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
+        if (bound := ranks.calls.get(key)) is None:
+            counts = tuple([len(given) if isinstance(given, (list, tuple)) else None for given in tensors])
+            lists = any(count is not None for count in counts)
+            bound = keep(ranks, key, Bound(self, self.bind(*tensors, *arguments), arguments, lists, counts))
+        return bound
+
+
+def ranks_of(arguments: Sequence[Any]) -> Group:
+    """The group that an op's arguments name: the first of them that is a string."""
+    return resolve(next(name for name in arguments if isinstance(name, str)))
+
+
+class Bound(NamedTuple):
+    """An op, bound to all that calls of one kind share.
+
+    Attributes:
+        op: It.
+        bare: What `Registered.bind` made.
+        arguments: Those after the tensors.
+        lists: Whether tensors come, and go, in lists.
+        counts: For each tensor argument how many tensors it lists, None where it is one.
+    """
+
+    op: Registered
+    bare: Run
+    arguments: tuple[Any, ...]
+    lists: bool
+    counts: tuple[int | None, ...]
+
+    def run(self, *tensors: Any) -> Any:
+        """The result, a tensor or a list of some, none of which is a view for autograd.
+
+        Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
+        Autograd would refuse to let it be written to in place, and so on that rank alone.
+        """
+        result = self.bare(*tensors)
+        if not isinstance(result, list):
+            return result.data if result._is_view() else result
+        for i, part in enumerate(result):
+            if part._is_view():
+                result[i] = part.data
+        return result
+
+    def with_gradient(self, *tensors: Any) -> Any:
+        """`run(*tensors)` as a node of autograd's graph, at a third of torch.library's host time."""
+        if not self.lists:
+            return _Eager.apply(self, *tensors)
+        flat: list[Any] = []
+        for given in tensors:
+            flat += given if isinstance(given, list) else [given]
+        return list(_Eager.apply(self, *flat))
+
+    def grouped(self, flat: Sequence[Any]) -> Sequence[Any]:
+        """One value per tensor argument, a list of them for a list of tensors."""
+        if not self.lists:
+            return flat
+        left = iter(flat)
+        return [next(left) if n is None else [next(left) for _ in range(n)] for n in self.counts]
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
+        tensors = bound.grouped(flat)
+        result = bound.run(*tensors)
+        bound.op.save(ctx, (*tensors, *bound.arguments), result)
+        ctx.bound = bound
+        return tuple(result) if bound.lists else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        bound: Bound = ctx.bound
+        needs = bound.grouped(ctx.needs_input_grad[1:])
+        found = bound.op.backward(ctx, needs, *([list(grads)] if bound.lists else grads))
+        flat: list[Any] = [None]
+        for grad in found:
+            flat += grad if isinstance(grad, list) else [grad]
+        return tuple(flat)

@@ -1,0 +1,384 @@
+"""What each module of a decoder is to tensor parallelism, and the refusal of whatever has no rule here.
+
+A model that is almost understood is trained wrongly without a word: a norm between sharded heads whose
+gradient nobody sums, a tied weight cut in two. So every module that holds parameters needs a role, every
+role checks that its module is what it takes it for, and one that is not is refused by name.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, TypeAlias
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..api.float8 import Float8
+from ..spec.sharding import Shards
+from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora, why_not_peft
+
+Role: TypeAlias = Literal[
+    "decoder", "embedding", "layer", "attention", "mlp", "norm", "head norm", "final norm", "column",
+    "packed", "row", "head", "shared head", "spread norm", "mixture", "router", "experts", "shared expert",
+    "shared column", "shared row",
+]  # fmt: skip
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral",
+    "qwen3_moe", "llama4_text",
+)  # fmt: skip
+"""The `config.model_type` of what is tested, in tests/multi/test_parallelize.py."""
+
+ROLES: dict[str, Role] = {
+    "embed_tokens": "embedding",
+    "layers.*": "layer",
+    "layers.*.input_layernorm": "norm",
+    "layers.*.post_attention_layernorm": "norm",
+    "layers.*.pre_feedforward_layernorm": "norm",
+    "layers.*.post_feedforward_layernorm": "norm",
+    "layers.*.self_attn": "attention",
+    "layers.*.self_attn.q_proj": "column",
+    "layers.*.self_attn.k_proj": "column",
+    "layers.*.self_attn.v_proj": "column",
+    "layers.*.self_attn.qkv_proj": "packed",
+    "layers.*.self_attn.q_norm": "head norm",
+    "layers.*.self_attn.k_norm": "head norm",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp": "mlp",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.gate_up_proj": "packed",
+    "layers.*.mlp.down_proj": "row",
+    "layers.*.mlp.gate": "router",
+    "layers.*.mlp.experts": "experts",
+    "layers.*.mlp.shared_expert": "shared expert",
+    "layers.*.mlp.shared_expert.gate_proj": "shared column",
+    "layers.*.mlp.shared_expert.up_proj": "shared column",
+    "layers.*.mlp.shared_expert.down_proj": "shared row",
+    "norm": "final norm",
+}
+"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies alongside the decoder.
+
+Of a shared expert, through which all tokens go, the linears see all tokens, whatever lies between the layers.
+"""
+
+ALIASES = {".feed_forward": ".mlp", ".mlp.router": ".mlp.gate"}
+"""Llama 4's names for the same."""
+
+PAIRED = "gate_up_proj"
+"""The parameter that holds gates and ups."""
+
+GROUPED_BYTES = 16
+"""Rows of torch's grouped products are multiples of it."""
+
+PROJECTIONS: dict[Role, tuple[tuple[str, ...], ...]] = {
+    "attention": (("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")),
+    "mlp": (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
+    "mixture": (("gate", "experts"), ("router", "experts", "shared_expert")),
+}
+"""The linears that a module of a role must have: one of these sets."""
+
+
+class UnknownModuleError(ValueError):
+    """A module that `parallelize` has no rule for; the message names it."""
+
+
+def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
+    """The role of each module of `model` that has one. Changes nothing.
+
+    Args:
+        model: A causal language model of Hugging Face's transformers, or its decoder.
+        ranks: P.
+
+    Returns:
+        Roles by the modules' names, in the model's order.
+
+    Raises:
+        UnknownModuleError: No rule for a module, or for the model.
+    """
+    inner = model.model if isinstance(getattr(model, "model", None), nn.Module) else model
+    prefix = "" if inner is model else "model."
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            _refuse(name, model, "it is a DTensor: this model has been parallelized already")
+    roles: dict[str, Role] = {}
+    within = None
+    for name, module in model.named_modules():
+        if within is not None and name.startswith(within):  # of an adapter
+            continue
+        role: Role | None = "decoder" if module is inner else "head" if name == "lm_head" else None
+        if name.startswith(prefix):
+            role = role or ROLES.get(_path(name.removeprefix(prefix)))
+        role = _told_by_module(role, name, module, model.config, ranks)
+        if role is not None:
+            if is_adapter(module):
+                _check_adapter(name, module, role)
+                within = f"{name}."
+            elif type(module).__module__.startswith("peft."):
+                _refuse(name, module, why_not_peft(module, role) or "")
+            for base in bases(module):
+                _CHECKS[role](name, base, model.config, ranks)
+                if "forward" in vars(base):
+                    _refuse(name, base, "its forward has been replaced already")
+            roles[name] = role
+        elif list(module.parameters(recurse=False)):
+            _refuse(name, module, "it holds parameters and has no known place in a decoder")
+        elif isinstance(module, nn.Dropout) and module.p:
+            _refuse(name, module, f"dropout p={module.p} would need its own random numbers on each rank")
+    _check_ties(model, prefix)
+    family = getattr(model.config, "model_type", None)
+    if family not in FAMILIES:
+        _refuse("", model, f"model_type {family!r} is not among the families tested: {', '.join(FAMILIES)}")
+    for needed in ("embedding", "layer", "final norm"):
+        if needed not in roles.values():
+            _refuse("", model, f"it has no {needed}")
+    return roles
+
+
+def check_float8(model: nn.Module, roles: dict[str, Role], ranks: int, float8: Float8) -> None:
+    """Raises for a projection that a rank could not multiply in 8 bits.
+
+    Args:
+        model: The model.
+        roles: What `plan` said of it.
+        ranks: P.
+        float8: How.
+
+    Raises:
+        UnknownModuleError: It names the module.
+    """
+    for name, role in roles.items():
+        if role not in ADAPTED or role == "head":
+            continue
+        linear: Any = bases(model.get_submodule(name))[0]
+        columns, depths = [linear.out_features], [linear.in_features]
+        if role in ("row", "shared row"):
+            depths = Shards.even(linear.in_features, ranks).sizes
+        elif role == "shared head":
+            columns = [head_dim(model.config)]
+        elif role == "packed":
+            parts = _parts(name, linear.out_features, model.config)
+            columns = [size for part in parts for size in Shards.even(part, ranks).sizes]
+        else:
+            columns = Shards.even(linear.out_features, ranks).sizes
+        try:
+            float8.check_shards(type(linear).__name__, columns, depths)
+        except ValueError as error:
+            _refuse(name, linear, str(error))
+
+
+def _parts(name: str, rows: int, config: Any) -> list[int]:
+    """Rows of the parts of a packed projection."""
+    if name.endswith("gate_up_proj"):
+        return [rows // 2, rows // 2]
+    keys = kv_heads(config) * head_dim(config)
+    return [rows - 2 * keys, keys, keys]
+
+
+def _path(name: str) -> str:
+    path = re.sub(r"\blayers\.\d+", "layers.*", name)
+    for theirs, ours in ALIASES.items():
+        path = path.replace(theirs, ours)
+    return path
+
+
+def _told_by_module(role: Role | None, name: str, module: Any, config: Any, ranks: int) -> Role | None:
+    """The role, where its path alone does not tell it."""
+    if role == "mlp" and hasattr(module, "experts"):
+        return "mixture"
+    if role == "head norm" and getattr(module, "weight", None) is not None:
+        return role if module.weight.numel() == head_dim(config) else "spread norm"
+    if role == "column" and name.endswith((".k_proj", ".v_proj")) and kv_heads(config) < ranks:
+        return "shared head"
+    return role
+
+
+def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
+    what = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+    raise UnknownModuleError(f"parallelize has no rule for {what}: {why}")
+
+
+def _check_ties(model: nn.Module, prefix: str) -> None:
+    """Of weights that are one, only embedding and head stay one: both are sharded by vocabulary."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
+    for names in owners.values():
+        if len(names) > 1 and set(names) != {f"{prefix}embed_tokens.weight", "lm_head.weight"}:
+            _refuse(names[1], model, f"it is tied to {names[0]!r}, and only embedding and lm_head stay tied")
+
+
+def _check_adapter(name: str, module: Any, role: Role) -> None:
+    if role not in (ADAPTED if is_lora(module) else COPIED):
+        _refuse(name, module, f"no adapter of its kind is carried for a module that is {role!r}")
+    if is_lora(module):
+        from .lora import why_not
+
+        why = why_not(module)
+        if why is not None:
+            _refuse(name, module, why)
+
+
+def _check_linear(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    if type(module) is not nn.Linear:
+        _refuse(name, module, "a projection must be a plain nn.Linear")
+
+
+def _check_packed(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_linear(name, module, config, ranks)
+    if module.bias is not None:
+        _refuse(name, module, "a packed projection with a bias is in none of the families tested")
+
+
+def _check_embedding(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    scaled = type(module).__name__.endswith("TextScaledWordEmbedding") and hasattr(module, "embed_scale")
+    if type(module) is not nn.Embedding and not (isinstance(module, nn.Embedding) and scaled):
+        _refuse(name, module, "an embedding must be an nn.Embedding, or Gemma's scaled one")
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        _refuse(name, module, "max_norm, sparse and scale_grad_by_freq need all its rows at once")
+    rows = module.num_embeddings
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        _refuse(name, module, f"{rows} rows over P={ranks} ranks leave the last rank none")
+
+
+def _check_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_norm_of(name, module, config.hidden_size, "hidden_size")
+
+
+def _check_head_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_norm_of(name, module, head_dim(config), "head_dim")
+
+
+def _check_spread_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    heads = config.num_attention_heads if name.endswith("q_norm") else kv_heads(config)
+    _check_norm_of(name, module, heads * head_dim(config), "head_dim, or that of all heads")
+    if heads % ranks:
+        _refuse(
+            name, module, f"a norm over all heads needs P={ranks} to divide them, of which there are {heads}"
+        )
+    if not hasattr(module, "variance_epsilon"):
+        _refuse(name, module, "a norm over all heads must be an RMSNorm with variance_epsilon, as OLMo2's")
+
+
+def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    if not type(module).__name__.endswith("RMSNorm") or parameters != {"weight": [width]}:
+        _refuse(name, module, f"it must be an RMSNorm with a weight [{width}] ({what}), got {parameters}")
+
+
+def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "attention")
+    if config.num_attention_heads % ranks:
+        _refuse(
+            name, module, f"num_attention_heads={config.num_attention_heads} is not divisible by P={ranks}"
+        )
+    heads = kv_heads(config)
+    if heads % ranks and (ranks % heads or hasattr(module, "qkv_proj")):
+        _refuse(name, module, f"num_key_value_heads={heads} is not divisible by P={ranks}, nor divides it")
+    if dropout := getattr(module, "attention_dropout", 0):
+        _refuse(name, module, f"attention_dropout={dropout} would need its own random numbers on each rank")
+
+
+def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mlp")
+
+
+def _check_shared_expert(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mlp")
+    if hasattr(module, "gate_up_proj"):
+        _refuse(name, module, "a shared expert with a packed projection is in none of the families tested")
+
+
+def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
+    _check_projections(name, module, "mixture")
+    if noise := getattr(module, "jitter_noise", 0):
+        _refuse(name, module, f"jitter_noise={noise} would need the same random numbers on each rank")
+
+
+def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    if parameters != {"weight": [module.num_experts, config.hidden_size]}:
+        _refuse(name, module, f"a router must have a weight [experts, hidden_size], got {parameters}")
+
+
+def _check_experts(name: str, module: Any, config: Any, ranks: int) -> None:
+    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
+    wanted = expert_shapes(module)
+    if parameters != wanted:
+        _refuse(name, module, f"experts must have {wanted}, got {parameters}")
+    dim = features_dim(module)
+    inner = parameters[PAIRED][dim] // 2
+    own, rest = divmod(inner, ranks)
+    if rest:
+        _refuse(name, module, f"the {inner} features of an expert are not divisible by P={ranks}")
+    size = own * module.down_proj.element_size()
+    is_grouped = dim == 1 and getattr(config, "_experts_implementation", None) == "grouped_mm"
+    if size % GROUPED_BYTES and is_grouped:
+        why = f"a rank's {own} features of an expert are {size} bytes, no multiple of {GROUPED_BYTES}, "
+        _refuse(
+            name, module, why + "as torch's grouped product wants: experts_implementation='eager' does not"
+        )
+
+
+def _check_projections(name: str, module: nn.Module, role: Role) -> None:
+    if own := [key for key, _ in module.named_parameters(recurse=False)]:
+        _refuse(name, module, f"it holds parameters of its own, {', '.join(own)}")
+    present = {key for key, child in module.named_children() if list(child.parameters())}
+    present -= {"q_norm", "k_norm"}
+    if present not in map(set, PROJECTIONS[role]):
+        sets = " or ".join(", ".join(names) for names in PROJECTIONS[role])
+        _refuse(name, module, f"its parts with parameters must be {sets}, got {', '.join(sorted(present))}")
+
+
+def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
+    for part, *aliases in (("self_attn",), ("mlp", "feed_forward")):
+        if not any(isinstance(getattr(module, key, None), nn.Module) for key in (part, *aliases)):
+            _refuse(name, module, f"a decoder layer must have {part}")
+
+
+def features_dim(experts: Any) -> int:
+    """Where `gate_up_proj` has its 2I: 1 in [E, 2I, H], 2 in Llama 4's [E, H, 2I]."""
+    return 2 if hasattr(experts, "expert_dim") else 1
+
+
+def expert_shapes(experts: Any) -> dict[str, list[Any]]:
+    """What transformers makes the parameters of a family's experts."""
+    count = getattr(experts, "num_experts", None)
+    if features_dim(experts) == 2:
+        inner, hidden = experts.expert_dim, getattr(experts, "hidden_size", None)
+        return {PAIRED: [count, hidden, 2 * inner], "down_proj": [count, inner, hidden]}
+    inner, hidden = getattr(experts, "intermediate_dim", 0), getattr(experts, "hidden_dim", None)
+    return {PAIRED: [count, 2 * inner, hidden], "down_proj": [count, hidden, inner]}
+
+
+def kv_heads(config: Any) -> int:
+    """Key/value heads."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_dim(config: Any) -> int:
+    """Width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+_CHECKS: dict[Role, Callable[[str, Any, Any, int], None]] = {
+    "decoder": lambda *_: None,
+    "embedding": _check_embedding,
+    "layer": _check_layer,
+    "attention": _check_attention,
+    "mlp": _check_mlp,
+    "norm": _check_norm,
+    "head norm": _check_head_norm,
+    "final norm": _check_norm,
+    "column": _check_linear,
+    "packed": _check_packed,
+    "row": _check_linear,
+    "head": _check_linear,
+    "shared head": _check_linear,
+    "spread norm": _check_spread_norm,
+    "mixture": _check_mixture,
+    "router": _check_router,
+    "experts": _check_experts,
+    "shared expert": _check_shared_expert,
+    "shared column": _check_linear,
+    "shared row": _check_linear,
+}

@@ -1,0 +1,106 @@
+"""GEMM all-to-all, as somebody would add it: an op, how its tiles are exchanged, and its half of the kernel.
+
+Every rank multiplies its rows of x with the whole weight, and gets its columns of everybody's rows: x
+`[M / P, K]`, weight `[N, K]` -> `[M, N / P]`. (So attention heads are dealt where sequences were sharded.)
+
+    epilogue        rounds each tile -> ring
+    comm lane       bulk store into the slot[source][tile] of the tile's owner, then its flag
+    receive role    per source and tile: waits for the flag, copies the slot into the source's rows
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.device.failure import Role
+from overlap_gemm.kernels.copies import CopiedUnit
+from overlap_gemm.kernels.epilogue import Visits
+from overlap_gemm.kernels.exchanging import TileExchange
+from overlap_gemm.kernels.receive import Receiver, Window, copy_unit, unit_exists
+from overlap_gemm.kernels.send import OwnerSender
+from overlap_gemm.kernels.surface import Output
+from overlap_gemm.kernels.work import CtaTile, Shards, Share, shard_tiles
+from overlap_gemm.schedules import DealtShards, ceil_div, num_owners
+from overlap_gemm.spec import OpSpec, PatternSpec
+
+GEMM_ALL_TO_ALL = OpSpec("gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n")
+PATTERN = PatternSpec(
+    "all_to_all", "gemm_all_to_all", cut="columns", to_all=False, returns=False, kernel=f"{__name__}:AllToAll"
+)
+
+
+@dataclass(frozen=True)
+class AllToAll(TileExchange):
+    """`out[rows of source] = (x of source) @ (own rows of the weight).T`, from every source."""
+
+    @property
+    def order(self) -> DealtShards:
+        """Owners in turn."""
+        return DealtShards(self.config.raster_group)
+
+    @property
+    def visits(self) -> Visits:
+        """An accumulator is a complete sum."""
+        return Visits(self.config, ("partial", "complete"))
+
+    @property
+    def receive(self) -> Receiver:
+        """Stores every source's rows."""
+        return Receiver(self.config, (RowsOfSources(self),))
+
+    def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
+        """The own rows by the owners' columns; slots are counted by full shards of both."""
+        full, shard = ceil_div(cute.size(out, mode=[0]), exchange.world), exchange.shard_rows
+        return Share(rows, cols, exchange.rank, num_owners(cols, shard), Shards(full, shard, 0, shard), shard)
+
+    def output(self, out: Any, exchange: Any) -> Output:
+        """By ordinary stores."""
+        return Output(None, out)
+
+    @property
+    def code(self) -> int:
+        """For failure records."""
+        return GEMM_ALL_TO_ALL.code
+
+    def sender(self, stages: Any, work: Any, call: Any, output: Output) -> OwnerSender:
+        """Sends every tile to its owner."""
+        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+
+
+@dataclass(frozen=True)
+class RowsOfSources:
+    """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`)."""
+
+    op: AllToAll
+
+    def tiles(self, given: Any) -> Any:
+        """Every source's."""
+        return given.call.exchange.world * Int32(shard_tiles(self.op.config, given.work.whole))
+
+    def locate(self, given: Any, index: Any, unit: Any) -> CopiedUnit:
+        """The tile is numbered as its source computed it: its columns are this rank's."""
+        cfg, call, out, work = self.op.config, given.call, given.out, given.work
+        source, tile = index % call.exchange.world, index // call.exchange.world
+        at = CtaTile.numbered(cfg, self.op.order, work.whole, tile)
+        first = source * work.shards.rows
+        rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
+        window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))
+        slot = (Int64(source) * work.slots + tile) * cfg.tile_bytes
+        exists = unit_exists(cfg, unit, at, window)
+        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+
+    def await_tile(self, given: Any, index: Any) -> None:
+        """The source's flag of the tile."""
+        world = given.call.exchange.world
+        source, tile = index % world, index // world
+        self.op.transport.await_result(given.call, self.op.code, tile, tile, source)
+
+    @cute.jit
+    def finish(self, given: Any, place: CopiedUnit) -> None:
+        """Copies one unit."""
+        if place.exists:
+            transport = self.op.transport
+            arrival = transport.arrival(given.call, GEMM_ALL_TO_ALL.code, Role.RECEIVE_RESULT, place.tile)
+            copy_unit(self.op.config, transport, arrival, *place.copied)

@@ -1,0 +1,53 @@
+"""Words that are their own flag, sent by bulk stores: right values, and races: PTX has no rule for it."""
+
+import pytest
+import torch
+
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.transports import LLBulk
+
+from .op_runs import SMALL, lagging, world_of
+
+
+def found(arch, ranks, op, sizes, launches=3, **options):
+    """What the emulator finds in right calls."""
+    case = Case(op, *sizes, torch.bfloat16)
+    with world_of(arch, ranks, transport="ll_bulk", num_sms=2, collect=True, **options) as world:
+        for given, outs in run_launches(case, world, launches):
+            assert judge(case, given, outs, case.dtype).holds
+        return world._emulator.report.findings
+
+
+@pytest.mark.parametrize("arch", SMALL)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("gemm_reduce_scatter", {"mode": "lazy"}),
+        ("gemm_reduce_scatter", {"schedule": lagging(1), "launches": 6}),
+        pytest.param("gemm_all_reduce", {"mode": "random", "algorithm": "one_shot"}, marks=pytest.mark.slow),
+        pytest.param("gemm_all_reduce", {"mode": "lazy", "algorithm": "two_shot"}, marks=pytest.mark.slow),
+        pytest.param("gemm_all_gather", {"mode": "lazy"}, marks=pytest.mark.slow),
+    ],
+    ids=["scatter", "a rank lags", "one-shot", "two-shot", "gather"],
+)
+def test_values_are_right_and_nothing_but_the_polling_is_found(arch, op, options):
+    """Each finding is a race of a bulk store with what waits for its words, or empties them."""
+    findings = found(arch, 2, op, (140, 144, 72), **options)
+    assert findings and {finding.kind for finding in findings} == {"race"}
+    for finding in map(str, findings):
+        assert "cp.async.bulk.global" in finding and ".relaxed.sys.global.v4" in finding, finding
+
+
+def test_bulk_stores_of_empty_shards_and_three_ranks():
+    found("sm_90a", 3, "gemm_reduce_scatter", (2, 64, 72), mode="random")
+
+
+@pytest.mark.parametrize("broken", ["clear", "put"])
+def test_what_is_not_sent_or_not_emptied_shows(broken, monkeypatch, changed_kernels):
+    if broken == "put":
+        monkeypatch.setattr(LLBulk, "put", lambda *_: None)
+    else:
+        monkeypatch.setattr("overlap_gemm.device.ll._clear", lambda address: None)
+    with pytest.raises((RuntimeError, AssertionError)):
+        found("sm_90a", 2, "gemm_reduce_scatter", (140, 136, 72), launches=4)

@@ -1,0 +1,164 @@
+"""Own tiles last, reduced by the epilogue (`GemmConfig.own_last`): the same bits, in any company."""
+
+import pytest
+import torch
+
+from cute_emulator import EmulatorError, Schedule, mutate
+from overlap_gemm.kernels.build import make_kernel
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.exchanging import TileExchange
+from overlap_gemm.kernels.reduce_scatter import ReduceScatter
+from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.runtime.workspace import CommTimeoutError
+from overlap_gemm.schedules import DealtShards, OwnTilesLast
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, run_launches
+from overlap_gemm.transports import LL, PeerBulk
+
+from .kernel_case import launched
+from .op_runs import LARGER, SMALL, lagging, name, run, slots_of, world_of
+from .test_mutations import FLAGS_AND_WAITS, KERNELS, REASONS, TWO_CALLS, checking
+from .test_sequences import Call, run_sequence
+
+OWN = (("own_last", True),)
+both = pytest.mark.parametrize("arch", SMALL)
+RAGGED = 300, 136, 104
+
+
+def bits(arch, ranks, sizes, fields, **options):
+    """The results of three calls, judged."""
+    case = Case("gemm_reduce_scatter", *sizes, torch.bfloat16)
+    with world_of(arch, ranks, fields, num_sms=2, **options) as world:
+        queued = list(run_launches(case, world, 3))
+    for given, outs in queued:
+        assert judge(case, given, outs, slots_of(case, fields)).holds
+    return torch.cat([out for _, outs in queued for out in outs])
+
+
+SHAPES = {"ragged": RAGGED, "empty shards": (2, 64, 64), "narrow": (130, 8, 64), "even": (256, 128, 128)}
+
+
+@both
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "immediate"), (2, "lazy"), (3, "random")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bits_are_those_of_slots(arch, ranks, mode, shape):
+    """With a bias; whoever owns nothing, or everything."""
+    sizes = SHAPES[shape]
+    fields = [{**SMALL[arch], "own_last": way} for way in (True, False)]
+    mine, slots = (bits(arch, ranks, sizes, each, mode=mode) for each in fields)
+    assert torch.equal(mine, slots)
+
+
+@pytest.mark.parametrize("kind", LARGER, ids=name)
+def test_larger_tiles_and_clusters(kind):
+    arch, fields = kind
+    found = [
+        bits(arch, 2, (520, 200, 72), {**fields, "own_last": way}, mode="random") for way in (True, False)
+    ]
+    assert torch.equal(*found)
+
+
+@both
+@pytest.mark.parametrize("more", [{"slot_dtype": "f32"}, {"publisher": True}, {"out_dtype": "f32"}], ids=str)
+def test_with_other_slots_outputs_and_publishers(arch, more):
+    mma = SMALL[arch]["mma"]
+    tile, cluster = SMALL[arch]["tile"], SMALL[arch].get("cluster", (1, 1))
+    config = {"arch": arch, "mma": mma, "tile": tile, "cluster": cluster, **more}
+    config["epilogue"] = (RowColumnScale(), Bias("bf16"))
+    sizes = {"rows": 2 * tile[0] + 8, "cols": tile[1] + 24, "depth": 72}
+    cases = [
+        launched(GemmConfig(**config, own_last=way), PeerBulk(), 2, **sizes)  # type: ignore[arg-type]
+        for way in (True, False)
+    ]
+    cases[0].check()
+    for mine, slots in zip(cases[0].outs, cases[1].outs, strict=True):
+        assert torch.equal(mine, slots)
+
+
+@both
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_lagging_rank(arch, slow):
+    fields = {**SMALL[arch], "own_last": True}
+    schedule = lagging(slow)
+    run("gemm_reduce_scatter", arch, 2, (256, 128, 128), fields, launches=6, num_sms=1, schedule=schedule)
+
+
+@both
+def test_warps_and_lanes_in_any_order(arch):
+    fields, schedule = {**SMALL[arch], "own_last": True}, Schedule(order="random", lanes=True)
+    run("gemm_reduce_scatter", arch, 3, RAGGED, fields, mode="random", num_sms=1, schedule=schedule)
+
+
+@both
+@pytest.mark.parametrize("starved", [0, 2])
+def test_calls_with_and_without_take_turns_on_one_workspace(arch, starved):
+    kernels = [OWN, (), OWN, OWN, ()]
+    calls = [(2, 64), (300, 136), (1, 64), (130, 136), (2, 136)]
+    ways = ["gemm_reduce_scatter"] * 4 + ["gemm_all_reduce"]
+    algorithms = [None] * 4 + ["one_shot"]
+    given = zip(calls, ways, algorithms, kernels, strict=True)
+    run_sequence(arch, 3, [Call(*sizes, *rest) for sizes, *rest in given] * 2, starved=starved)
+
+
+def test_only_where_partials_have_flags():
+    with pytest.raises(ValueError, match="own_last is for tiles sent by peer_bulk"):
+        make_kernel(GemmConfig(own_last=True), LL())
+    with pytest.raises(ValueError, match="own_last"):
+        GemmConfig(mma="swap_ab", tile=(16, 64), own_last=True)
+
+
+class Shuffled(DealtShards):
+    def num_sent(self, work):
+        return OwnTilesLast().num_sent(work)
+
+
+def all_sent(self, work):
+    return work
+
+
+@both
+def test_tiles_whose_flags_lag_into_own_ones_wait_for_each_other(arch, monkeypatch, changed_kernels):
+    """The comm lane flushes after the tiles that are sent: here one of each, and it does not."""
+    monkeypatch.setattr(TileExchange, "_sent", all_sent)
+    rows, columns = SMALL[arch]["tile"]
+    fields = {**SMALL[arch], "own_last": True}
+    with pytest.raises((CommTimeoutError, EmulatorError)):
+        run("gemm_reduce_scatter", arch, 2, (2 * rows, columns, 64), fields, num_sms=1)
+
+
+@both
+def test_own_tiles_come_last_or_are_sent(arch, monkeypatch, changed_kernels):
+    """Not the tiles before `num_sent` go to peers in another order."""
+    monkeypatch.setattr(ReduceScatter, "order", property(lambda self: Shuffled(8)))
+    fields = {**SMALL[arch], "own_last": True}
+    with pytest.raises((CommTimeoutError, EmulatorError, AssertionError)):
+        run("gemm_reduce_scatter", arch, 2, (512, 256, 64), fields, num_sms=1)
+
+
+ENTRY = {
+    f"{word}.sys.global.b64#0: .sys -> .gpu": "guards the call after next: the next test"
+    for word in ("st.release", "ld.relaxed", "ld.acquire")
+}
+
+
+@pytest.mark.parametrize("kind", ["pingpong", pytest.param("1cta", marks=pytest.mark.slow)])
+def test_every_weakened_flag_and_bulk_wait_shows(kind):
+    """As with own slots; and the group's barrier."""
+    arch, fields, (rows, columns, _), num_sms = KERNELS[kind]
+    check = checking(arch, {**fields, "own_last": True}, (rows, columns, 64), num_sms)
+    tried = [mutate.Setting("lazy", 0), mutate.Setting("immediate"), mutate.Setting("lazy", 1)]
+    select = (*FLAGS_AND_WAITS, "bar*.sync*")
+    outcomes = mutate.run(check, tried, select=select, reasons=REASONS | TWO_CALLS | ENTRY)
+    print(*outcomes, sep="\n")
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+
+
+@pytest.mark.parametrize("kind", [pytest.param("1cta", marks=pytest.mark.slow), "pingpong"])
+def test_every_weakened_entry_flag_shows(kind):
+    """By calls in which a rank owns nothing: all its slots are a peer's to write two calls later."""
+    arch, fields, _, num_sms = KERNELS[kind]
+    check = checking(arch, {**fields, "own_last": True}, (1, 128, 64), num_sms, launches=4)
+    tried = [mutate.Setting("immediate"), *(mutate.Setting("lazy", seed) for seed in range(3))]
+    outcomes = mutate.run(check, tried, select=tuple(key.split(":")[0] for key in ENTRY), reasons=REASONS)
+    print(*outcomes, sep="\n")
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []

@@ -1,0 +1,181 @@
+"""GEMM all-gather into outputs to which all ranks store (`kernels.symmetric_output`)."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from cute_emulator import Emulator, EmulatorError, Schedule
+from overlap_gemm.backends.symmetric_output import gemm_all_gather_into, symmetric_output
+from overlap_gemm.kernels import symmetric_output as device
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, queue_launch
+from overlap_gemm.tuning.settings import configured
+
+KINDS = {
+    "sm_90a": [
+        {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
+        {"mma": "cooperative", "tile": (128, 128), "cluster": (2, 1), "launch": "dependent"},
+        {"mma": "swap_ab", "tile": (16, 64), "launch": "dependent_weights"},
+    ],
+    "sm_100a": [
+        {"mma": "1cta", "tile": (128, 64)},
+        {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},
+        {"mma": "swap_ab", "tile": (16, 64), "k_split": 2},
+    ],
+}
+both = pytest.mark.parametrize("arch", KINDS)
+
+
+class World:
+    """Virtual ranks with outputs of their own."""
+
+    def __init__(self, arch, ranks, fields=None, starved=None, sms=4, **options):
+        lagging = Schedule(starved=lambda rank, cta, warp: rank == starved)
+        self.fields = fields or KINDS[arch][0]
+        self.given = Emulator(arch, ranks, num_sms=sms, schedule=lagging, **options)
+        self.ranks, self.checks, self.seed = ranks, [], 0
+
+    def __enter__(self):
+        self.asked = configured(**self.fields)
+        self.asked.__enter__()
+        self.emulator = self.given.__enter__()
+        self.world = VirtualWorld(self.ranks, emulator=self.emulator).__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.world.__exit__(*error)
+        self.emulator.__exit__(*error)
+        self.asked.__exit__(*error)
+
+    def outputs(self, rows, columns):
+        """One output on every rank."""
+        outputs = [symmetric_output(rows, columns, torch.bfloat16, group=name) for name in self.world.names]
+        for output in outputs:
+            output.tensor.fill_(torch.nan)
+        return outputs
+
+    def call(self, outputs, depth, bias=True):
+        """Queues one call on every rank; what it must give is looked at after `run`."""
+        self.seed += 1
+        draw = torch.Generator().manual_seed(self.seed)
+        rows, columns = outputs[0].tensor.shape
+        x, weight, added = (
+            torch.randn(size, generator=draw).bfloat16()
+            for size in ((rows, depth), (columns, depth), (columns,))
+        )
+        shards = Shards.even(columns, self.ranks)
+        for rank, output in enumerate(outputs):
+            own = slice(*shards.range(rank))
+            given = added[own].clone() if bias else None
+            gemm_all_gather_into(output, x.clone(), weight[own].clone(), given)
+        exact = x.double() @ weight.double().t() + (added.double() if bias else 0)
+        self.checks.append((outputs, exact, depth))
+
+    def other(self, op, *sizes):
+        """Queues a call of another op in between."""
+        case = Case(op, *sizes, torch.bfloat16, seed=self.seed)
+        return case, *queue_launch(case, self.world)
+
+    def run(self):
+        """Runs everything; the last call into each output is what it holds."""
+        self.world.synchronize()
+        for outputs, exact, depth in {
+            id(outputs): (outputs, *rest) for outputs, *rest in self.checks
+        }.values():
+            for output in outputs:
+                torch.testing.assert_close(output.tensor.double(), exact, rtol=2**-8, atol=2**-18 * depth)
+                assert torch.equal(output.tensor, outputs[0].tensor)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "starved"), [(2, "random", 1), (3, "lazy", 0), (4, "immediate", 2)]
+)
+@both
+def test_outputs_in_turn_among_other_calls(arch, ranks, mode, starved):
+    """Two outputs, one of them twice; a rank lags."""
+    with World(arch, ranks, mode=mode, starved=starved) as world:
+        one, two = world.outputs(150, 72 * ranks), world.outputs(40, 8 * ranks)
+        world.call(one, 72)
+        queued = world.other("gemm_all_reduce", 20, 64, 64)
+        world.call(two, 320, bias=False)
+        world.call(one, 64)
+        world.run()
+        assert judge(*queued, torch.bfloat16).holds
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        pytest.param(arch, kind, id=f"{arch}-{kind['mma']}")
+        for arch, kinds in KINDS.items()
+        for kind in kinds[1:]
+    ],
+)
+def test_every_kernel(arch, fields):
+    with World(arch, 2, fields, mode="random", seed=2, sms=8) as world:
+        outputs = world.outputs(300, 272)
+        world.call(outputs, 136)
+        world.call(outputs, 712)
+        world.run()
+
+
+def test_a_known_call_asks_the_device_for_nothing():
+    """Whoever asked for the table of peers again would wait for the device, and could not be captured."""
+    with World("sm_90a", 2) as world:
+        outputs = world.outputs(64, 128)
+        world.call(outputs, 64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("asked the device"))
+            world.call(outputs, 64)
+        world.run()
+
+
+def read_what_was_gathered(arch, seed, starved):
+    """What was gathered is the next op's operand, whose last tiles a rank may read when its peer goes on."""
+    with World(arch, 2, mode="lazy", seed=seed, starved=starved, sms=2) as world:
+        outputs, results = world.outputs(130, 128), []
+        for _ in range(3):
+            world.call(outputs, 64)
+            for rank, name in enumerate(world.world.names):
+                x, weight = outputs[rank].tensor, torch.eye(128).bfloat16()
+                results.append(overlap_gemm.gemm_reduce_scatter(x, weight, group=name, backend="fused"))
+        world.run()
+        torch.testing.assert_close(torch.cat(results[-2:]), 2 * outputs[0].tensor)
+
+
+@both
+def test_results_are_read_by_the_next_call(arch):
+    read_what_was_gathered(arch, 0, 1)
+
+
+def without_entries(patch):
+    patch.setattr(device, "await_peers", lambda *_: None)
+
+
+def without_the_last_word(patch):
+    patch.setattr(device, "await_readers", lambda *_: None)
+
+
+def told_by_every_warp(patch):
+    patch.setattr(device, "count_grid", lambda *_: 1)
+
+
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize("mistake", [without_entries, without_the_last_word, told_by_every_warp])
+@both
+def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
+    mistake(monkeypatch)
+    with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012
+        for seed, starved in enumerate((1, 0, 1)):
+            read_what_was_gathered(arch, seed, starved)
+
+
+def test_what_does_not_fit_is_said():
+    with World("sm_90a", 2) as world:
+        with pytest.raises(ValueError, match="must be multiples of 8"):
+            symmetric_output(64, 24, torch.bfloat16, group=world.world.names[0])
+        outputs = world.outputs(64, 32)
+        with pytest.raises(ValueError, match="takes x and weight of"):
+            gemm_all_gather_into(outputs[0], torch.zeros(64, 8).bfloat16(), torch.zeros(8, 8).bfloat16())

@@ -1,0 +1,335 @@
+"""Checkpoints of 8-bit linears, made by the libraries that make them: dequantised, or kept in 8 bits."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap_gemm import quantize_rows
+from overlap_gemm.api.float8 import STORED, Stored
+from overlap_gemm.parallel import QuantizedCheckpointError, from_pretrained, full_state_dict
+from overlap_gemm.parallel.stored import Checkpoint, Form, form_of
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.models import tiny
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 32, "dtype": torch.bfloat16}
+IDS = torch.arange(11).view(1, 11)
+
+
+def model_of(family):
+    biases = {"attention_bias": False, "mlp_bias": True} if family == "llama" else {}
+    model = tiny(family, 2, **SIZES, **biases).eval()
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def linears(model):
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+
+
+def by_transformers(folder, family="llama", **options):
+    """`fp8`; no library quantises on CPUs, but the operation that does is transformers' own."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    model, config = model_of(family), FineGrainedFP8Config(**options)
+    operation = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}
+    state["lm_head.weight"] = model.lm_head.weight.detach()
+    for name, linear in linears(model):
+        state.update(operation.convert({f"{name}.weight": linear.weight.detach()}))
+        if options.get("activation_scheme") == "static":
+            state[f"{name}.activation_scale"] = torch.tensor(0.02)
+    model.config.quantization_config = config.to_dict()
+    model.config.save_pretrained(folder)
+    save_file({k: v.contiguous() for k, v in state.items()}, f"{folder}/model.safetensors", {"format": "pt"})
+    return reference(folder)
+
+
+def by_compressed_tensors(folder, family="llama", *, preset):
+    """Scales as its observers find them: of the least and the largest element."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from transformers.utils.quantization_config import CompressedTensorsConfig
+
+    model = model_of(family)
+    groups = {"all": preset_name_to_scheme(preset, ["Linear"])}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for _, linear in linears(model):
+        given, weight = linear.quantization_scheme.weights, linear.weight.detach().float()
+        rows, columns = given.block_structure or (1, weight.shape[1])
+        if given.strategy == "tensor":
+            rows = len(weight)
+        padded = nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -len(weight) % rows))
+        parts = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2).flatten(2)
+        scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), given)
+        linear.weight_scale.data.copy_(scale.view(linear.weight_scale.shape))
+        if hasattr(linear, "input_scale"):
+            linear.input_scale.data.fill_(0.02)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return reference(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+
+
+def by_modelopt(folder, family="llama"):
+    quantization = pytest.importorskip("modelopt.torch.quantization")
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+
+    model = model_of(family)
+    quantization.quantize(model, quantization.FP8_DEFAULT_CFG, lambda model: model(IDS))
+    export_hf_checkpoint(model, export_dir=folder)
+    state = load_file(Path(folder) / "model.safetensors")
+    for name, _ in linears(model_of(family)):  # by its own tensors: q, k and v have been given one scale
+        scale, weight = state.pop(f"{name}.weight_scale"), state[f"{name}.weight"]
+        del state[f"{name}.input_scale"]
+        whole = FP8QTensor(weight.shape, torch.float32, weight).dequantize(torch.float32, scale=scale)
+        state[f"{name}.weight"] = whole.to(torch.bfloat16)
+    plain = model_of(family)
+    plain.load_state_dict(state)
+    return plain
+
+
+def reference(folder, **options):
+    """The model as transformers itself dequantises it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+
+
+FORMS = {
+    "fp8 by tensor": (by_transformers, {"weight_block_size": None}),
+    "fp8 by tensor, static": (
+        by_transformers,
+        {"weight_block_size": None, "activation_scheme": "static"},
+    ),
+    "fp8 128x128": (by_transformers, {"weight_block_size": (128, 128)}),
+    "fp8 128x128 ue8m0": (by_transformers, {"weight_block_size": (128, 128), "scale_fmt": "ue8m0"}),
+    "fp8 32x32 ue8m0": (by_transformers, {"weight_block_size": (32, 32), "scale_fmt": "ue8m0"}),
+    "compressed-tensors FP8": (by_compressed_tensors, {"preset": "FP8"}),
+    "compressed-tensors FP8_DYNAMIC": (by_compressed_tensors, {"preset": "FP8_DYNAMIC"}),
+    "compressed-tensors FP8_BLOCK": (by_compressed_tensors, {"preset": "FP8_BLOCK"}),
+    "compressed-tensors FP8_DYNAMIC packed": (
+        by_compressed_tensors,
+        {"preset": "FP8_DYNAMIC", "family": "phi3"},
+    ),
+    "compressed-tensors FP8 packed": (by_compressed_tensors, {"preset": "FP8", "family": "phi3"}),
+    "modelopt": (by_modelopt, {}),
+}
+BLOCKS = [name for name, (_, options) in FORMS.items() if options.get("weight_block_size")]
+BLOCKS.append("compressed-tensors FP8_BLOCK")
+
+
+def make(folder, form):
+    """Writes a checkpoint, and alongside it what its own library makes of it."""
+    maker, options = FORMS[form]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = maker(folder, **options).eval()
+    with torch.no_grad():
+        logits = model(IDS).logits
+    torch.save({"state": model.state_dict(), "logits": logits}, Path(folder) / "expected.pt")
+
+
+def dequantized(rank, ranks, folder):
+    expected = torch.load(Path(folder) / "expected.pt")
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = from_pretrained(folder, mesh, quantized="dequantize", dtype=torch.bfloat16)
+    whole = full_state_dict(model)
+    assert whole.keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        assert whole[name].dtype == value.dtype and torch.equal(whole[name], value), name
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected["logits"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dequantized_it_is_the_librarys_own(ranks, tmp_path, form):
+    make(tmp_path, form)
+    ranks(2).run(dequantized, str(tmp_path))
+
+
+def kept(rank, ranks, folder):
+    """The bytes of the file, the product of the rounded operands, about the dequantised model's logits."""
+    expected = torch.load(Path(folder) / "expected.pt")
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = from_pretrained(folder, mesh, dtype=torch.bfloat16)
+    (file,) = Path(folder).glob("*.safetensors")
+    stored = load_file(file)
+    whole = full_state_dict(model)
+    names = [
+        key.removesuffix(".weight") for key, value in stored.items() if value.dtype == torch.float8_e4m3fn
+    ]
+    assert len(names) in (8, 14) and set(names) == {name for name, _ in named(expected)}
+    for name in names:
+        key = f"{name}.weight"
+        assert torch.equal(whole[key].view(torch.uint8), stored[key].view(torch.uint8)), name
+    layer = next(module for name, module in model.named_modules() if name.endswith("0.mlp.down_proj"))
+    name = next(name for name in names if name.endswith("0.mlp.down_proj"))
+    depth = Shards.even(stored[f"{name}.weight"].shape[1], ranks)
+    x = torch.randn(3, 1, depth.total, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    own = slice(*depth.range(rank))
+    static = [
+        key for key in stored if key.startswith(name) and key.endswith(("input_scale", "activation_scale"))
+    ]
+    with torch.no_grad():
+        found = layer(x[..., own].movedim(0, 1)).movedim(1, 0)
+    scale = stored[next(k for k in stored if k.startswith(f"{name}.weight_scale"))].float().double()
+    scale, block = scale.reshape(-1, 1) if scale.ndim < 2 else scale, None
+    if scale.shape[-1] > 1:
+        scale, block = scale.repeat_interleave(128, 0).repeat_interleave(128, 1), 128
+    weight = stored[f"{name}.weight"].double() * scale
+    exact = torch.zeros(3, 1, 256, dtype=torch.float64)
+    for r in range(ranks):
+        part = slice(*depth.range(r))
+        if static:
+            given = stored[static[0]].float()
+            rounded = (x[..., part].float() / given).clamp(-448, 448).to(torch.float8_e4m3fn).double() * given
+        else:
+            values, scales = quantize_rows(x[..., part], block=block)
+            rounded = values.double() * (scales if block is None else scales.repeat_interleave(block, -1))
+        exact += rounded @ weight[:, part].t()
+    if (bias := whole.get(f"{name}.bias")) is not None:
+        exact += bias.double()
+    mine = exact[slice(*Shards.even(3, ranks).range(rank))]
+    torch.testing.assert_close(found.double(), mine, rtol=2.0**-8, atol=2.0**-8)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        error = (logits - expected["logits"]).float().norm() / expected["logits"].float().norm()
+        assert 0 < error < 0.2
+        ids = model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert ids.shape == (1, 14)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(QuantizedCheckpointError, match="kept in 8 bits is not saved"):
+        model.save_pretrained(folder)
+    with pytest.raises(TypeError, match="weights stored in 8 bits have no gradients"):
+        layer(x[..., own].requires_grad_())
+    return float(error)
+
+
+def named(expected):
+    for key in expected["state"]:
+        if "_proj.weight" in key:
+            yield key.removesuffix(".weight"), key
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in BLOCKS])
+def test_kept_it_is_the_product_of_the_stored_weights(ranks, tmp_path, form):
+    make(tmp_path, form)
+    ranks(2).run(kept, str(tmp_path))
+
+
+@pytest.mark.parametrize("form", [form for form in BLOCKS if "32x32" not in form])
+def test_blocks_of_128_are_kept_where_shards_end_on_their_borders(ranks, tmp_path, monkeypatch, form):
+    monkeypatch.setitem(SIZES, "intermediate_size", 512)
+    monkeypatch.setitem(SIZES, "head_dim", 128)
+    make(tmp_path, form)
+    ranks(2).run(kept, str(tmp_path))
+
+
+def refused(rank, ranks, folder, words):
+    with pytest.raises(QuantizedCheckpointError, match=words + ".*'dequantize'"):
+        from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="quantized must be one of keep, dequantize, got 'none'"):
+        from_pretrained(folder, init_device_mesh("cpu", (ranks,)), quantized="none")
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (
+            "fp8 128x128",
+            r"_proj' \(fp8 of 8 bits, blocks of 128 x 128\).* shards, \[\d+, \d+\], do not end on",
+        ),
+        ("fp8 32x32 ue8m0", r"blocks of 32 x 32\).* of blocks the ops take those of 128 x 128"),
+    ],
+)
+def test_other_blocks_are_dequantized_by_choice_alone(ranks, tmp_path, form, words):
+    make(tmp_path, form)
+    ranks(2).run(refused, str(tmp_path), words)
+
+
+def too_narrow(rank, ranks, folder):
+    with pytest.raises(QuantizedCheckpointError, match=r"down_proj.* K, \[28, 28\], are no multiples of 16"):
+        from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.bfloat16)
+
+
+def test_a_shard_that_no_product_takes_is_named_on_every_rank(ranks, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "intermediate_size", 56)
+    make(tmp_path, "fp8 by tensor")
+    ranks(2).run(too_narrow, str(tmp_path))
+
+
+def test_of_weights_that_share_a_gather_the_widest_input_scale_holds():
+    """The narrow one would cut half of x off."""
+    x = 40 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    weights = [
+        Stored(torch.eye(16, 32).to(torch.float8_e4m3fn), torch.ones(1, 1), torch.full((1, 1), scale))
+        for scale in (0.02, 0.5)
+    ]
+    expected = ((x / 0.5).to(torch.float8_e4m3fn).float() * 0.5)[:, :16]
+    for out in STORED.all_gather_gemm(x, weights, rows=4):
+        torch.testing.assert_close(out, expected)
+
+
+def test_forms_are_told_by_the_configuration():
+    def form(**said):
+        return form_of(SimpleNamespace(quantization_config=said))
+
+    assert form_of(SimpleNamespace()) is None and form(quant_method="gptq") is None
+    assert form(quant_method="modelopt", quantization={"quant_algo": "FP8"}) == Form("modelopt", static=True)
+    with pytest.raises(QuantizedCheckpointError, match="quant_algo 'FP8' is read, not 'NVFP4'"):
+        form(quant_method="modelopt", quant_algo="NVFP4")
+
+    def group(**weights):
+        return {"weights": {"type": "float", "num_bits": 8, "strategy": "channel", **weights}}
+
+    one, tensor = group(), group(strategy="tensor")
+    assert form(quant_method="compressed-tensors", config_groups={"a": one, "b": one}).block is None
+    for groups, words in (
+        ({"a": one, "b": group(strategy="block", block_structure=[64, 64])}, "has 2"),
+        ({"a": group(type="int")}, r"\('int', 8, 'channel'\)"),
+        ({"a": group(num_bits=4)}, r"\('float', 4, 'channel'\)"),
+    ):
+        with pytest.raises(QuantizedCheckpointError, match=words):
+            form(quant_method="compressed-tensors", config_groups=groups)
+    assert form(quant_method="compressed-tensors", config_groups={"a": tensor}) == Form("compressed-tensors")
+
+
+@pytest.mark.parametrize("kind", ["float32", "ue8m0", "bytes"])
+def test_slices_are_read_whatever_the_border(tmp_path, kind):
+    """Of a weight whose last blocks are short, on both sides."""
+    given = torch.Generator().manual_seed(0)
+    values = torch.randn(70, 45, generator=given).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-3, 4, (3, 2), generator=given)
+    written = {"float32": scale, "ue8m0": scale.to(torch.float8_e8m0fnu)}
+    written["bytes"] = written["ue8m0"].view(torch.uint8)
+    save_file({"a.weight": values, "a.weight_scale_inv": written[kind]}, tmp_path / "one.safetensors")
+    with safe_open(tmp_path / "one.safetensors", framework="pt") as file:
+        checkpoint = Checkpoint([file], Form("fp8", "weight_scale_inv", (32, 32)))
+        assert checkpoint.stored == ["a"] and list(checkpoint.plain()) == []
+        found = checkpoint.dequantized("a")
+        every = scale.repeat_interleave(32, 0)[:70].repeat_interleave(32, 1)[:, :45]
+        whole = values.float() * every
+        assert torch.equal(found[...], whole) and found.get_shape() == [70, 45]
+        for rows in (slice(0, 35), slice(35, 70), slice(31, 33), slice(70, 70)):
+            assert torch.equal(found[rows, :], whole[rows])
+            assert torch.equal(found[:, rows], whole[:, rows])
+        assert torch.equal(found[10:40], whole[10:40])
+        wrong = Checkpoint([file], Form("fp8", "weight_scale_inv", (64, 32)))
+        with pytest.raises(QuantizedCheckpointError, match=r"must be \[2, 2\] for a weight \[70, 45\]"):
+            wrong.scale("a")

@@ -1,0 +1,100 @@
+"""torch's vocabulary of scaled products: a call of `F.scaled_mm` becomes one of an op, word for word."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+import overlap_gemm
+from overlap_gemm import gemm_reduce_scatter, quantize_rows
+from overlap_gemm.integrations.torch_scaled_mm import scaled_mm
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.cases import LAYOUTS
+from overlap_gemm.tuning.settings import settings
+
+E4M3 = torch.float8_e4m3fn
+
+
+def given(m=16, n=32, k=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    (a, scale_a), (b, scale_b) = (quantize_rows(torch.randn(r, k, generator=generator)) for r in (m, n))
+    return a, b, scale_a, scale_b
+
+
+def alone():
+    """Every way to say it, in torch's own words to both."""
+    a, b, rows, columns = given()
+    one = torch.full((1,), 0.5)
+    bias = torch.randn(32, dtype=torch.bfloat16)
+    for op in OPS:
+        for scale_a, recipe_a in ((rows, ScalingType.RowWise), (one, ScalingType.TensorWise)):
+            scale_b = columns.t() if recipe_a == ScalingType.RowWise else one
+            words = (a, b.t(), scale_a, recipe_a, scale_b, recipe_a)
+            listed = (a, b.t(), [scale_a], [recipe_a], [scale_b], [recipe_a])
+            for how in (
+                {},
+                {"bias": bias},
+                {"output_dtype": torch.float32},
+                {"swizzle_a": SwizzleType.NO_SWIZZLE, "swizzle_b": SwizzleType.NO_SWIZZLE},
+            ):
+                expected = F.scaled_mm(*words, **how)
+                for spelled in (words, listed):
+                    found = scaled_mm(getattr(overlap_gemm, op), *spelled, **how)
+                    assert found.dtype == expected.dtype
+                    torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=2.0**-5)
+
+
+def sums(rank, ranks):
+    alone() if ranks == 1 else None
+    parts = [given(seed=r) for r in range(ranks)]
+    a, b, scale_a, scale_b = parts[rank]
+    row = ScalingType.RowWise
+    found = scaled_mm(gemm_reduce_scatter, a, b.t(), scale_a, row, scale_b.t(), row, backend="sequential")
+    whole = sum(F.scaled_mm(x, w.t(), s, row, t.t(), row, output_dtype=torch.float32) for x, w, s, t in parts)
+    mine = LAYOUTS["gemm_reduce_scatter"].part(whole, 0, rank, ranks)
+    torch.testing.assert_close(found, mine.to(torch.bfloat16), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_is_torchs_product_of_every_rank_summed(ranks, world):
+    ranks(world).run(sums)
+
+
+def test_fast_accumulation_is_asked_for_as_torch_asks():
+    seen = []
+
+    def gemm_all_reduce(*_, **__):
+        seen.append(dict(settings().fields).get("fast_accum"))
+
+    a, b, scale_a, scale_b = given()
+    row = ScalingType.RowWise
+    for fast in (True, False):
+        scaled_mm(gemm_all_reduce, a, b.t(), scale_a, row, scale_b.t(), row, use_fast_accum=fast)
+    assert seen == [True, None]
+
+
+ROW, TENSOR = ScalingType.RowWise, ScalingType.TensorWise
+REFUSED = {
+    "blocks": ({"scale_recipe_a": ScalingType.BlockWise1x128}, ValueError, "RowWise, got BlockWise1x128"),
+    "swizzled": ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b .* SWIZZLE_32_4_4"),
+    "two levels": ({"scale_recipe_b": [ROW, TENSOR]}, ValueError, "one level of scales"),
+    "rows": ({"scale_recipe_a": TENSOR}, ValueError, r"one element \(TensorWise\), got \[16, 1\]"),
+    "columns": ({"scale_b": torch.ones(32, 1)}, ValueError, r"scale_b must be \[1, 32\] .* got \[32, 1\]"),
+    "contraction": ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim must be empty"),
+    "result": ({"output_dtype": E4M3}, TypeError, "output_dtype must be one of torch.bfloat16"),
+    "no result type": ({"output_dtype": None}, TypeError, "got None"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_ops_do_not_take_is_an_error_with_the_rule(what):
+    change, error, words = REFUSED[what]
+    a, b, scale_a, scale_b = given()
+    named = {"scale_a": scale_a, "scale_recipe_a": ROW, "scale_b": scale_b.t(), "scale_recipe_b": ROW}
+    with pytest.raises(error, match=words):
+        scaled_mm(gemm_reduce_scatter, a, b.t(), **{**named, **change})
+
+
+def test_no_other_function_is_an_op():
+    with pytest.raises(ValueError, match="op must be one of"):
+        scaled_mm(torch.mm, *given()[:2], 1, ROW, 1, ROW)
