@@ -5,6 +5,6 @@ set -euo pipefail
 source "$(dirname "$0")/env.sh"
 cd "$ROOT"
 if [ "$#" -eq 0 ] && ! has_gpu; then
-    set -- -n "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile
+    set -- -n "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadfile --max-worker-restart 2
 fi
 exec python -m pytest "$@"
