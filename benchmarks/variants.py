@@ -11,9 +11,10 @@ ones also the product alone (``product``, ``product fast``: `use_fast_accum`), a
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,9 @@ import typer
 from torch import Tensor
 
 import overlap_gemm
-from overlap_gemm.cli.baselines import symmetric_name
+from overlap_gemm.cli.baselines import product, symmetric
 from overlap_gemm.cli.machine import describe
-from overlap_gemm.cli.workload import Workload
+from overlap_gemm.cli.workload import Operands, Workload
 from overlap_gemm.runtime.group import Group, group_name, resolve
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.timing import captured, measure
@@ -32,28 +33,13 @@ from overlap_gemm.tuning.timing import captured, measure
 COLD_BYTES = 160 << 20
 """Operands that together are larger than the L2 caches of today's GPUs."""
 
-Operands = tuple[Tensor, Tensor, dict[str, Any]]
 
-
-def operand_sets(workload: Workload, group: Group, float8: bool) -> list[Operands]:
-    """(x, weight, keyword arguments of the op), as many as no cache holds."""
-    x, weight = workload.operands(group, torch.device("cuda"))
-    count = min(8, 1 + COLD_BYTES // ((x.numel() + weight.numel()) * (1 if float8 else 2)))
-    sets = []
-    for _ in range(count):
-        if float8:
-            scales = {
-                name: (operand.abs().amax(1, keepdim=True) / 448).float().clamp(min=1e-12)
-                for name, operand in (("scale_x", x), ("scale_w", weight))
-            }
-            quantised = [
-                (operand / scale).to(torch.float8_e4m3fn)
-                for operand, scale in zip((x, weight), scales.values(), strict=True)
-            ]
-            sets.append((*quantised, {**scales, "out_dtype": torch.bfloat16}))
-        else:
-            sets.append((x.clone(), weight.clone(), {}))
-    return sets
+def operand_sets(workload: Workload, group: Group) -> list[Operands]:
+    """The op's operands, as many as no cache holds."""
+    first = workload.operands(group, torch.device("cuda"))
+    size = sum(each.numel() * each.itemsize for each in (first.x, first.weight))
+    count = min(8, 1 + COLD_BYTES // size)
+    return [first, *(workload.operands(group, torch.device("cuda")) for _ in range(count - 1))]
 
 
 def prepared(
@@ -65,8 +51,9 @@ def prepared(
     asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
 
     def call(which: int | None = None, backend: str = backend) -> Tensor:
-        x, weight, scales = sets[next(turn) % len(sets) if which is None else which]
-        out = op(x, weight, group=group.process_group, backend=backend, **scales, **workload.extents)
+        one = sets[next(turn) % len(sets) if which is None else which]
+        how = {**one.scales, **workload.extents}
+        out = op(one.x, one.weight, group=group.process_group, backend=backend, **how)
         return out[0] if isinstance(out, tuple) else out
 
     with ExitStack() as stack:
@@ -79,53 +66,29 @@ def prepared(
 
 def torchs(workload: Workload, group: Group, sets: list[Operands]) -> dict[str, Callable[[], object]]:
     """Torch's other ways with 8-bit operands, each a call that takes the operands in turn."""
-    turn, spec = iter(range(1 << 30)), workload.spec
-    name = symmetric_name(group)
-
-    def taken() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, weight, scales = sets[next(turn) % len(sets)]
-        return x, weight.t(), scales["scale_x"], scales["scale_w"].t()
-
-    whole = [
-        tuple(each.repeat(group.size, 1) for each in (x, scales["scale_x"])) if spec.gathers_operand else None
-        for x, _, scales in sets
-    ]
-
-    def product(fast: bool) -> Tensor:
-        which = next(turn) % len(sets)
-        x, weight, scales = sets[which]
-        rows, scale = whole[which] or (x, scales["scale_x"])
-        return torch._scaled_mm(
-            rows, weight.t(), scale, scales["scale_w"].t(), out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
-
-    def scattered() -> object:
-        x, weight, scale_x, scale_w = taken()
-        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-            x, weight, scale_x, scale_w, "sum", 0, 0, name, [workload.m, workload.n],
-            out_dtype=torch.bfloat16, use_fast_accum=True,
-        )  # fmt: skip
-
-    def gathered() -> object:
-        x, weight, scale_x, scale_w = taken()
-        return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-            x, [weight], scale_x, [scale_w], 0, name, [None], [None], [torch.bfloat16], [True]
-        )
-
-    calls: dict[str, Callable[[], object]] = {
-        "product": lambda: product(False),
-        "product fast": lambda: product(True),
+    whole = [workload.gathered(each) if workload.spec.gathers_operand else each for each in sets]
+    calls = {
+        name: [product(workload, each, fast) for each in whole]
+        for name, fast in (("product", False), ("product fast", True))
     }
-    if spec.gathers_operand:
-        return calls | {"torch-symm": gathered}
-    return calls | {"torch-symm": scattered} if spec.sums and spec.out is not None else calls
+    if workload.spec.x != workload.spec.out:
+        others = [symmetric(workload, each, group, fast=True) for each in sets]
+        calls |= {name: [found[name] for found in others] for name in others[0] if name == "torch-symm"}
+    return {name: in_turn(each) for name, each in calls.items()}
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One after the other, for ever."""
+    turn = cycle(calls)
+    return lambda: next(turn)()
 
 
 def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
     """What a case's variants take. No graph outlives it: NCCL would wait for its own graphs at the end."""
     float8 = bool(case.get("float8"))
-    workload = Workload("", case["op"], case["m"], case["n"], case["k"], torch.bfloat16)
-    sets, calls, failed = operand_sets(workload, group, float8), {}, {}
+    kind = (torch.float8_e4m3fn, "rows") if float8 else (torch.bfloat16,)
+    workload = Workload("", case["op"], case["m"], case["n"], case["k"], *kind)
+    sets, calls, failed = operand_sets(workload, group), {}, {}
     ways = {name: ("fused", asked) for name, asked in case["variants"].items()}
     ways["torch"] = ("torch", {})
     if float8:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ import overlap_gemm
 from overlap_gemm.cli import app, baselines
 from overlap_gemm.cli.bench import _those_that_work, read_shapes
 from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
-from overlap_gemm.cli.workload import Workload
+from overlap_gemm.cli.workload import Scales, Workload
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.prediction import Facts, predict
@@ -86,8 +87,36 @@ def test_wrong_arguments_are_named():
     assert bench("--dtype", "int8").exit_code == 2
     assert bench("--shapes", SHAPES, "--only", "no such model").exit_code == 2
     assert bench("--rounds", 0).exit_code == 2
+    assert "are for 8-bit operands" in bench("--scales", "rows").output
     assert "is not available" in bench("--backends", "auto,fast").output
     assert "torch is timed in any case" in " ".join(bench("--backends", "auto,torch").output.split())
+
+
+@pytest.mark.parametrize("scales", get_args(Scales))
+def test_operands_of_8_bits(scales, tmp_path):
+    data = tmp_path / "out.json"
+    sizes = ["--m", 6, "--n", 272, "--k", 272, "--rounds", 1, "--op", "gemm_all_reduce", "--backends", "auto"]
+    result = bench(*sizes, "--dtype", "float8_e4m3fn", "--scales", scales, "--json", data)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(data.read_text())["results"]
+    assert (found["dtype"], found["scales"]) == ("float8_e4m3fn", scales)
+    assert found["eager"]["seconds"]["auto"] > 0
+    assert f"({scales})" in result.output
+
+
+@pytest.mark.parametrize("scales", get_args(Scales))
+def test_8_bit_operands_are_those_of_16_bits_rounded(scales):
+    group, cpu, sizes = Group("", 0, 1), torch.device("cpu"), ("", "gemm_reduce_scatter", 70, 200, 272)
+    halves = Workload(*sizes, torch.bfloat16).operands(group, cpu)
+    found = Workload(*sizes, torch.float8_e4m3fn, scales).operands(group, cpu)
+    wanted = {"rows": ((70, 1), (200, 1)), "tensor": ((1, 1), (1, 1)), "blocks": ((70, 3), (2, 3))}
+    assert (found.scale_x.shape, found.scale_w.shape) == wanted[scales]
+    for values, scale, exact in zip(found[:2], found[2:], halves[:2], strict=True):
+        for dim, extent in enumerate(values.shape):
+            if scale.shape[dim] not in (1, extent):
+                scale = scale.repeat_interleave(128, dim).narrow(dim, 0, extent)
+        error = (values.float() * scale - exact.float()).abs()
+        assert (error <= 2.0**-4 * exact.float().abs() + 2.0**-10 * scale).all()
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -95,7 +124,7 @@ def test_wrong_arguments_are_named():
     "op", ["all_gather_gemm", "gemm_all_gather", "gemm_reduce_scatter", "gemm_all_reduce"]
 )
 def test_operands_are_this_ranks_shards(op, rank):
-    x, weight = Workload("", op, 7, 5, 4, torch.float32).operands(Group("", rank, 3), torch.device("cpu"))
+    x, weight, *_ = Workload("", op, 7, 5, 4, torch.float32).operands(Group("", rank, 3), torch.device("cpu"))
     rows, columns, depth = (3, 3, 1)[rank], (2, 2, 1)[rank], (2, 2, 0)[rank]
     assert (tuple(x.shape), tuple(weight.shape)) == {
         "all_gather_gemm": ((rows, 4), (columns, 4)),

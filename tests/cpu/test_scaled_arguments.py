@@ -78,7 +78,7 @@ def test_scales_of_blocks_have_their_shapes(what):
     with pytest.raises(ValueError, match=words):
         gemm_reduce_scatter(x, weight, **given | change)
     assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
-    with pytest.raises(ValueError, match="scales of rows, not of blocks"):
+    with pytest.raises(ValueError, match=r"F.scaled_mm says on cpu|no F.scaled_mm"):
         gemm_reduce_scatter(x, weight, **given, backend="torch")
     assert "scales of blocks" in str(explain("gemm_reduce_scatter", x, weight, **given))
 
@@ -145,6 +145,25 @@ def test_auto_takes_torchs_way_and_says_why():
     assert predicted(with_scales(reach=measured)).best == "fused"
     assert "8-bit operands have not been timed on" in (Fused().why_slower(with_scales(reach=expected)) or "")
     assert "runs as 'torch'" in str(explain("gemm_reduce_scatter", X, WEIGHT, **SCALES))
+
+
+@pytest.mark.parametrize(
+    ("capability", "toolkit", "types", "why"),
+    [
+        ((9, 0), "12.9", (E4M3, E4M3, torch.bfloat16), None),
+        ((9, 0), "13.0", (E4M3, E5M2, torch.bfloat16), None),
+        ((9, 0), "12.8", (E4M3, E4M3, torch.bfloat16), "a Hopper GPU and CUDA 12.9, not sm_9x and 12.8"),
+        ((10, 0), "13.0", (E4M3, E4M3, torch.bfloat16), "a Hopper GPU and CUDA 12.9, not sm_10x and 13.0"),
+        ((8, 9), "13.0", (E4M3, E4M3, torch.bfloat16), "needs a Hopper GPU"),
+        ((9, 0), "13.0", (E5M2, E5M2, torch.bfloat16), "does not multiply e5m2 with e5m2"),
+        ((9, 0), "13.0", (E4M3, E4M3, torch.float32), "gives bfloat16, not torch.float32"),
+    ],
+)
+def test_where_torch_has_products_with_scales_of_blocks(monkeypatch, capability, toolkit, types, why):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", toolkit)
+    said = scaling.why_no_product.__wrapped__("cuda", *types, True)
+    assert said is None if why is None else why in said
 
 
 def test_what_torch_has_no_product_for_is_dequantised(monkeypatch):

@@ -70,13 +70,15 @@ def test_a_long_sum_is_promoted(device, promoted):
     assert lost < 2**-7 if promoted else lost > 0.1
 
 
-@pytest.mark.parametrize("tensorwise", [True, False])
-def test_torchs_product(device, tensorwise):
-    """Any number of columns; by `torch._scaled_mm`, of a group of one."""
+@pytest.mark.parametrize("kind", [{"tensorwise": True}, {}, {"blocks": True}], ids=str)
+def test_torchs_product(device, kind):
+    """Any number of columns; by `torch._scaled_mm` or, of blocks, `F.scaled_mm`, of a group of one."""
+    if kind.get("blocks") and torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("torch has it on Hopper alone")
     overlap_gemm.init()
     try:
         for n in (8, 40, 264):
-            case = Scaled(RS, 130, n, 208, bias=False, tensorwise=tensorwise)
+            case = Scaled(RS, 130, n, 384 if kind.get("blocks") else 208, bias=False, **kind)
             x, weight, _, scale_x, scale_w = on(device)(0, case.operands(0, 1))
             out = overlap_gemm.gemm_reduce_scatter(
                 x, weight, scale_x=scale_x, scale_w=scale_w, backend="torch"

@@ -1,10 +1,17 @@
 """8-bit operands with scales on every portable backend, against float64 of the dequantised operands."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 
 import overlap_gemm
+from overlap_gemm.backends import scaling
+from overlap_gemm.cli.baselines import baselines
+from overlap_gemm.cli.workload import Workload
 from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS
 
@@ -113,6 +120,59 @@ def of_blocks(rank, ranks, op):
 @pytest.mark.parametrize("op", OPS)
 def test_scales_of_blocks(ranks, op):
     ranks(2).run(of_blocks, op)
+
+
+def as_on_hopper(
+    a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype, use_fast_accum=False
+):  # what torch 2.13 asks for there (ScaledBlas.cpp), in float32
+    (m, k), n, blocks = a.shape, b.shape[1], -(-a.shape[1] // 128)
+    four = -(-blocks // 4) * 4
+    assert (recipe_a.name, recipe_b.name) == ("BlockWise1x128", "BlockWise128x128")
+    assert a.is_contiguous() and b.t().is_contiguous() and m % 4 == 0 and not use_fast_accum
+    assert scale_a.shape == (m, blocks) and scale_a.stride() == (1, m)
+    assert scale_b.shape == (four, -(-n // 128)) and scale_b.stride() == (1, four)
+    wide = scale_b.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
+    product = (a.float() * scale_a.repeat_interleave(128, 1)[:, :k]) @ (b.float() * wide)
+    return product.to(output_dtype)
+
+
+def blocks_by_torch(rank, ranks, op, m):
+    """Backend `torch` where torch has the product, in whose place there is one that is strict."""
+    k = 272 * ranks if OPS[op].sums else 272
+    x, weight, *_, bias = whole(op, m, 128 * ranks, k, ranks, E4M3)
+    x, weight, bias = (
+        part(op, of, matrix, rank, ranks) for of, matrix in (("x", x), ("weight", weight), ("bias", bias))
+    )
+    torch.manual_seed(rank)
+    scales = {"scale_x": torch.rand(len(x), 3) + 0.5, "scale_w": torch.rand(-(-len(weight) // 128), 3) + 0.5}
+    call = partial(getattr(overlap_gemm, op), x, weight, bias=bias, out_dtype=torch.float32, **scales)
+    with pytest.raises(ValueError, match=r"F.scaled_mm says on cpu|no F.scaled_mm"):
+        call(backend="torch")
+    scaling.why_no_product.cache_clear()
+    with mock.patch.object(torch.nn.functional, "scaled_mm", as_on_hopper):
+        found = call(backend="torch")
+    scaling.why_no_product.cache_clear()
+    assert torch.allclose(found, call(backend="sequential"), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scales_of_blocks_as_torch_has_them(ranks, op):
+    ranks(2).run(blocks_by_torch, op, 1 if op == "gemm_all_gather" else 22)
+
+
+def baselines_agree(rank, ranks, op):
+    """What `bench` measures against computes the op's result."""
+    for scales in ("rows", "tensor"):
+        workload, group = Workload("", op, 24, 32, 64, E4M3, scales), resolve(group_name(None))
+        operands = workload.operands(group, torch.device("cpu"))
+        found = baselines(workload, operands, group)["torch"]()
+        wanted = workload.by("sequential", operands, group)()
+        assert torch.allclose(found.float(), wanted.float(), rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_bench_measures_against_is_the_op(ranks, op):
+    ranks(2).run(baselines_agree, op)
 
 
 def several_weights(rank, ranks):

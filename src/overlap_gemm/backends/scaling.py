@@ -19,7 +19,7 @@ from ..kernels.config import BLOCKS
 from ..kernels.geometry import SCALE_BYTES
 from ..schedules import ceil_div
 from ..tuning.settings import settings
-from .operands import aligned_vector
+from .operands import ROW_BYTES, aligned_vector
 
 if TYPE_CHECKING:
     from .base import Problem
@@ -33,6 +33,9 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEPTH = 16
 """K of scaled operands is a multiple of this: rows of 16 bytes, as TMA and `torch._scaled_mm` want them."""
 
+
+CUBLAS_ROWS = ROW_BYTES // 4
+"""Scales of blocks that cuBLAS reads together, so that their leading extents are multiples of it."""
 
 BLOCK = BLOCKS[0][2]
 """Elements of K that share a scale of a block, and rows of a weight."""
@@ -74,7 +77,7 @@ def as_words(rows: Tensor) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """Rows with their scales, in place of a matrix wherever `torch._scaled_mm` multiplies.
+    """Rows with their scales, in place of a matrix wherever torch multiplies them (`torchs_product`).
 
     Attributes:
         values: `[rows, K]`, one of `FLOAT8`.
@@ -98,6 +101,8 @@ class Scaled(NamedTuple):
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
         """All ranks' rows and their scales; `gather` does that to a matrix, of bytes or float32."""
         rows = gather(self.values.view(torch.uint8)).view(self.values.dtype)
+        if self.scale.ndim == 2:
+            return Scaled(rows, gather(self.scale.contiguous()), self.out_dtype)
         scale = gather(aligned_vector(self.scale, len(self.values))[:, None])
         return Scaled(rows, scale[:, 0], self.out_dtype)
 
@@ -113,22 +118,68 @@ class Scaled(NamedTuple):
         return result if out is None else out.copy_(result)
 
     def _product(self, weight: Scaled) -> Tensor:
-        values, scale_b = weight.values, weight.scale
+        values, scale_w = weight.values, weight.scale
         if values.is_cuda and (short := -len(values) % DEPTH):  # whose columns are multiples of 16 there
-            padding = values.new_zeros(short, values.shape[1])
-            values = torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
-            scale_b = torch.cat([aligned_vector(scale_b, len(weight.values)), scale_b.new_zeros(short)])
-        if self.scale.numel() == scale_b.numel() == 1:
-            scales = self.scale.view(()), scale_b.view(())
-        else:
-            scales = (
-                aligned_vector(self.scale, len(self.values))[:, None],
-                aligned_vector(scale_b, len(values))[None],
-            )
+            values = _with_rows(values, short)
+            if scale_w.ndim == 1:
+                scale_w = torch.cat([aligned_vector(scale_w, len(weight.values)), scale_w.new_zeros(short)])
         fast = bool(dict(settings().fields).get("fast_accum", False))
-        return torch._scaled_mm(
-            self.values, values.t(), *scales, out_dtype=self.out_dtype, use_fast_accum=fast
-        )
+        scales = as_torch_has_them(self.values, values, self.scale, scale_w)
+        return torchs_product(self.values, values, scales, self.out_dtype, fast)
+
+
+def as_torch_has_them(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales of x `[M, K]` and weight `[N, K]` as torch's product of `x` and `weight.t()` takes them.
+
+    Of rows (vectors or columns) `[M, 1]` and `[1, N]`, or one element each. Of blocks `[M', ceil(K / 128)]`,
+    M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with adjacent elements
+    below each other (torch 2.13, ScaledBlas.cpp).
+    """
+    depth = x.shape[1]
+    if of_blocks(scale_x, depth):
+        rows, blocks = scale_x.shape
+        by_row = scale_x.new_zeros(blocks, ceil_div(rows, CUBLAS_ROWS) * CUBLAS_ROWS)
+        by_row[:, :rows] = scale_x.t()
+        by_block = scale_w.new_zeros(len(scale_w), ceil_div(blocks, CUBLAS_ROWS) * CUBLAS_ROWS)
+        by_block[:, :blocks] = scale_w
+        return by_row.t(), by_block.t()
+    if scale_x.numel() == scale_w.numel() == 1:
+        return scale_x.reshape(()), scale_w.reshape(())
+    return (
+        aligned_vector(scale_x.reshape(-1), len(x))[:, None],
+        aligned_vector(scale_w.reshape(-1), len(weight))[None],
+    )
+
+
+def torchs_product(
+    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """`torch._scaled_mm`, or of blocks `F.scaled_mm`: `[M, N]`.
+
+    Args:
+        x: `[M, K]`, contiguous.
+        weight: `[N, K]`, contiguous.
+        scales: From `as_torch_has_them`.
+        out_dtype: Of the product.
+        fast: `use_fast_accum`.
+    """
+    scale_a, scale_b = scales
+    if scale_a.ndim < 2 or scale_a.shape[1] == 1:
+        return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    kinds = torch.nn.functional.ScalingType
+    rows = len(x)
+    if short := len(scale_a) - rows:
+        x = _with_rows(x, short)
+    return torch.nn.functional.scaled_mm(
+        x, weight.t(), scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128,
+        output_dtype=out_dtype, use_fast_accum=fast,
+    )[:rows]  # fmt: skip
+
+
+def _with_rows(values: Tensor, count: int) -> Tensor:
+    """With so many rows of zeros after them; of a type that torch does not concatenate."""
+    padding = values.new_zeros(count, values.shape[1])
+    return torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
 
 
 Operand = Callable[[Tensor, Tensor, torch.dtype], Any]
@@ -169,29 +220,48 @@ def with_scales(
 
 
 def why_no_scaled_mm(problem: Problem) -> str | None:
-    """Why `torch._scaled_mm` does not carry out a problem's product, None if it does."""
+    """Why torch does not carry out a problem's product, None if it does."""
     assert problem.weight_dtype is not None and problem.out_dtype is not None
-    if problem.blocks:
-        return "torch._scaled_mm is called with scales of rows, not of blocks"
-    return why_no_product(problem.device_type, problem.dtype, problem.weight_dtype, problem.out_dtype)
+    types = problem.dtype, problem.weight_dtype, problem.out_dtype
+    return why_no_product(problem.device_type, *types, problem.blocks)
 
 
 @cache
 def why_no_product(
-    device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, out_dtype: torch.dtype
+    device: str,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    blocks: bool = False,
 ) -> str | None:
-    """Why `torch._scaled_mm` does not multiply rows of these types on a type of device, None if it does."""
-    if device == "cuda":  # by what its documentation says; a call would disturb a capture
-        if torch.cuda.get_device_capability() < (9, 0):
-            return "torch._scaled_mm with scales of rows needs a Hopper or Blackwell GPU"
+    """Why `torchs_product` does not multiply these types on a type of device, None if it does."""
+    name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
+    if blocks and not hasattr(getattr(torch.nn.functional, "ScalingType", None), "BlockWise128x128"):
+        return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
+    if device == "cuda":  # by what its documentation and source say; a call would disturb a capture
+        capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
+        if capability < (9, 0):
+            return f"{name} with scales of {kind} needs a Hopper {'' if blocks else 'or Blackwell '}GPU"
+        if blocks and (capability >= (10, 0) or toolkit < (12, 9)):
+            return (
+                f"{name} with scales of blocks needs a Hopper GPU and CUDA 12.9, not sm_{capability[0]}x "
+                f"and {'.'.join(map(str, toolkit))}"
+            )
         if x_dtype == weight_dtype == torch.float8_e5m2:
-            return "torch._scaled_mm does not multiply e5m2 with e5m2"
+            return f"{name} does not multiply e5m2 with e5m2"
         if out_dtype != torch.bfloat16:
-            return f"torch._scaled_mm with scales of rows gives bfloat16, not {out_dtype}"
+            return f"{name} with scales of {kind} gives bfloat16, not {out_dtype}"
         return None
+    depth = 2 * BLOCK if blocks else DEPTH
     try:
-        a, b = (torch.zeros(DEPTH, DEPTH).to(dtype) for dtype in (x_dtype, weight_dtype))
-        torch._scaled_mm(a, b.t(), torch.ones(DEPTH, 1), torch.ones(1, DEPTH), out_dtype=out_dtype)
+        a, b = (torch.zeros(DEPTH, depth).to(dtype) for dtype in (x_dtype, weight_dtype))
+        scale_x, scale_w = torch.ones(DEPTH, ceil_div(depth, BLOCK)), torch.ones(1, ceil_div(depth, BLOCK))
+        torchs_product(a, b, as_torch_has_them(a, b, scale_x, scale_w), out_dtype)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"this torch's torch._scaled_mm says on {device}: {str(error).splitlines()[0]}"
+        return f"this torch's {name} says on {device}: {str(error).splitlines()[0]}"
     return None
+
+
+def _toolkit() -> tuple[int, ...]:
+    """The CUDA version that torch was built with."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])

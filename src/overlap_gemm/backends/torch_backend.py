@@ -27,7 +27,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class Torch:
     """Torch's products alongside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
 
-    `torch.mm`, and of operands with scales `torch._scaled_mm`.
+    `torch.mm`, and of operands with scales `torch._scaled_mm` or, of blocks, `F.scaled_mm`.
     """
 
     name = "torch"

@@ -1,63 +1,92 @@
 """What the library is measured against: nothing of ours, each on its own.
 
-`product` is torch's matmul of a rank's operands; `collective` torch.distributed's own, alone; `torch` both,
-one after the other; `torch-symm` torch's fused ops on symmetric memory; `quack` the all-gather GEMM of
-quack-kernels. `link_rates` copies bytes and does nothing else. Multicast objects are never made: on a shared
-machine they can take the GPUs out of service.
+`product` is torch's matmul of a rank's operands (of 8-bit ones its scaled product); `collective`
+torch.distributed's own, alone; `torch` both, one after the other; `torch-symm` torch's fused ops on symmetric
+memory; `quack` the all-gather GEMM of quack-kernels. `link_rates` copies bytes and does nothing else.
+Multicast objects are never made: on a shared machine they can take the GPUs out of service.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
 from ..backends.torch_backend import reduce_scatter_single
 from ..runtime.group import Group
 from ..runtime.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
-from .workload import Call, Workload
+from .workload import Call, Operands, Workload
 
 LINK_BYTES = 768 << 20
 """Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for
 them, is a few percent. (At 96 MiB it was a third on four ranks: 228 GB/s, where the kernels reach 300.)"""
 
 
-def baselines(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
+def baselines(workload: Workload, operands: Operands, group: Group) -> dict[str, Call]:
     """The calls that use nothing of this library, by name; those that take every shape of it first."""
-    whole = x
-    if workload.spec.gathers_operand:
-        whole = x.new_empty(workload.m, workload.k).normal_()
-    calls: dict[str, Call] = {"product": lambda: torch.mm(whole, weight.t())}
+    whole = workload.gathered(operands) if workload.spec.gathers_operand else operands
+    calls: dict[str, Call] = {"product": product(workload, whole)}
     if group.size > 1:
-        calls["collective"] = _collective(workload, torch.mm(whole, weight.t()), x, group)
-        calls["torch"] = lambda: _both(workload, x, weight, group)
-        if x.device.type == "cuda":
-            calls |= _symmetric(workload, x, weight, group)
+        calls["collective"] = _collective(workload, calls["product"], operands, group)
+        calls["torch"] = lambda: _both(workload, operands, group)
+        if operands.x.device.type == "cuda":
+            calls |= symmetric(workload, operands, group)
     return calls
 
 
-def _collective(workload: Workload, product: Tensor, x: Tensor, group: Group) -> Call:
+def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
+    """Torch's product of these; `fast` is `use_fast_accum`, of 8-bit operands.
+
+    Where torch has none with scales of blocks, that with the first block's for each row and column.
+    """
+    x, weight, scale_x, scale_w = operands
+    if scale_x is None or scale_w is None:
+        return lambda: torch.mm(x, weight.t())
+    blocks = workload.scales == "blocks"
+    if blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
+        scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
+    scales = as_torch_has_them(x, weight, scale_x, scale_w)
+    return lambda: torchs_product(x, weight, scales, workload.out_dtype, fast)
+
+
+def _collective(workload: Workload, multiply: Call, operands: Operands, group: Group) -> Call:
     if workload.spec.gathers_operand:
-        return lambda: _gathered(x, workload.m, group)
+        return lambda: _gathered(operands, workload.m, group)
+    found = cast(Tensor, multiply())
     if workload.spec.gathers_output:
-        return lambda: _blocks(product, workload, group)
-    return lambda: _summed(product, workload, group)
+        return lambda: _blocks(found, workload, group)
+    return lambda: _summed(found, workload, group)
 
 
-def _both(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+def _both(workload: Workload, operands: Operands, group: Group) -> Tensor:
     if workload.spec.gathers_operand:
-        return torch.mm(_gathered(x, workload.m, group), weight.t())
-    product = torch.mm(x, weight.t())
-    return (_beside if workload.spec.gathers_output else _summed)(product, workload, group)
+        operands = _gathered(operands, workload.m, group)
+    found = cast(Tensor, product(workload, operands)())
+    if workload.spec.gathers_operand:
+        return found
+    return (_beside if workload.spec.gathers_output else _summed)(found, workload, group)
 
 
-def _gathered(own: Tensor, rows: int, group: Group) -> Tensor:
+def _gathered(operands: Operands, rows: int, group: Group) -> Operands:
+    """All ranks' rows of x, and their scales."""
     _require_even(rows, group)
+    x, scale = operands.x, operands.scale_x
+    if x.dtype in FLOAT8:  # which collectives do not know
+        whole = _all(x.view(torch.uint8), rows, group).view(x.dtype)
+    else:
+        whole = _all(x, rows, group)
+    if scale is not None and scale.numel() > 1:
+        scale = _all(scale, rows, group)
+    return operands._replace(x=whole, scale_x=scale)
+
+
+def _all(own: Tensor, rows: int, group: Group) -> Tensor:
     whole = own.new_empty(rows, own.shape[1])
     group.all_gather(whole, own)
     return whole
@@ -66,9 +95,7 @@ def _gathered(own: Tensor, rows: int, group: Group) -> Tensor:
 def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
     """Every rank's columns, a block after the other."""
     _require_even(workload.n, group)
-    blocks = product.new_empty(group.size * product.shape[0], product.shape[1])
-    group.all_gather(blocks, product)
-    return blocks
+    return _all(product, group.size * product.shape[0], group)
 
 
 def _beside(product: Tensor, workload: Workload, group: Group) -> Tensor:
@@ -93,38 +120,55 @@ def _require_even(extent: int, group: Group) -> None:
         raise ValueError(f"{extent} is not divisible by P={group.size}, as this collective wants it")
 
 
-def _symmetric(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
-    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product."""
+def symmetric(workload: Workload, operands: Operands, group: Group, fast: bool = False) -> dict[str, Call]:
+    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product.
+
+    Its fused ops have no scales of blocks. `fast` is `use_fast_accum`, of 8-bit operands.
+    """
     ops, name = torch.ops.symm_mem, symmetric_name(group)
-    spec = workload.spec
+    spec, (x, weight, scale_x, scale_w), dtype = workload.spec, operands, workload.out_dtype
+    if spec.gathers_output or (workload.scales == "blocks" and spec.out != spec.x):
+        return {}
     if spec.sums and spec.out is not None:
 
         def fused() -> Tensor:
             _require_even(workload.m, group)  # else torch's op fails with an IndexError
-            return ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group_name=name)
+            if scale_x is None or scale_w is None:
+                return ops.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group_name=name)
+            return ops.fused_scaled_matmul_reduce_scatter(
+                x, weight.t(), scale_x, scale_w.t(), "sum", 0, 0, name, [workload.m, workload.n],
+                out_dtype=dtype, use_fast_accum=fast,
+            )  # fmt: skip
 
         return {"torch-symm": fused}
     if spec.gathers_operand:
-        fused_gather = lambda: ops.fused_all_gather_matmul(  # noqa: E731
-            x, [weight.t()], 0, group_name=name, return_A=False
-        )
-        return {"torch-symm": fused_gather, **_quack(workload, x, weight, group)}
-    if spec.gathers_output:
-        return {}
+
+        def fused_gather() -> object:
+            if scale_x is None or scale_w is None:
+                return ops.fused_all_gather_matmul(x, [weight.t()], 0, group_name=name, return_A=False)
+            return ops.fused_all_gather_scaled_matmul(
+                x, [weight.t()], scale_x, [scale_w.t()], 0, name, [None], [None], [dtype], [fast]
+            )
+
+        quack = _quack(workload, x, weight, group) if scale_x is None else {}
+        return {"torch-symm": fused_gather, **quack}
     import torch.distributed._symmetric_memory as symm_mem
 
     buffer: Tensor | None = None
+    multiply = product(workload, operands, fast)
 
-    def product() -> Tensor:
+    def multiplied() -> Tensor:
         nonlocal buffer
         if buffer is None:  # at the first call, so that its failure is that variant's
-            buffer = symm_mem.empty(workload.m, workload.n, dtype=x.dtype, device=x.device)
+            buffer = symm_mem.empty(workload.m, workload.n, dtype=dtype, device=x.device)
             symm_mem.rendezvous(buffer, group.process_group)
-        return torch.mm(x, weight.t(), out=buffer)
+        if scale_x is None:
+            return torch.mm(x, weight.t(), out=buffer)
+        return buffer.copy_(cast(Tensor, multiply()))
 
     return {
-        "one-shot": lambda: ops.one_shot_all_reduce(product(), "sum", name),
-        "two-shot": lambda: ops.two_shot_all_reduce_(product(), "sum", name),
+        "one-shot": lambda: ops.one_shot_all_reduce(multiplied(), "sum", name),
+        "two-shot": lambda: ops.two_shot_all_reduce_(multiplied(), "sum", name),
     }
 
 

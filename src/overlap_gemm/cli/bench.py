@@ -4,17 +4,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.plans import DTYPES
+from ..backends.scaling import FLOAT8
 from ..backends.select import check_name
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, group_name, resolve
@@ -25,9 +24,7 @@ from .baselines import baselines, link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
-from .workload import Call, Workload
-
-DType = Literal["float32", "bfloat16", "float16"]
+from .workload import Call, DType, Operands, Scales, Workload
 
 
 def bench(
@@ -42,7 +39,14 @@ def bench(
     ] = None,
     only: Annotated[str, typer.Option(help="Of the file, the shapes whose name contains this.")] = "",
     dtype: Annotated[
-        DType | None, typer.Option(help="Of operands and result. [default: bfloat16 on GPUs, else float32]")
+        DType | None,
+        typer.Option(
+            help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
+            "[default: bfloat16 on GPUs, else float32]"
+        ),
+    ] = None,
+    scales: Annotated[
+        Scales | None, typer.Option(help="What has a scale, of 8-bit operands alone. [default: rows]")
     ] = None,
     backends: Annotated[
         str | None,
@@ -63,15 +67,21 @@ def bench(
     Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. Shapes are
     those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
     the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
+    Operands of 8 bits are quantised before. Where torch has no product with scales of blocks (it has on
+    Hopper), that with scales of rows stands for it: as many bytes and operations.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)
     on_cuda = world.device.type == "cuda"
     operand = getattr(torch, dtype or ("bfloat16" if on_cuda else "float32"))
+    if operand in FLOAT8:
+        scales = scales or "rows"
+    elif scales is not None:
+        raise typer.BadParameter(f"are for 8-bit operands, not {operand}", param_hint="--scales")
     if shapes is None:
-        workloads = [Workload("", o, rows, n, k, operand) for o in ops for rows in m or [1024]]
+        workloads = [Workload("", o, rows, n, k, operand, scales) for o in ops for rows in m or [1024]]
     else:
-        workloads = [w for w in read_shapes(shapes, m, operand) if only in w.name and w.op in ops]
+        workloads = [w for w in read_shapes(shapes, m, operand, scales) if only in w.name and w.op in ops]
     if not workloads:
         raise typer.BadParameter("no shape is left to run", param_hint="--only")
 
@@ -126,11 +136,13 @@ def chosen_backends(names: str | None) -> list[str]:
     return wanted
 
 
-def read_shapes(file: Path, m: list[int] | None, dtype: torch.dtype) -> Iterator[Workload]:
+def read_shapes(
+    file: Path, m: list[int] | None, dtype: torch.dtype, scales: Scales | None = None
+) -> Iterator[Workload]:
     """The workloads of a list of objects with name, op, m (a list), n and k; `m` overrides theirs."""
     for shape in json.loads(file.read_text()):
         for rows in m or shape["m"]:
-            yield Workload(shape["name"], shape["op"], rows, shape["n"], shape["k"], dtype)
+            yield Workload(shape["name"], shape["op"], rows, shape["n"], shape["k"], dtype, scales)
 
 
 def measure_all(
@@ -198,19 +210,21 @@ def run(
         modes: Whether calls are timed, or replays of graphs of them.
         rates: What `link_rates` found.
     """
-    x, weight = workload.operands(group, device)
-    calls = baselines(workload, x, weight, group)
-    calls |= {name: workload.by(name, x, weight, group) for name in backends}
+    operands = workload.operands(group, device)
+    calls = baselines(workload, operands, group)
+    calls |= {name: workload.by(name, operands, group) for name in backends}
     usable, skipped = _those_that_work(workload, calls, group)
+    if "product" not in usable:
+        raise RuntimeError(f"torch has no product to compare with: {skipped[0].why}")
     link = workload.facts(group.size).bytes_out / max(rates.values()) if rates else None
     found = Measured([name for name in backends if name in usable], link=link, skipped=skipped)
     for mode in modes:
         variants, taken = usable, {}
         for name in found.backends:
-            taken[name] = _taken(workload, name, x, weight, group, mode)
+            taken[name] = _taken(workload, name, operands, group, mode)
         if mode == GRAPH:
             # What is taken under capture may differ, and cannot be compiled there.
-            first = {name: workload.by(name, x, weight, group) for name in taken.values()}
+            first = {name: workload.by(name, operands, group) for name in taken.values()}
             _those_that_work(workload, first, group)
             variants, failed = _those_that_work(workload, usable, group, captured)
             found.skipped += [Skipped(f"{one.way}, captured,", one.shape, one.why) for one in failed]
@@ -225,19 +239,20 @@ def run(
         if link is None and "collective" in usable:
             link = found.link = timings.median("collective")
         found.timings[mode] = timings.with_bound(link or 0.0)
-        if device.type == "cuda" and workload.dtype in DTYPES and (arch := this_arch()) is not None:
+        facts = workload.facts(group.size)
+        if device.type == "cuda" and facts.dtype != "f32" and (arch := this_arch()) is not None:
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            found.predicted[mode] = predict(workload.facts(group.size), arch, sms, mode == GRAPH)
+            found.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
     return found
 
 
-def _taken(workload: Workload, name: str, x: Tensor, weight: Tensor, group: Group, mode: Mode) -> str:
+def _taken(workload: Workload, name: str, operands: Operands, group: Group, mode: Mode) -> str:
     """The backend behind `name`, which for "auto" may depend on whether the call is captured."""
     if mode == EAGER:
-        return workload.taken_by(name, x, weight, group)
+        return workload.taken_by(name, operands, group)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device=x.device)  # torch warns of a graph that is empty
-        return workload.taken_by(name, x, weight, group)
+        torch.zeros(1, device=operands.x.device)  # torch warns of a graph that is empty
+        return workload.taken_by(name, operands, group)
 
 
 def _those_that_work(

@@ -118,7 +118,7 @@ def demo(
         batch * sequence, model.config.hidden_size, model.config.intermediate_size, sizes.dtype
     ):
         group = resolve(group_name(None))
-        taken = layer.taken_by(backend, *layer.operands(group, world.device), group)
+        taken = layer.taken_by(backend, layer.operands(group, world.device), group)
         console.print(f"   backend={backend!r} carries {layer.op} out as {taken!r}")
     data = llama.batches(text, batch, sequence, world.device)
     losses, seconds = _train(console, model, data, steps, sizes.rate)
@@ -237,7 +237,7 @@ def _against(result: Mapping[str, Any]) -> str:
 
 def _timeline(workload: Workload, backend: str, group: Group, world: World) -> list[list[Span]]:
     """The spans of one warm call on every rank. Collective."""
-    call = workload.by(backend, *workload.operands(group, world.device), group)
+    call = workload.by(backend, workload.operands(group, world.device), group)
     everyone: list[Any] = [None] * world.size
     for _ in range(2):
         call()

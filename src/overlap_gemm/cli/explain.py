@@ -1,7 +1,7 @@
 """`overlap-gemm explain`: what `overlap_gemm.explain` says of a call, here, with the ranks that are here."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,7 +17,7 @@ from ..runtime.group import group_name, resolve
 from ..spec import OPS
 from .bench import chosen_ops
 from .console import rank_zero_console
-from .workload import Workload
+from .workload import DType, Workload
 
 
 def explain(
@@ -34,7 +34,7 @@ def explain(
     ] = None,
     backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"] | None,
+        DType | None,
         typer.Option(
             help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
             "[default: bfloat16 on GPUs, else float32]"

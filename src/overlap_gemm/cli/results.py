@@ -130,9 +130,11 @@ def table(report: Mapping[str, Any]) -> Table:
     machine = report["machine"]
     results = report["results"]
     modes = [mode for mode in (GRAPH, EAGER) if any(mode in result for result in results)]
+    kinds = {f"{one['dtype']} ({one['scales']})" if one["scales"] else one["dtype"] for one in results}
     rates = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in report["link_rates"].items())
     drawn = Table(
-        title=f"{machine['ranks']} x {machine['processor']}, microseconds, {' / '.join(modes)}; "
+        title=f"{machine['ranks']} x {machine['processor']}, {', '.join(kinds)}, microseconds, "
+        f"{' / '.join(modes)}; "
         f"{report['protocol']}{'; link: ' + rates if rates else ''}",
         title_justify="left",
         box=box.SIMPLE_HEAD,

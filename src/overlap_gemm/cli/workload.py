@@ -2,20 +2,47 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import overlap_gemm
 
 from ..backends.plans import DTYPES
+from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards
 from ..tuning.prediction import Facts
 
 Call = Callable[[], object]
+
+DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+"""Types of operands, as commands have them."""
+
+Scales = Literal["rows", "tensor", "blocks"]
+"""What shares a scale, of operands of 8 bits: a row, all of an operand, or a block, 1 x 128 of x, 128 x 128
+of the weight."""
+
+
+MOST = 8
+"""Standard deviations that no operand exceeds."""
+
+
+class Operands(NamedTuple):
+    """An op's tensors. The scales are as `overlap_gemm.gemm_reduce_scatter` takes them, None of 16 bits."""
+
+    x: Tensor
+    weight: Tensor
+    scale_x: Tensor | None = None
+    scale_w: Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """Keyword arguments of the op."""
+        return {"scale_x": self.scale_x, "scale_w": self.scale_w}
 
 
 @dataclass(frozen=True)
@@ -28,7 +55,8 @@ class Workload:
         m: Rows M over all ranks.
         n: Output features N over all ranks.
         k: Input features K over all ranks.
-        dtype: Of operands and result.
+        dtype: Of operands and result; the result of 8-bit operands is bfloat16.
+        scales: Of 8-bit operands; else None.
     """
 
     name: str
@@ -37,6 +65,12 @@ class Workload:
     n: int
     k: int
     dtype: torch.dtype
+    scales: Scales | None = None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.dtype if self.scales is None else OUT_DTYPES[0]
 
     @property
     def spec(self) -> OpSpec:
@@ -49,32 +83,65 @@ class Workload:
 
     def facts(self, ranks: int) -> Facts:
         """The same for the model."""
-        return Facts(self.op, self.m, self.n, self.k, DTYPES.get(self.dtype, "f32"), ranks)
+        return Facts(self.op, self.m, self.n, self.k, (DTYPES | FLOAT8).get(self.dtype, "f32"), ranks)
 
     def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
         """Those of this rank's x and weight."""
         return self.spec.shapes(self.m, self.n, self.k, Shards.owned_by(group.size, group.rank))
 
-    def operands(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
-        """This rank's x and weight, random normal, the weight scaled so that results stay near 1."""
+    def operands(self, group: Group, device: torch.device) -> Operands:
+        """This rank's x and weight, random normal, the weight scaled so that results stay near 1.
+
+        8-bit ones are those rounded, with the scales that make the largest magnitude the type's largest; a
+        scale for all of an operand is the same on every rank, as torch's all-gather wants it.
+        """
         x_shape, weight_shape = self.shapes(group)
         generator = torch.Generator(device).manual_seed(group.rank)
-        x = torch.randn(x_shape, generator=generator, device=device, dtype=self.dtype)
-        weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.dtype)
-        return x, weight / self.k**0.5
+        x = torch.randn(x_shape, generator=generator, device=device, dtype=self.out_dtype)
+        weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.out_dtype)
+        weight, deviation = weight / self.k**0.5, self.k**-0.5
+        (x, scale_x), (weight, scale_w) = self._rounded(x, 1), self._rounded(weight, BLOCK, deviation)
+        return Operands(x, weight, scale_x, scale_w)
+
+    def gathered(self, operands: Operands) -> Operands:
+        """The same with an x like that which an all-gather makes of the ranks', without asking them."""
+        x = torch.randn(self.m, self.k, device=operands.x.device, dtype=self.out_dtype)
+        x, scale_x = self._rounded(x, 1)
+        return operands._replace(x=x, scale_x=scale_x)
+
+    def _rounded(self, matrix: Tensor, rows: int, deviation: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """An operand of `dtype` and its scales, if any; `rows` is how many rows a block has."""
+        if self.scales is None:
+            return matrix, None
+        height, width = matrix.shape
+        if self.scales == "tensor":
+            scale = matrix.new_full(
+                (1, 1), MOST * deviation / torch.finfo(self.dtype).max, dtype=torch.float32
+            )
+            return (matrix / scale).to(self.dtype), scale
+        if self.scales == "rows" or rows == 1:
+            return overlap_gemm.quantize_rows(
+                matrix, self.dtype, block=BLOCK if self.scales == "blocks" else None
+            )
+        whole = F.pad(matrix, (0, -width % BLOCK, 0, -height % rows))
+        blocks = whole.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        values, scale = overlap_gemm.quantize_rows(blocks.flatten(2), self.dtype)
+        values = values.view(blocks.shape).transpose(1, 2).reshape(whole.shape)
+        return values[:height, :width].contiguous(), scale.squeeze(-1)
 
     @property
     def extents(self) -> dict[str, Any]:
         """The extents over all ranks that an op takes as arguments, known here as they are in a model."""
         return self.spec.arguments(self.m, self.n, self.k)
 
-    def by(self, backend: str, x: Tensor, weight: Tensor, group: Group) -> Call:
+    def by(self, backend: str, operands: Operands, group: Group) -> Call:
         """The op by a backend of this library."""
-        op = getattr(overlap_gemm, self.op)
-        return lambda: op(x, weight, group=group.process_group, backend=backend, **self.extents)
+        op, how = getattr(overlap_gemm, self.op), {**self.extents, **operands.scales}
+        x, weight = operands.x, operands.weight
+        return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
-    def taken_by(self, backend: str, x: Tensor, weight: Tensor, group: Group) -> str:
+    def taken_by(self, backend: str, operands: Operands, group: Group) -> str:
         """The backend that carries it out when asked for `backend`, which may be "auto"."""
-        how: dict[str, Any] = {"group": group.process_group, "backend": backend, **self.extents}
-        choice = overlap_gemm.explain(self.op, x, weight, **how)
+        how: dict[str, Any] = {"backend": backend, **self.extents, **operands.scales}
+        choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
         return choice.backend.name

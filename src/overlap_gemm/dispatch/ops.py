@@ -366,8 +366,8 @@ def _bind_local_gemm(
 ) -> Run:
     if out_dtype is None:
         return gemm
-    why = why_no_product(x.device.type, x.dtype, weight.dtype, out_dtype)
-    return with_scales(gemm, out_dtype, Scaled if why is None and not blocks else dequantised)
+    why = why_no_product(x.device.type, x.dtype, weight.dtype, out_dtype, blocks)
+    return with_scales(gemm, out_dtype, Scaled if why is None else dequantised)
 
 
 def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
