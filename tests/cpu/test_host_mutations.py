@@ -55,7 +55,7 @@ def test_what_once_survived_is_noticed_by_the_default_suite(file, before, after,
 # --- what a run over all files found ---
 
 FOUND = json.loads(DATA.read_text())
-NOTE = Path(__file__).parents[2] / "docs" / "notes" / "2026-11-23-host-mutants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "testing.md"
 EQUIVALENT = "equivalent: "
 
 
@@ -66,9 +66,9 @@ def test_nearly_all_of_a_hundred_mutants_are_noticed():
     assert all(len(one["why"].removeprefix(EQUIVALENT)) > 20 for one in left), left
     equivalent = sum(one["why"].startswith(EQUIVALENT) for one in left)
     assert len(tried) - len(left) >= 0.95 * (len(tried) - equivalent)
-    assert all(one["mutant"].split(" ")[0] in NOTE.read_text() for one in left)
+    assert all(one["mutant"].split(" ")[0] in PAGE.read_text() for one in left)
     said = f"{len(tried) - len(left)} of {len(tried)} are noticed, {equivalent} are equivalent"
-    assert f"{said} (commit {FOUND['commit']}, {FOUND['date']};" in " ".join(NOTE.read_text().split())
+    assert f"{said} (commit {FOUND['commit']}, {FOUND['date']};" in " ".join(PAGE.read_text().split())
 
 
 def test_mutants_of_every_file_were_tried_and_noticed_by_its_tests():

@@ -2,7 +2,7 @@
 
 An hour or two per kernel on one core: `bash launch/test.sh -m slow -n auto tests/emulated/test_mutations.py`
 deals the parts of each run to all cores. What goes undetected must be explained here; results:
-docs/notes/2026-11-20-mutations.md, and the waits of the present kernels in 2026-11-22-suite.md.
+docs/notes/2026-11-20-mutations.md.
 """
 
 import pytest

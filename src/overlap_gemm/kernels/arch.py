@@ -51,7 +51,7 @@ class Arch:
         receive_warps: how many they are.
         ring_swizzle: module of `cutlass.utils` that lays out the ring's stages.
         narrow_bytes: whether its MMA adds products of 8-bit types with fewer bits than fp32 has, so that
-            what is added over a long K must be promoted (docs/notes/2026-11-23-fp8-on-h200.md).
+            what is added over a long K must be promoted (docs/design/fp8.md).
         bytes_k_major: whether 8-bit operands must be contiguous along K (PTX ISA, wgmma: only 16-bit types
             may be transposed).
         calls_keep_registers: whether a kernel may call functions that are not inlined. Where it moves

@@ -210,7 +210,7 @@ def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
         The DSL's compiled function.
     """
     # What a profile shows. "cutlass" stays in it: ptxas makes other code of an entry without that word, and
-    # the plain GEMM of 128x128 is 1 to 2 % slower then (docs/notes/2026-11-23-assemblers.md).
+    # the plain GEMM of 128x128 is 1 to 2 % slower then (docs/design/facts.md).
     FusedGemm.kernel.set_name_prefix(kernel.name, keep_mangled_name=False)
     return cute.compile(
         kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.on.target} {options}".strip()

@@ -86,7 +86,7 @@ class GradientAsContiguous:
     Where it is gathered along the sequence it would be a transposed view. torch (2.11, CUDA) keeps a graph of
     cuDNN's attention for the backward of all calls alike, and does not ask whether this gradient's strides
     are: another model of these sizes, whose gradients lie otherwise, then gets wrong ones, silently
-    (docs/notes/2026-11-22-attention-strides.md). The copy is small compared with the attention.
+    (docs/design/facts.md). The copy is small compared with the attention.
     """
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

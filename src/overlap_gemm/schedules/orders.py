@@ -127,7 +127,7 @@ class DealtShards:
     same from the first wave to the last, and no two ranks send to one owner at the same time. (With whole
     shards one after the other the link idled during the own one, and limited the others. Turning the deal
     from turn to turn, and own tiles a wave late, were tried and are slower:
-    docs/notes/2026-11-21-receive-role.md.) Ranks after the last owner (``rank >= owners``) own nothing and
+    docs/design/exchange.md.) Ranks after the last owner (``rank >= owners``) own nothing and
     send all their tiles.
 
     Attributes:

@@ -1,0 +1,244 @@
+"""Figures in docs/design are computed from data, or stand in the dated record that is linked next to them."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from .test_figures_in_docs import LOOKS_MEASURED, ROOT, report, said, words
+
+FOLDER = ROOT / "docs" / "design"
+PAGES = [f"docs/design/{page.name}" for page in sorted(FOLDER.glob("*.md"))]
+RECORD = re.compile(r"\]\((\.\./notes/[^)#]+\.md)\)")
+KEPT_AS_IT_WAS = {"index.md"}
+"""Of docs/notes: no record."""
+
+
+def ratios(name, way, results="results", where=lambda _: True):
+    return [one["ratio"][way] for one in report(name)[results] if way in one["ratio"] and where(one)]
+
+
+def of_few_rows(result):
+    """Rows whose kernels differ in nothing but their launch."""
+    other_kernel = {("gemm_reduce_scatter", 16), ("all_gather_gemm", 16)}
+    return result["m"] <= 128 and (result["op"], result["m"]) not in other_kernel
+
+
+def instructions():
+    """From a flag that is seen to the first load, of kernels that receive tiles."""
+    every = [kernel for name, kernel in report("critical-path").items() if "sending" not in name]
+    found = [kernel["flag acquired -> first load"]["instructions"] for kernel in every]
+    return f"{min(found)} to {max(found)}"
+
+
+def four_virtual_ranks(result):
+    return result["case"] == "ag 512 8192 4096 P4"
+
+
+def decomposed():
+    seconds = [one["graph"]["seconds"] for one in report("h200x2-all-gather")["results"]]
+    return [one["decomposed"] / one["fused"] for one in seconds]
+
+
+def slices(many_columns):
+    return ratios("h200x2-k-slices", "slices", where=lambda one: (one["n"] == 28672) == many_columns)
+
+
+def few_columns(result):
+    return result["m"] <= 128 and result["n"] == 5120
+
+
+def constants():
+    return json.loads((ROOT / "src/overlap_gemm/tuning/machines/h200.json").read_text())
+
+
+def host(way):
+    us = constants()["host"][way] * 1e6
+    return f"{us:.1f}" if us < 50 else f"{us:.0f}"
+
+
+def float8(*ways, least=512):
+    """The best of some kernels, beside torch's row-wise fast product."""
+    shapes = [one for one in report("h200-fp8-gemm")["shapes"] if one["shape"][0] >= least]
+    names = [f"sm_90a_{way}" for way in ways]
+    return [min(one["ratio"][name] for name in names if name in one["ratio"]) for one in shapes]
+
+
+def few_rows_float8():
+    [shape] = [one for one in report("h200-fp8-gemm")["shapes"] if one["shape"][0] == 64]
+    return min(ratio for name, ratio in shape["ratio"].items() if "swap_ab" in name)
+
+
+def roof(way):
+    [cube] = [one for one in report("h200-fp8-roof")["results"] if one["m"] == one["n"] == one["k"] == 8192]
+    return cube["us"][way]
+
+
+def without_the_word(result):
+    return re.fullmatch(r"gemm (8192|2048) 8192 2048", result["case"])
+
+
+NAMES = ("c-cu12-name", "d-cu13-name")
+FAST = "pingpong_128x128_c2x1_e4m3_obf16_sbf16_scale_fast"
+PROMOTED = [f"cooperative_128x128_c{clusters}_e4m3_obf16_sbf16_scale" for clusters in ("2x1", "1x1")]
+FIGURES = {
+    "docs/design/tails.md": [
+        lambda: f"now there are {instructions()} (`critical-path.json`",
+        lambda: (
+            said(ratios("h200-critical-path", "b-now", where=lambda one: not four_virtual_ranks(one)))
+            + " of the time before of every call but one"
+        ),
+        lambda: (
+            f"it takes {said(ratios('h200x2-own-last', 'own last'))} of the default's time, and wins at "
+            f"{sum(one < 1 for one in ratios('h200x2-own-last', 'own last'))} of "
+            f"{len(ratios('h200x2-own-last', 'own last'))} shapes"
+        ),
+        lambda: f"It takes {said(ratios('h200x2-publisher', 'publisher'))} of the default's time",
+        lambda: f"{said(ratios('h200x2-symmetric-output', 'symmetric'))} of the default's time on two H200",
+    ],
+    "docs/design/all-gather.md": [
+        lambda: "{:.2f} of the time with four virtual ranks".format(
+            *ratios("h200-critical-path", "b-now", where=four_virtual_ranks)
+        ),
+        lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
+        lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
+        lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",
+        lambda: "{:.2f} of the fused kernel's time for 128 x 28672 x 8192".format(*slices(True)),
+        lambda: f"other {len(slices(False))} shapes {said(slices(False))}",
+        lambda: f"takes {said(ratios('h200x2-k-slices', 'torch', where=few_columns))} of the fused kernel's",
+    ],
+    "docs/design/few-rows.md": [
+        lambda: (
+            f"{said(ratios('h200x2-dependent', 'dependent', where=of_few_rows))} of the time on two H200; "
+            "with the weights' first tiles loaded before the wait, on request, "
+            f"{said(ratios('h200x2-dependent', 'dependent weights', where=of_few_rows))} ("
+        ),
+    ],
+    "docs/design/fp8.md": [
+        lambda: (
+            f"{2 * 8192**3 / roof('row fast') / 1e6:.0f} TFLOP/s, "
+            f"{roof('bf16') / roof('row fast'):.2f} times bfloat16's speed"
+        ),
+        lambda: f"without promotion take {said(float8(FAST))} of that product's time from 512 rows on",
+        lambda: f"with promotion {said(float8(*PROMOTED))} (clusters of two or none",
+        lambda: f"`swap_ab` takes {few_rows_float8():.2f}.",
+    ],
+    "docs/design/host.md": [
+        lambda: (
+            f"takes {host('fused')} us of host time, its launch included, where `torch.mm` takes "
+            f"{host('product')} us, torch's two calls {host('torch')} us "
+            f"and `sequential` {host('sequential')} us"
+        ),
+    ],
+    "docs/design/facts.md": [
+        lambda: f"read a weight at {constants()['swap_ab_stream']:.2f} of the memory's rate",
+        lambda: (
+            f"take {said(ratios('h200-flavours', 'b-cu13'))} of each other's time over "
+            f"{len(report('h200-flavours')['results'])} cases"
+        ),
+        lambda: (
+            "kernel takes "
+            + said([one for way in NAMES for one in ratios("h200-flavours", way, where=without_the_word)])
+            + " of the time at K = 2048"
+        ),
+    ],
+}
+NOT_TIMED = {
+    ("docs/design/fp8.md", "13 times"): "of 2^13",
+    ("docs/design/testing.md", "106 of 120 "): "test_host_mutations.py holds it",
+}
+"""What looks like a measured figure and is none, or is held by another test."""
+
+
+@cache
+def record(name):
+    return words(f"docs/notes/{Path(name).name}")
+
+
+def blocks(page):
+    """Paragraphs, items of lists and rows of tables: within one of them a record that is linked counts."""
+    return re.split(r"\n\s*\n|\n(?=\s*(?:- |\| |\d\. ))", (ROOT / page).read_text())
+
+
+def is_recorded(figure, linked):
+    """Whether each number of it stands, as a number, in a record."""
+    numbers = re.findall(r"\d+(?:[.,]\d+)*", figure)
+    return any(
+        all(re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", record(name)) for one in numbers)
+        for name in linked
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, i) for page, every in FIGURES.items() for i in range(len(every))]
+)
+def test_a_figure_is_what_was_measured(page, number):
+    figure = FIGURES[page][number]()
+    assert figure in words(page), f"{page} should say: {figure}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_is_without_its_data_or_its_record(page):
+    without = []
+    for block in blocks(page):
+        text, linked = " ".join(block.split()), RECORD.findall(block)
+        for figure in FIGURES.get(page, []):
+            text = text.replace(figure(), "")
+        without += [
+            (found, text)
+            for found in LOOKS_MEASURED.findall(RECORD.sub("", text))
+            if (page, found) not in NOT_TIMED and not is_recorded(found, linked)
+        ]
+    assert not without, f"{page}: no test computes these, and no record that is linked has them: {without}"
+
+
+def test_what_is_no_measured_figure_is_there():
+    for page, figure in NOT_TIMED:
+        assert figure in words(page), (page, figure)
+
+
+def test_every_record_is_quoted_and_every_data_file_that_is_named_exists():
+    pages = {page: (ROOT / page).read_text() for page in PAGES}
+    others = [
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "tests" / "emulated" / "test_mutations.py",
+    ]
+    everything = "".join([*pages.values(), *(file.read_text() for file in others)])
+    for note in (ROOT / "docs" / "notes").glob("*.md"):
+        assert note.name in everything or note.name in KEPT_AS_IT_WAS, f"no page quotes {note.name}"
+    for page, text in pages.items():
+        for name in re.findall(r"`([a-z0-9-]+\.json)`", text):
+            assert (ROOT / "benchmarks" / "results" / name).exists(), f"{page}: {name}"
+
+
+def test_no_file_names_a_record_that_is_gone():
+    folders = ("src", "tests", "docs", "benchmarks", "emulator", "examples", "launch")
+    files = [
+        file
+        for folder in folders
+        for ending in ("*.py", "*.md", "*.json", "*.sh")
+        for file in (ROOT / folder).rglob(ending)
+    ]
+    kept = {note.name for place in ("docs", "emulator/docs") for note in (ROOT / place).glob("notes/*.md")}
+    for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        gone = set(re.findall(r"20\d\d-\d\d-\d\d-[a-z0-9-]+\.md", file.read_text())) - kept
+        assert not gone, f"{file.relative_to(ROOT)} names {gone}"
+
+
+def test_the_pictures_are_the_same_in_both_places():
+    """Of the architecture and of a call's timeline."""
+    design, contributing = (
+        re.findall(r"^```\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+        for page in ("docs/design/index.md", "CONTRIBUTING.md")
+    )
+    assert len(design) == 3 and set(design) <= set(contributing)
+
+
+def test_the_timelines_figures_are_the_records():
+    [timeline] = re.findall(r"us after the first CTA.*?```", (FOLDER / "index.md").read_text(), re.S)
+    found = re.findall(r"(\d+\.\d) +[a-z]", timeline)
+    assert len(found) == 6 and all(f"/ {one} /" in record("2026-11-22-tails.md") for one in found), found
