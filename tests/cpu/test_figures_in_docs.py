@@ -63,6 +63,12 @@ def slower(found):
     return f"{sum(one > 1 for one in found)} of {len(found)} shapes"
 
 
+def row(name, *rows):
+    """Captured and eagerly, as README's table has them."""
+    found = [against(name, mode, *rows) for mode in MODES]
+    return " | ".join(f"{said(one)} ({slower(one)} are slower)" for one in found)
+
+
 def beside_every_way(name, mode):
     """`auto`'s time beside the fastest of all ways that were timed, ours among them."""
     every = [result[mode]["seconds"] for result in report(name)["results"]]
@@ -151,19 +157,10 @@ def float8_beside_every_way():
 
 FIGURES = {
     "README.md": [
-        lambda: f"on two H200: {said(float8('e4m3: fused / torch'))} of the time of torch's product",
-        lambda: f"{said(against('h200x4', 'graph', 512))} of the time of the faster of torch's own ways",
-        lambda: (
-            f"{said(against('h200x4', 'eager', 512))} of it called eagerly "
-            f"({slower(against('h200x4', 'eager', 512))} are slower)"
-        ),
-        lambda: (
-            f"Below 512 rows: {said(against('h200x4', 'graph', 0, 511))} captured "
-            f"({slower(against('h200x4', 'graph', 0, 511))} are slower), "
-            f"{said(against('h200x4', 'eager', 0, 511))} eagerly "
-            f"({slower(against('h200x4', 'eager', 0, 511))} are slower)"
-        ),
-        lambda: "8192 tokens, eager: {:.2f} of torch's styles forward, {:.2f} with backward".format(
+        lambda: f"2 H200, against torch's product and collective | {said(float8('e4m3: fused / torch'))} |",
+        lambda: f"| 512 to 8192 | {row('h200x4', 512)} |",
+        lambda: f"| below 512 | {row('h200x4', 0, 511)} |",
+        lambda: "8192 tokens, against torch's styles | | forward {:.2f}, with backward {:.2f} |".format(
             *layer(8192)
         ),
         lambda: f"today's model chooses otherwise in {chosen_otherwise('h200x4', 'graph')} of these shapes",
