@@ -1,17 +1,22 @@
-"""Figures in docs/design are computed from data, or stand in the dated record that is linked next to them."""
+"""Figures in docs/design and the emulator's page are computed, or stand in the record that is linked."""
 
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from .test_figures_in_docs import LOOKS_MEASURED, ROOT, report, said, words
 
 FOLDER = ROOT / "docs" / "design"
-PAGES = [f"docs/design/{page.name}" for page in sorted(FOLDER.glob("*.md"))]
-RECORD = re.compile(r"\]\((\.\./notes/[^)#]+\.md)\)")
+PAGES = [f"docs/design/{page.name}" for page in sorted(FOLDER.glob("*.md"))] + ["emulator/docs/design.md"]
+RECORD = re.compile(r"\]\((?:\.\./)?notes/([^)#]+\.md)\)")
+MORE = re.compile(
+    r"\d[\d.,]* (?:us )?(?:for|to|against) \d+(?:\.\d+)?(?![\d.]* ?(?:rows|ranks|GPUs|elements))|"
+    r"(?<![\w.-])(?<!torch )(?<!cuDNN )\d+\.\d+(?![\w.])"
+)
+"""What looks measured on these pages, in addition: either number of a pair, and every decimal."""
+NOTES = [*(ROOT / "docs" / "notes").glob("*.md"), *(ROOT / "emulator" / "docs" / "notes").glob("*.md")]
 KEPT_AS_IT_WAS = {"index.md"}
 """Of docs/notes: no record."""
 
@@ -110,6 +115,7 @@ FIGURES = {
         lambda: f"takes {said(ratios('h200x2-k-slices', 'torch', where=few_columns))} of the fused kernel's",
     ],
     "docs/design/few-rows.md": [
+        lambda: f"expects at most {constants()['whole_gain']} of the time",
         lambda: (
             f"{said(ratios('h200x2-dependent', 'dependent', where=of_few_rows))} of the time on two H200; "
             "with the weights' first tiles loaded before the wait, on request, "
@@ -146,6 +152,9 @@ FIGURES = {
     ],
 }
 NOT_TIMED = {
+    ("docs/design/facts.md", "12.9"): "of ptxas",
+    ("docs/design/facts.md", "13.4"): "of ptxas",
+    ("docs/design/fp8.md", "256.03125"): "256 and 2^-5",
     ("docs/design/fp8.md", "13 times"): "of 2^13",
     ("docs/design/testing.md", "106 of 120 "): "test_host_mutations.py holds it",
 }
@@ -154,12 +163,14 @@ NOT_TIMED = {
 
 @cache
 def record(name):
-    return words(f"docs/notes/{Path(name).name}")
+    [found] = [path for path in NOTES if path.name == name]
+    return words(found.relative_to(ROOT))
 
 
 def blocks(page):
     """Paragraphs, items of lists and rows of tables: within one of them a record that is linked counts."""
-    return re.split(r"\n\s*\n|\n(?=\s*(?:- |\| |\d\. ))", (ROOT / page).read_text())
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
+    return re.split(r"\n\s*\n|\n(?=\s*(?:- |\| |\d\. ))", text)
 
 
 def is_recorded(figure, linked):
@@ -188,7 +199,8 @@ def test_no_figure_is_without_its_data_or_its_record(page):
             text = text.replace(figure(), "")
         without += [
             (found, text)
-            for found in LOOKS_MEASURED.findall(RECORD.sub("", text))
+            for looks in (LOOKS_MEASURED, MORE)
+            for found in looks.findall(RECORD.sub("", text))
             if (page, found) not in NOT_TIMED and not is_recorded(found, linked)
         ]
     assert not without, f"{page}: no test computes these, and no record that is linked has them: {without}"
@@ -203,12 +215,13 @@ def test_every_record_is_quoted_and_every_data_file_that_is_named_exists():
     pages = {page: (ROOT / page).read_text() for page in PAGES}
     others = [
         *(ROOT / "docs").glob("*.md"),
+        ROOT / "emulator" / "docs" / "public.md",
         ROOT / "README.md",
         ROOT / "benchmarks" / "README.md",
         ROOT / "tests" / "emulated" / "test_mutations.py",
     ]
     everything = "".join([*pages.values(), *(file.read_text() for file in others)])
-    for note in (ROOT / "docs" / "notes").glob("*.md"):
+    for note in NOTES:
         assert note.name in everything or note.name in KEPT_AS_IT_WAS, f"no page quotes {note.name}"
     for page, text in pages.items():
         for name in re.findall(r"`([a-z0-9-]+\.json)`", text):
@@ -223,7 +236,7 @@ def test_no_file_names_a_record_that_is_gone():
         for ending in ("*.py", "*.md", "*.json", "*.sh")
         for file in (ROOT / folder).rglob(ending)
     ]
-    kept = {note.name for place in ("docs", "emulator/docs") for note in (ROOT / place).glob("notes/*.md")}
+    kept = {note.name for note in NOTES}
     for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         gone = set(re.findall(r"20\d\d-\d\d-\d\d-[a-z0-9-]+\.md", file.read_text())) - kept
         assert not gone, f"{file.relative_to(ROOT)} names {gone}"
