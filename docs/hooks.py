@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml."""
+"""What mkdocs is told in addition to mkdocs.yml."""
 
 from pathlib import Path
 from typing import Any

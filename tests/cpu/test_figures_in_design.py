@@ -117,6 +117,11 @@ FIGURES = {
     "docs/design/few-rows.md": [
         lambda: f"expects at most {constants()['whole_gain']} of the time",
         lambda: (
+            "without a cluster reaches {:.2f} of the best rate on large cubes, and {:.2f} where all".format(
+                *(constants()[of]["pingpong 128x128 1x1"] for of in ("efficiency", "one_wave"))
+            )
+        ),
+        lambda: (
             f"{said(ratios('h200x2-dependent', 'dependent', where=of_few_rows))} of the time on two H200; "
             "with the weights' first tiles loaded before the wait, on request, "
             f"{said(ratios('h200x2-dependent', 'dependent weights', where=of_few_rows))} ("
