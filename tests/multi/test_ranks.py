@@ -4,14 +4,30 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from overlap_gemm.testing.ranks import RankError, Ranks
+
+
+def starts_a_process(rank, size):
+    return subprocess.Popen(["sleep", "60"]).pid
+
+
+def test_what_ranks_started_ends_with_them():
+    with Ranks(2) as ranks:
+        started = [Path(f"/proc/{pid}/status") for pid in ranks.run(starts_a_process)]
+        assert all(status.exists() for status in started)
+    deadline = time.monotonic() + 10
+    while any(status.exists() and "zombie" not in status.read_text() for status in started):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.01)
 
 
 def hangs(rank, size):

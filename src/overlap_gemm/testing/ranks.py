@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -128,8 +128,11 @@ class Ranks:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, and those that they started."""
         for process in self._processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # it ended before it was the first of its group
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
             process.join()
@@ -233,6 +236,7 @@ def _serve(
     pipe: Connection, rank: int, size: int, folder: str, device: str, timeout: float, threads: int
 ) -> None:
     """A rank's loop: receives functions, answers with results."""
+    os.setpgid(0, 0)  # what it starts is found by its group (Megatron has a server for checkpoints)
     with _stderr_file(folder, rank).open("w") as words:
         os.dup2(words.fileno(), 2)
     stacks = _stacks_file(folder, rank).open("w")
