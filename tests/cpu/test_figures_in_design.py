@@ -233,6 +233,19 @@ def test_every_record_is_quoted_and_every_data_file_that_is_named_exists():
             assert (ROOT / "benchmarks" / "results" / name).exists(), f"{page}: {name}"
 
 
+def test_tests_and_files_that_are_named_exist():
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for file, test in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
+            assert f"def {test}(" in (ROOT / "tests" / "emulated" / file).read_text(), f"{page}: {test}"
+        for file in re.findall(r"`((?:tests|src|benchmarks|emulator)/[\w/.-]+)`", text):
+            assert (ROOT / file).exists(), f"{page}: {file}"
+        for file in re.findall(
+            r"`((?:kernels|runtime|device|backends|transports|spec|tuning)/[\w/]+\.\w+)`", text
+        ):
+            assert (ROOT / "src" / "overlap_gemm" / file).exists(), f"{page}: {file}"
+
+
 def test_no_file_names_a_record_that_is_gone():
     folders = ("src", "tests", "docs", "benchmarks", "emulator", "examples", "launch")
     files = [
