@@ -76,6 +76,18 @@ def test_who_names_a_kernel_or_a_transport_gets_the_reduce_scatter(taken, named)
     assert set(taken) == {("reduce_scatter", "reduce_scatter")}
 
 
+@pytest.mark.parametrize("launch", ["ordered", "dependent_weights"])
+def test_when_a_kernel_begins_names_no_kernel(taken, launch):
+    case = Case("gemm_reduce_scatter", 16, 136, 128, torch.bfloat16)
+    with (
+        configured(launch=launch), Emulator("sm_90a", 2) as emulator,
+        VirtualWorld(2, emulator=emulator) as world,
+    ):  # fmt: skip
+        for given, outs in run_launches(case, world, 2):
+            assert judge(case, given, outs, torch.bfloat16).holds
+    assert taken and set(taken) <= AS_ALL_REDUCES
+
+
 def test_ranks_may_name_different_ways_for_the_shards_of_another_op(taken):
     """A reduce-scatter looks at how tiles travel alone; virtual ranks are not compared."""
     x, weight, outs = torch.randn(6, 64).bfloat16(), torch.randn(64, 64).bfloat16(), []

@@ -95,11 +95,12 @@ def executed_as(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     There each owner's rows, however few, are tiles of their own, so that a rank reads its weight once for
     every owner. An all-reduce has all rows in one tile, and a rank keeps those that it owns of the same sums.
     (16 rows, 8192 columns and K = 28672 on four H200: 74.2 us, and 35.9 by the all-reduce.) Not where
-    `configured` names kernels, an algorithm or a transport.
+    `configured` names a kernel, an algorithm or a transport; when a kernel begins (`launch`) names none.
     """
     asked = settings()
     # "copy_engine" is an all-gather GEMM's, and may be some ranks' alone.
-    named = asked.fields or asked.algorithm or asked.tile_transport
+    kernel = any(field != "launch" for field, _ in asked.fields)
+    named = kernel or asked.algorithm or asked.tile_transport
     if facts.spec.whole is None or facts.world == 1 or facts.m > machine.whole_rows or named:
         return facts
     whole = replace(facts, op=facts.spec.whole, shard=0)
