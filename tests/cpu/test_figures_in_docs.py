@@ -16,7 +16,6 @@ from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.select import choose
-from overlap_gemm.spec import op_named
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
@@ -83,9 +82,8 @@ def chosen_otherwise(name, mode):
     different, results = 0, report(name)["results"]
     for result in results:
         op, m, n, k = (result[key] for key in ("op", "m", "n", "k"))
-        width, across = (k, n) if op_named(op).width == "k" else (n, k)
         asked = Problem(
-            op, m, width, torch.bfloat16, "cuda", result["ranks"], across=across,
+            op, m, n, k, torch.bfloat16, "cuda", result["ranks"],
             reach=Reach("sm_90a", 132, None), captured=MODES[mode],
         )  # fmt: skip
         with mock.patch.object(Fused, "why_not", return_value=None):

@@ -14,7 +14,7 @@ from overlap_gemm.backends import ways
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.operands import aligned, aligned_vector, major
-from overlap_gemm.backends.select import choose, preferring
+from overlap_gemm.backends.select import choose, with_fallback
 from overlap_gemm.backends.ways import LL_WORDS, PUTS, STORES, putting, wanted
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
@@ -24,7 +24,7 @@ from overlap_gemm.spec import PATTERNS, TRANSPORTS
 from overlap_gemm.tuning.settings import configured, settings
 from overlap_gemm.tuning.space import default_config
 
-PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=2)
+PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, 4096, torch.bfloat16, "cpu", world_size=2)
 
 # --- choice ---
 
@@ -35,7 +35,7 @@ PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", worl
         ({}, "Hopper or Blackwell"),
         ({"op": "gemm_all_gather", "world_size": 3}, "1366 columns a rank, which must be a multiple of 8"),
         ({"dtype": torch.float32}, "float32"),
-        ({"features": 100}, "N=100 must be a multiple of 8"),
+        ({"n": 100}, "N=100 must be a multiple of 8"),
     ],
 )
 def test_it_names_what_stands_in_its_way(changes, reason):
@@ -56,10 +56,10 @@ def test_auto_passes_over_it_and_says_why():
 
 def test_a_backward_pass_takes_another_backend_where_there_is_no_dual():
     problem = replace(PROBLEM, op="all_gather_gemm", dtype=torch.float32)
-    choice = choose(problem, preferring("fused"))
+    choice = choose(problem, with_fallback("fused"))
     assert choice.backend.name == "torch"
     assert choice.verdicts[0][0] == "fused" and "float32" in (choice.verdicts[0][1] or "")
-    assert choose(problem, preferring("sequential")).backend.name == "sequential"
+    assert choose(problem, with_fallback("sequential")).backend.name == "sequential"
 
 
 def test_explain_tells_the_backward_too():

@@ -11,8 +11,8 @@ from overlap_gemm.testing.mutants import NOTICED_BY, PACKAGE, RULES, Mutant, edi
 
 DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
-    ("dispatch/options.py", "self._replace(backend=preferring(self.backend))",
-     "self._replace(backend=preferring(self.backend), deterministic=None)", RULES),
+    ("dispatch/options.py", "self._replace(backend=with_fallback(self.backend))",
+     "self._replace(backend=with_fallback(self.backend), deterministic=None)", RULES),
     ("backends/plan.py", "workspace.captured |= order", "workspace.captured = order", RULES),
     ("backends/by_shards.py", "plan.workspace.captured |= plan", "plan.workspace.captured = plan", RULES),
     ("backends/plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),

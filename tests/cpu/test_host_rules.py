@@ -120,7 +120,7 @@ def copied(device, space, launched):
 
 def copied_beside(device, space, launched):
     def launch():
-        with copy_plan(device, space, launched).beside(X[:0], lambda: None):
+        with copy_plan(device, space, launched).alongside(X[:0], lambda: None):
             pass
 
     return launch

@@ -170,7 +170,7 @@ def test_a_fork_begins_behind_the_current_stream_and_is_joined_whatever_happens(
     log = []
     current, second = FakeStream("current", 1, log), FakeStream("second", 2, log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(executor, "_second_stream", lambda device, beside: second)
+    monkeypatch.setattr(executor, "_second_stream", lambda device, first: second)
     cpu = torch.device("cpu")
     with (
         pytest.raises(RuntimeError, match="launch"),

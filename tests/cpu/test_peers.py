@@ -201,7 +201,9 @@ def test_a_grid_that_cannot_be_resident_is_an_error_and_not_a_hang(size, reserve
 
 
 def test_more_ranks_than_a_workspace_has_words_for_are_refused():
-    problem = Problem("gemm_reduce_scatter", 4096, 4096, torch.bfloat16, "cpu", world_size=MAX_WORLD + 1)
+    problem = Problem(
+        "gemm_reduce_scatter", 4096, 4096, None, torch.bfloat16, "cpu", world_size=MAX_WORLD + 1
+    )
     assert f"words for {MAX_WORLD} ranks, not {MAX_WORLD + 1}" in (Fused().why_not(problem) or "")
     assert "words" not in (Fused().why_not(replace(problem, world_size=MAX_WORLD)) or "")
 

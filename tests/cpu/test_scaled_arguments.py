@@ -29,7 +29,7 @@ REFUSED = {
     "device": ({"scale_x": torch.ones((), device="meta")}, TypeError, "must share dtype and device"),
     "weight": ({"weight": WEIGHT.float()}, TypeError, "weight must be torch.float8_e4m3fn or"),
     "x": ({"x": X.to(torch.bfloat16)}, TypeError, "with scales must be one of torch.float8_e4m3fn"),
-    "bias": ({"bias": torch.ones(8)}, TypeError, "bias must be torch.bfloat16 beside x"),
+    "bias": ({"bias": torch.ones(8)}, TypeError, "bias must be torch.bfloat16 where x is"),
     "result": ({"out_dtype": E4M3}, TypeError, "out_dtype must be one of torch.bfloat16, .* got"),
     "K": ({"x": X[:, :24], "weight": WEIGHT[:, :24]}, ValueError, "K .* a multiple of 16, got 24"),
     "x by columns": ({"x": X.t().contiguous().t()}, ValueError, "columns of x must be contiguous"),
@@ -129,7 +129,7 @@ def test_a_nan_or_zero_scale_is_its_rows_alone():
 
 
 def problem(**change):
-    given = {"rows": 64, "features": 64, "dtype": E4M3, "device_type": "cpu", "world_size": 2}
+    given = {"m": 64, "n": 64, "k": None, "dtype": E4M3, "device_type": "cpu", "world_size": 2}
     types = {"weight_dtype": E4M3, "out_dtype": torch.bfloat16}
     return Problem("gemm_reduce_scatter", **{**given, **types, **change})
 
@@ -138,8 +138,8 @@ def test_auto_takes_torchs_way_and_says_why():
     choice = choose(problem())
     assert choice.backend.name == "torch"
     assert "float8_e4m3fn x torch.float8_e4m3fn to torch.bfloat16" in str(choice)
-    with_scales = partial(problem, device_type="cuda", rows=8192, features=8192, across=8192)
-    assert "nobody asked" in (Fused().why_slower(with_scales()) or "")
+    with_scales = partial(problem, device_type="cuda", m=8192, n=8192, k=8192)
+    assert "not been probed" in (Fused().why_slower(with_scales()) or "")
     measured, expected = (Reach(arch, 132, None) for arch in ("sm_90a", "sm_100a"))
     assert Fused().why_slower(with_scales(reach=measured)) is None
     assert predicted(with_scales(reach=measured)).best == "fused"

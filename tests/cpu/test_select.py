@@ -9,7 +9,7 @@ import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.reach import Device, Reach, compare
-from overlap_gemm.backends.select import BACKENDS, choose, preferring
+from overlap_gemm.backends.select import BACKENDS, choose, with_fallback
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import machine
@@ -17,7 +17,7 @@ from overlap_gemm.tuning.machine import load, machine_for, why_untimed
 
 
 def problem(op="gemm_reduce_scatter", rows=4096, world_size=4, device="cpu", **facts) -> Problem:
-    return Problem(op, rows, 1024, torch.bfloat16, device, world_size, **facts)
+    return Problem(op, rows, 1024, 1024, torch.bfloat16, device, world_size, **facts)
 
 
 def portable(chosen: Problem, requested: str = "auto") -> str:
@@ -50,7 +50,7 @@ def test_what_is_asked_for_is_not_second_guessed():
 @pytest.mark.parametrize("rows", [1, 8192])
 def test_on_gpus_auto_falls_back_to_what_torch_does(op, rows):
     assert portable(problem(op, rows, device="cuda")) == "torch"
-    assert portable(problem(op, rows, device="cuda"), preferring("fused")) == "torch"
+    assert portable(problem(op, rows, device="cuda"), with_fallback("fused")) == "torch"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -93,7 +93,7 @@ def test_extents_over_all_ranks_reach_the_choice_where_they_are_known():
 
     def known(op, **options):
         found = overlap_gemm.explain(op, x, weight, **options).problem
-        return found.rows, found.n, found.k
+        return found.m, found.n, found.k
 
     assert known("gemm_reduce_scatter") == known("gemm_all_reduce") == (4, 8, None)
     assert known("gemm_reduce_scatter", k=64) == known("gemm_all_reduce", k=64) == (4, 8, 64)
@@ -113,9 +113,9 @@ def test_extents_over_all_ranks_reach_the_choice_where_they_are_known():
 HOPPER = Reach("sm_90a", 132, None)
 
 
-def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", across=8192, **facts):
+def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", k=8192, **facts):
     """The choice on 4 GPUs that reach each other, N = K = 8192 over all ranks."""
-    asked = Problem(op, rows, 8192, torch.bfloat16, "cuda", 4, reach=reach, across=across, **facts)
+    asked = Problem(op, rows, 8192, k, torch.bfloat16, "cuda", 4, reach=reach, **facts)
     with mock.patch.object(Fused, "why_not", return_value=None):
         return choose(asked, requested)
 
@@ -142,7 +142,7 @@ def test_the_times_and_the_bound_are_printed():
     assert f"torch: no, fused is faster [{times.ways['torch'] * 1e6:.0f} us predicted]" in printed
     assert f"bound: {times.bound * 1e6:.0f} us" in printed
     assert "K not known" not in printed
-    assert "K not known" in str(on_hopper(8192, captured=True, across=None))
+    assert "K not known" in str(on_hopper(8192, captured=True, k=None))
 
 
 def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
@@ -232,7 +232,7 @@ def test_one_rank_whose_constants_are_not_measured_is_enough():
     ("requested", "dtype", "asks"),
     [
         ("auto", torch.bfloat16, True),
-        (preferring("fused"), torch.float16, True),
+        (with_fallback("fused"), torch.float16, True),
         ("auto", torch.float32, False),
         ("torch", torch.bfloat16, False),
         ("fused", torch.bfloat16, False),
@@ -249,7 +249,7 @@ def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
 
 
 def test_a_problem_is_told_in_words():
-    asked = Problem("gemm_reduce_scatter", 4096, 1023, torch.bfloat16, "cpu", 2, virtual=True)
+    asked = Problem("gemm_reduce_scatter", 4096, 1023, None, torch.bfloat16, "cpu", 2, virtual=True)
     for requested in ("fused", "auto"):
         with pytest.raises(ValueError, match="cannot carry out|no backend can") as caught:
             choose(asked, requested)

@@ -71,7 +71,7 @@ def beside(world, emulator, rows, depth, seed):
         part[:, group.rank :: ranks] = torch.eye(depth)[:, group.rank :: ranks]
         options = {"k": depth * ranks, "group": group.name, "backend": "fused"}
         scatter = partial(overlap_gemm.gemm_reduce_scatter, grad.clone(), part, **options)
-        with plan.plan.executor.active() as stream, plan.beside(own, scatter) as (summed, gathered):
+        with plan.plan.executor.active() as stream, plan.alongside(own, scatter) as (summed, gathered):
             plan.plan.executor.copy(stream, out.data_ptr(), gathered.data_ptr(), gathered.numel() * 2)
         pairs.append((out, x))
         pairs.append((summed, grad[slice(*shards.range(group.rank))]))
@@ -132,7 +132,7 @@ def failing(world, emulator, rows, depth, seed):
     for group in world.ranks:
         own = emulator.empty((shards.size(group.rank), depth), torch.bfloat16, group.rank).zero_()
         plan = by_shards.plan_for(group, own, shards)
-        with pytest.raises(ZeroDivisionError), plan.beside(own, lambda: 1 / 0):
+        with pytest.raises(ZeroDivisionError), plan.alongside(own, lambda: 1 / 0):
             raise AssertionError("the block has nothing to read")
     return []
 

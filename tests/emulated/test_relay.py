@@ -221,7 +221,7 @@ def test_a_signal_by_itself_is_behind_a_fence():
 
 
 def test_a_device_without_room_for_both_is_refused():
-    with far_apart(2, num_sms=1) as world, pytest.raises(ValueError, match="no room beside the relay"):
+    with far_apart(2, num_sms=1) as world, pytest.raises(ValueError, match="no room alongside the relay"):
         right(case(*SHAPES["even"]), world, 1)
 
 

@@ -67,9 +67,9 @@ def copies_from(nbytes):
 
 def mixed(rank, size, seed, late):
     """Some by copies, some not, with the forward's gathers in the same workspaces between."""
-    found, calls = [], mock.Mock(wraps=by_shards.ByShards.beside)
+    found, calls = [], mock.Mock(wraps=by_shards.ByShards.alongside)
     counted = lambda plan, *a: calls(plan, *a)  # noqa: E731
-    with poisoned_allocations(), mock.patch.object(by_shards.ByShards, "beside", counted):
+    with poisoned_allocations(), mock.patch.object(by_shards.ByShards, "alongside", counted):
         for i, (layer, small) in enumerate(random_layers(seed, rank, size)):
             if rank == late and i % 3 == 0:
                 torch.cuda._sleep(SLEEP_CYCLES)

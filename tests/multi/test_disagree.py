@@ -54,7 +54,7 @@ SETTINGS = {
 }
 """What `configured` is given on the others and on rank 1."""
 
-NAMES = {"rows": "rows|the ranks hold", "width": "features"}
+NAMES = {"rows": "rows|the ranks hold", "width": "disagree on (k|columns):"}
 
 
 def disagree(rank, size, op, what, backend):

@@ -150,7 +150,7 @@ def registered(calls):
 
 def serves(rank, size):
     calls, overlaps = [], SimpleNamespace(enabled=True)
-    many = lambda problem: problem.rows >= 1024 and overlaps.enabled  # noqa: E731
+    many = lambda problem: problem.m >= 1024 and overlaps.enabled  # noqa: E731
     with (
         registered(calls) as (modules, layer_class, _, settings),
         mock.patch.object(Decomposed, "why_slower", lambda self, problem: None if many(problem) else "few"),
@@ -214,7 +214,7 @@ def test_serves(ranks):
 
 def serves_8_bits(rank, size, dynamic):
     calls, overlaps = [], SimpleNamespace(enabled=True)
-    many = lambda problem: problem.rows >= 1024 and overlaps.enabled  # noqa: E731
+    many = lambda problem: problem.m >= 1024 and overlaps.enabled  # noqa: E731
     with (
         registered(calls) as (modules, layer_class, *_),
         mock.patch.object(Decomposed, "why_slower", lambda self, problem: None if many(problem) else "few"),

@@ -74,13 +74,11 @@ def warmup(
                 name: torch.ones(len(matrix), 1, device=where)
                 for name, matrix in (("scale_x", x), ("scale_w", weight))
             }
-        whole = {"m": m, "n": n, "k": k}
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         for extents in [said] if said == least else [said, least]:
-            known = spec.across not in (spec.x, spec.weight) or extents == said
-            across = whole[spec.across] if known else None
-            width, types = whole[spec.width], (None if out_dtype is None else dtype, out_dtype)
-            problem = Problem.of(op, m, width, across, x, ranks, deterministic, backend, scaled=types)
+            types = (None if out_dtype is None else dtype, out_dtype)
+            known = spec.known(m, n, k, extents)
+            problem = Problem.of(op, *known, x, ranks, deterministic, backend, scaled=types)
             eager, captured = (
                 choose(replace(problem, captured=c), backend).backend.name for c in (False, True)
             )
@@ -139,7 +137,7 @@ def reserve(
 
     def is_fused(op: str) -> bool:
         types = (None if out_dtype is None else dtype, out_dtype)
-        problem = Problem.of(op, max_rows, columns, None, empty, ranks, None, "fused", scaled=types)
+        problem = Problem.of(op, max_rows, columns, columns, empty, ranks, None, "fused", scaled=types)
         return Fused().why_not(problem) is None
 
     wanted = [op for op in ops or OPS if is_fused(op)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..backends.base import BackendName
 from ..backends.scaling import BLOCK, DEPTH, FLOAT8
-from ..backends.select import preferring
+from ..backends.select import with_fallback
 from ..dispatch import moves
 from ..dispatch.autocast import autocast
 from ..dispatch.options import Length
@@ -300,7 +300,7 @@ class _How(NamedTuple):
 
     def dual(self, x: Tensor, out: torch.Size) -> "_How":
         """The product that makes the gradient of `x`, where the result has shape `out`."""
-        spec, how = self.spec, self._replace(backend=preferring(self.backend))
+        spec, how = self.spec, self._replace(backend=with_fallback(self.backend))
         if spec is None:
             return how._replace(op=GEMM_ALL_REDUCE.name)
         if spec.gathers_output:

@@ -1,7 +1,6 @@
 """The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from ..backends.base import BackendName, Problem
 from ..backends.scaling import of_blocks
-from ..backends.select import Choice, choose, preferring
+from ..backends.select import Choice, choose, with_backward
 from ..dispatch import lowering, ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op, with_scales
@@ -403,6 +402,4 @@ def explain(
     extents = lowered.extents
     problem = Problem.of(spec.name, *extents, x, resolve(ranks), deterministic, backend, scaled=scaled)
     choice = choose(problem, backend)
-    if spec.dual and not scales:  # the gradient's exchange moves a tensor of the same size the other way
-        choice = replace(choice, backward=choose(replace(problem, op=spec.dual), preferring(backend)))
-    return choice
+    return choice if scales else with_backward(choice)

@@ -47,7 +47,7 @@ def quantize_rows(
     Args:
         x: `[..., K]`; float32, bfloat16 or float16. No gradient passes.
         dtype: `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57344).
-        block: Elements of a row that share a scale: 128 beside weights of 128 x 128 blocks, 32 of MX types.
+        block: Elements of a row that share a scale: 128 for weights of 128 x 128 blocks, 32 of MX types.
             The last block of a row may be shorter. None: one scale for the row.
         power_of_two: Round scales up to powers of two, which `torch.float8_e8m0fnu` holds exactly.
 

@@ -1,7 +1,7 @@
 """The surface every backend has: the seam at which a new way to carry out the ops plugs in."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..spec import OPS, OpSpec
+from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows
 from .reach import Reach, reach_of
@@ -18,8 +18,8 @@ from .scaling import Operand, dequantised, with_scales
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""
 
-OR_AUTO = " or auto"
-"""After a backend's name: what `auto` chooses will do where that backend has no such op."""
+FALLBACK = " or auto"
+"""After a backend's name: where that backend has no such op, it falls back to what `auto` chooses."""
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
 """Why a portable backend does not serve virtual ranks."""
@@ -35,16 +35,15 @@ class Problem:
 
     Attributes:
         op: The op's public name.
-        rows: Rows M of the whole operand or result.
-        features: Width of the tensor that travels: K of all_gather_gemm, N of the others.
+        m: Rows of the product over all ranks.
+        n: Columns over all ranks; None if they are not known, which all_gather_gemm's need not be.
+        k: K over all ranks; None likewise, of the other ops.
         dtype: Of operands and result.
         device_type: "cpu" or "cuda".
         world_size: Ranks of the group, P.
         virtual: Whether the ranks are virtual (`runtime.virtual`), which torch.distributed does not know.
         deterministic: Whether the sums must come out bitwise the same from call to call.
-        across: The product's other extent over all ranks, N of all_gather_gemm, K of the others; None if it
-            is not known.
-        reach: What the ranks found out about each other's GPUs; None where nobody asked.
+        reach: What the ranks found out about each other's GPUs; None where they have not been probed.
         captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
         weight_dtype: Of the weight, where operands have scales; else None.
@@ -53,14 +52,14 @@ class Problem:
     """
 
     op: str
-    rows: int
-    features: int
+    m: int
+    n: int | None
+    k: int | None
     dtype: torch.dtype
     device_type: str
     world_size: int
     virtual: bool = False
     deterministic: bool = False
-    across: int | None = None
     reach: Reach | None = None
     captured: bool = False
     keep: bool = False
@@ -72,9 +71,9 @@ class Problem:
     def of(
         cls,
         op: str,
-        rows: int,
-        features: int,
-        across: int | None,
+        m: int,
+        n: int | None,
+        k: int | None,
         x: Tensor,
         group: Group,
         deterministic: bool | None,
@@ -90,7 +89,7 @@ class Problem:
         """
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        is_open = requested == "auto" or requested.endswith(OR_AUTO)
+        is_open = requested == "auto" or requested.endswith(FALLBACK)
         copies = OPS[op].gathers_operand and requested.startswith("decomposed")
         asks = (
             x.is_cuda
@@ -99,19 +98,24 @@ class Problem:
         )
         return cls(
             op,
-            rows,
-            features,
+            m,
+            n,
+            k,
             x.dtype,
             x.device.type,
             group.size,
             group.is_virtual,
             deterministic,
-            across,
             reach_of(group, x.device) if asks else None,
             x.is_cuda and torch.cuda.is_current_stream_capturing(),
             keep,
             *scaled,
         )
+
+    def agreed(self) -> tuple[tuple[str, Any], ...]:
+        """What must be the same on all ranks, extents by the names of users' arguments."""
+        names: Mapping[Any, str] = ARGUMENTS
+        return tuple((names.get(name, name), value) for name, value in vars(self).items())
 
     @property
     def spec(self) -> OpSpec:
@@ -127,7 +131,7 @@ class Problem:
         """What it is, in words, for messages."""
         ranks = f"P={self.world_size}{' virtual ranks' if self.virtual else ''}"
         return (
-            f"{self.op} of M={self.rows}, width={self.features}, {self.types}, {self.device_type}, {ranks}"
+            f"{self.op} of M={self.m}, width={self.width}, {self.types}, {self.device_type}, {ranks}"
             f"{', with deterministic sums' if self.deterministic else ''}"
         )
 
@@ -140,20 +144,21 @@ class Problem:
         return f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}{blocks}"
 
     @property
-    def k(self) -> int | None:
-        """K over all ranks, None if it is not known."""
-        return self.features if self.spec.width == "k" else self.across
+    def width(self) -> int:
+        """Columns of the tensor that travels."""
+        width = self.k if self.spec.width == "k" else self.n
+        assert width is not None, self
+        return width
 
-    @property
-    def n(self) -> int | None:
-        """N over all ranks, None if it is not known."""
-        return self.across if self.spec.width == "k" else self.features
+    def dual(self) -> "Problem | None":
+        """That of the gradient of x, where its exchange moves as much: `grad_out @ weight`, so N is its K."""
+        return None if self.spec.dual is None else replace(self, op=self.spec.dual, n=self.k, k=self.n)
 
     @property
     def bytes(self) -> int:
         """Size of the whole tensor that the collective moves (S in the usual (P - 1) / P * S accounting)."""
         travels = self.dtype if self.out_dtype is None or self.spec.gathers_operand else self.out_dtype
-        return self.rows * self.features * travels.itemsize
+        return self.m * self.width * travels.itemsize
 
 
 class Backend(Protocol):
@@ -169,13 +174,13 @@ class Backend(Protocol):
         deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
             float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
             precision are those of torch.distributed's collective.
-        announces: Whether ranks tell each other what they call in front of every call, where that is cheap
-            (`runtime.agree.greeting`): of known calls nothing else would notice that they differ.
+        verifies: Whether ranks compare what they call before every call, where that is cheap
+            (`runtime.agree.verifier`): of known calls nothing else would notice that they differ.
     """
 
     name: str
     deterministic: bool
-    announces: bool
+    verifies: bool
 
     def why_not(self, problem: Problem) -> str | None:
         """The reason this backend cannot carry out `problem`, None if it can."""

@@ -45,15 +45,15 @@ def why_not(problem: Problem) -> str | None:
     if problem.is_scaled:
         return "copy engines send shards without scales"
     if problem.reach is None:
-        return "nobody asked what the ranks' GPUs reach"
+        return "the ranks' GPUs have not been probed"
     return problem.reach.why_not
 
 
-def pays_beside(problem: Problem, shards: Shards) -> bool:
+def pays_alongside(problem: Problem, shards: Shards) -> bool:
     """Whether shards should go by copy engines alongside a fused kernel: if they can, and are not small."""
     if problem.world_size == 1 or why_not(problem) is not None or problem.reach is None:
         return False
-    nbytes = shards.chunk * problem.features * problem.dtype.itemsize
+    nbytes = shards.chunk * problem.width * problem.dtype.itemsize
     return nbytes >= constants(problem.reach.arch).copy_bytes
 
 
@@ -102,7 +102,7 @@ class ByShards:
             yield arrivals
 
     @contextmanager
-    def beside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
+    def alongside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
         """One call whose shards travel alongside another fused one's kernel: copies take no SM.
 
         Gives what `run` returned, and the gathered shards `[rows, K]`, which what is queued in the block on

@@ -97,7 +97,7 @@ class Decomposed:
 
     name = "decomposed"
     deterministic = True
-    announces = True
+    verifies = True
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for."""

@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
     """Those of a call; arguments as for `Backend`'s method of that name."""
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
-    pattern = patterns_of(spec.name)[-1]  # which of several, the plan settles
+    pattern = patterns_of(spec.name)[-1]  # the plan chooses one
     if spec.x == "m":  # rows stay where they are, and their columns go to whom they belong
         own = Shards.even(columns, group.size)
         shape = ExchangeShape(shards.chunk, columns, group.size, own.chunk, pattern)
@@ -94,7 +94,7 @@ class Fused:
 
     name = "fused"
     deterministic = True
-    announces = False  # its kernels do
+    verifies = False  # its kernels do
 
     def why_not(self, problem: Problem) -> str | None:
         """Fused kernels exist for some dtypes, extents and devices."""
@@ -116,12 +116,12 @@ class Fused:
                 return reason
         elif problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
-        if not spec.gathers_operand and problem.features % ROW_ELEMENTS:
-            return f"N={problem.features} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
-        columns = shard_rows(problem.features, problem.world_size)
+        if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
+            return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
+        columns = shard_rows(problem.width, problem.world_size)
         if spec.deals_columns and columns % ROW_ELEMENTS:
             return (
-                f"N={problem.features} in {problem.world_size} parts is {columns} columns a rank, which must "
+                f"N={problem.width} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
             )
         asked = TRANSPORTS.get(settings().tile_transport or "")
@@ -148,7 +148,7 @@ class Fused:
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
         if problem.reach is None:
-            return "nobody asked what the ranks' GPUs reach"
+            return "the ranks' GPUs have not been probed"
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
         return constants(problem.reach.arch).why_untimed_bytes() if problem.is_scaled else None

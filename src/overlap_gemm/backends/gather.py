@@ -243,7 +243,7 @@ def _make_plan(
         tile_m, tile_n = config.cluster_tile
         high = ceil_div(shards.total, tile_m) if sliced else owners * ceil_div(chunk, tile_m)
         work = high * ceil_div(columns, tile_n)
-        resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=puts)
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
         gemm = compiled_gather(executor, config, push, keep, puts, sliced)
         return Product(config, gemm, min(resident, work))
 

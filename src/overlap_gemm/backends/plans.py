@@ -151,7 +151,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         config = replace(config, launch="dependent")  # measured: 3 to 4 % of a call of few rows
 
     def compiled() -> tuple[int, Any, Any]:
-        resident = resident_clusters(executor, config.cluster_ctas, reserve, beside=way.relays)
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, way.relays)
         gemm = compiled_kernel(executor, config, way, shape.pattern)
         return resident, gemm, compiled_relay(executor) if way.relays else None
 
@@ -187,21 +187,21 @@ def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
     return (*lists, Puts())[:2]
 
 
-def resident_clusters(executor: Executor, size: int, reserve: int, beside: bool = False) -> int:
+def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool = False) -> int:
     """Clusters of a persistent grid, all of which must be resident at once, since they wait for each other.
 
     Args:
         executor: where.
         size: CTAs of a cluster.
         reserve: SMs to leave to others.
-        beside: whether one cluster's place is left to the relay kernel.
+        relayed: whether one cluster's place is left to the relay kernel.
 
     Raises:
         ValueError: not one cluster fits.
     """
-    fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - beside
+    fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - relayed
     if fit < 1:
-        relay = " beside the relay kernel" if beside else ""
+        relay = " alongside the relay kernel" if relayed else ""
         raise ValueError(
             f"no room{relay} for a cluster of {size} CTAs on {executor.num_sms} SMs less "
             f"reserve_sms={reserve}: the device holds {executor.max_clusters(size)} such clusters"

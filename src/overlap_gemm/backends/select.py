@@ -6,11 +6,11 @@ time is least (`tuning.prediction`), and the first of them where no time can be 
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..tuning.prediction import Facts, Prediction, predict
-from .base import OR_AUTO, Backend, Problem
+from .base import FALLBACK, Backend, Problem
 from .decomposed import Decomposed
 from .fused import Fused
 from .plans import DTYPES
@@ -49,7 +49,7 @@ class Choice:
         problem, prediction = self.problem, self.prediction
         lines = [
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
-            f"  M={problem.rows}, width={problem.features}, {problem.types}, {problem.device_type}, "
+            f"  M={problem.m}, width={problem.width}, {problem.types}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
         ]
         times = {} if prediction is None else prediction.ways
@@ -57,7 +57,8 @@ class Choice:
             expected = f" [{times[name] * 1e6:.0f} us predicted]" if name in times else ""
             lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{expected}")
         if prediction is not None:
-            known = "" if problem.across is not None else f", {'N' if problem.n is None else 'K'} not known"
+            unknown = [name for name, extent in (("N", problem.n), ("K", problem.k)) if extent is None]
+            known = "".join(f", {name} not known" for name in unknown)
             lines.append(
                 f"  bound: {prediction.bound * 1e6:.0f} us (product {prediction.product * 1e6:.0f}, "
                 f"link {prediction.link * 1e6:.0f}){known}; constants of {prediction.machine.name}, "
@@ -73,13 +74,13 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
 
     Args:
         problem: What is to be carried out.
-        requested: "auto", the name of a backend that must carry it out, or that name and `OR_AUTO`.
+        requested: "auto", the name of a backend that must carry it out, or that name and `FALLBACK`.
 
     Raises:
         ValueError: No backend of that name, or it cannot carry out the problem.
     """
     check_name(requested)
-    name, prediction = requested.removesuffix(OR_AUTO), predicted(problem)
+    name, prediction = requested.removesuffix(FALLBACK), predicted(problem)
     verdicts: dict[str, str | None] = {}
     if name != "auto":
         backend = next(backend for backend in BACKENDS if backend.name == name)
@@ -111,19 +112,19 @@ def announce(choice: Choice) -> Choice:
     What runs is information; that an op does not run as its caller preferred is a warning, with the reason.
     """
     problem = choice.problem
-    about = (problem.op, (problem.rows - 1).bit_length(), problem.features, problem.types, problem.world_size)
+    about = (problem.op, (problem.m - 1).bit_length(), problem.width, problem.types, problem.world_size)
     _inform(*about, choice.backend.name, choice.requested)
-    preferred = choice.requested.removesuffix(OR_AUTO)
+    preferred = choice.requested.removesuffix(FALLBACK)
     if preferred not in ("auto", choice.backend.name):
         _warn(problem.op, preferred, choice.backend.name, dict(choice.verdicts)[preferred] or "")
     return choice
 
 
 @cache
-def _inform(op: str, bits: int, features: int, types: str, ranks: int, backend: str, requested: str) -> None:
+def _inform(op: str, bits: int, width: int, types: str, ranks: int, backend: str, requested: str) -> None:
     logger.info(
         "%s, M <= %d, width %d, %s, P=%d runs as %r (backend=%r)",
-        op, 1 << bits, features, types, ranks, backend, requested.removesuffix(OR_AUTO),
+        op, 1 << bits, width, types, ranks, backend, requested.removesuffix(FALLBACK),
     )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def predicted(problem: Problem) -> Prediction | None:
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if reach is None or not reach.arch or reach.untimed or kind is None:
         return None
-    facts = Facts(problem.op, problem.rows, problem.n, problem.k, kind, problem.world_size)
+    facts = Facts(problem.op, problem.m, problem.n, problem.k, kind, problem.world_size)
     return predict(facts, reach.arch, reach.num_sms, problem.captured)
 
 
@@ -149,9 +150,16 @@ def _why_unfit(backend: Backend, problem: Problem) -> str | None:
     return backend.why_not(problem)
 
 
-def preferring(requested: str) -> str:
+def with_fallback(requested: str) -> str:
     """What a backward pass asks for: the forward's backend if it has the dual op, else `auto`'s choice."""
-    return requested if requested == "auto" or requested.endswith(OR_AUTO) else requested + OR_AUTO
+    return requested if requested == "auto" or requested.endswith(FALLBACK) else requested + FALLBACK
+
+
+def with_backward(choice: Choice) -> Choice:
+    """The choice with that of the dual op, if there is one."""
+    dual = choice.problem.dual()
+    backward = None if dual is None else choose(dual, with_fallback(choice.requested))
+    return replace(choice, backward=backward)
 
 
 def check_name(requested: str, deterministic: bool = False) -> None:
@@ -161,9 +169,9 @@ def check_name(requested: str, deterministic: bool = False) -> None:
     `auto`, but does not forbid what is named.)
     """
     promises = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
-    if not isinstance(requested, str) or requested.removesuffix(OR_AUTO) not in promises:
+    if not isinstance(requested, str) or requested.removesuffix(FALLBACK) not in promises:
         raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(promises)}")
-    if deterministic and not promises[requested.removesuffix(OR_AUTO)]:
+    if deterministic and not promises[requested.removesuffix(FALLBACK)]:
         raise ValueError(
             f"deterministic=True and backend={requested!r}, whose sums are not, cannot go together"
         )

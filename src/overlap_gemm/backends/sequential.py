@@ -16,7 +16,7 @@ class Sequential:
 
     name = "sequential"
     deterministic = True
-    announces = True
+    verifies = True
     bind = bind_method
 
     def why_not(self, problem: Problem) -> str | None:

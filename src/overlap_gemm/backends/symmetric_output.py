@@ -1,4 +1,4 @@
-"""GEMM all-gather into a symmetric output: an opt-in beside the op, for inference.
+"""GEMM all-gather into a symmetric output: an opt-in in addition to the op, for inference.
 
 ::
 

@@ -32,7 +32,7 @@ class Torch:
 
     name = "torch"
     deterministic = False
-    announces = False
+    verifies = False
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for, and torch a product."""

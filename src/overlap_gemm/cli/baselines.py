@@ -70,7 +70,7 @@ def _both(workload: Workload, operands: Operands, group: Group) -> Tensor:
     found = cast(Tensor, product(workload, operands)())
     if workload.spec.gathers_operand:
         return found
-    return (_beside if workload.spec.gathers_output else _summed)(found, workload, group)
+    return (_side_by_side if workload.spec.gathers_output else _summed)(found, workload, group)
 
 
 def _gathered(operands: Operands, rows: int, group: Group) -> Operands:
@@ -98,7 +98,7 @@ def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
     return _all(product, group.size * product.shape[0], group)
 
 
-def _beside(product: Tensor, workload: Workload, group: Group) -> Tensor:
+def _side_by_side(product: Tensor, workload: Workload, group: Group) -> Tensor:
     """Every rank's columns side by side."""
     blocks = _blocks(product, workload, group).view(group.size, *product.shape)
     return blocks.movedim(0, 1).reshape(product.shape[0], -1)

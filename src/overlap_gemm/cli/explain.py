@@ -11,7 +11,7 @@ import overlap_gemm
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
 from ..backends.scaling import FLOAT8
-from ..backends.select import Choice, choose, preferring
+from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import group_name, resolve
 from ..spec import OPS
@@ -73,7 +73,4 @@ def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
         reach = Reach(own.arch, own.num_sms, own.why_not, own.untimed)
     problem = replace(choice.problem, world_size=ranks, reach=reach)
     found = choose(problem, choice.requested)
-    if problem.spec.dual and not problem.is_scaled:
-        backward = choose(replace(problem, op=problem.spec.dual), preferring(choice.requested))
-        found = replace(found, backward=backward)
-    return found
+    return found if problem.is_scaled else with_backward(found)

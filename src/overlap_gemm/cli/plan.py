@@ -11,7 +11,7 @@ from ..backends.base import Problem
 from ..backends.fused import Fused
 from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..kernels.arch import ARCHS
-from ..spec import OPS, op_named
+from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
@@ -52,9 +52,8 @@ def plan(
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks)
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
-    width, across = (k, n) if op_named(op).width == "k" else (n, k)
     kind = getattr(torch, dtype)
-    asked = Problem(op, m, width, kind, "cuda", ranks, across=across)
+    asked = Problem(op, m, n, k, kind, "cuda", ranks)
     if kind in FLOAT8:
         asked = replace(asked, weight_dtype=kind, out_dtype=OUT_DTYPES[0])
     untimed = constants.why_untimed_bytes() if asked.is_scaled else None

@@ -33,7 +33,7 @@ class Lowered(NamedTuple):
         arguments: The op's, after its tensors.
         finish: Makes the user's result of the op's; None: it is that.
         facts: (name, value) of what ranks compare where they ask each other for a sharded extent.
-        extents: (rows, features, across) of `backends.base.Problem`.
+        extents: (m, n, k) of `backends.base.Problem`.
     """
 
     flat: tuple[int, int]
@@ -41,7 +41,7 @@ class Lowered(NamedTuple):
     arguments: tuple[Any, ...]
     finish: Callable[[Any], Any] | None
     facts: agree.Facts
-    extents: tuple[int, int, int | None]
+    extents: tuple[int, int | None, int | None]
 
     def flatten(self, x: Tensor) -> Tensor:
         """X as the op takes it."""
@@ -76,7 +76,7 @@ def lower_all_gather_gemm(
         op, x, width, biases, options, dim=dim, weights=len(weights), inner=tuple(inner), keep=options.keep
     )
     total = total_extent(op, "rows", options.rows, length, x, group, facts)
-    across = _across(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
+    columns = _known(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
     shards = Shards.even(total * unit, group_size(group), max(unit, 1))
 
     def shaped(flat: Tensor) -> Tensor:
@@ -90,10 +90,10 @@ def lower_all_gather_gemm(
     return Lowered(
         (length * unit, width),
         None if x.ndim == 2 else dim,
-        (shards.total, shards.chunk, options.keep, across, *options.passed(group)),
+        (shards.total, shards.chunk, options.keep, columns, *options.passed(group)),
         finish,
         facts,
-        (shards.total, width, across),
+        (shards.total, columns, width),
     )
 
 
@@ -104,7 +104,7 @@ def lower_gemm_reduce_scatter(
     op = GEMM_REDUCE_SCATTER.name
     biases = [] if bias is None else [bias]
     dim = _check(op, group, x, [weight], biases, options, scales)
-    across = _across(op, "k", options.k, x.shape[-1], group)
+    k = _known(op, "k", options.k, x.shape[-1], group)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     unit, columns = math.prod(inner), weight.shape[0]
     shards = Shards.even(length * unit, group_size(group), max(unit, 1))
@@ -112,10 +112,10 @@ def lower_gemm_reduce_scatter(
     return Lowered(
         (shards.total, x.shape[-1]),
         None if x.ndim == 2 else dim,
-        (shards.chunk, across, *options.passed(group)),
+        (shards.chunk, k, *options.passed(group)),
         None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
         (),
-        (shards.total, columns, across),
+        (shards.total, columns, k),
     )
 
 
@@ -125,8 +125,8 @@ def lower_gemm_all_reduce(
     """`functional.gemm_all_reduce`."""
     op, biases = GEMM_ALL_REDUCE.name, [] if bias is None else [bias]
     _check(op, group, x, [weight], biases, options, scales)
-    columns, across = weight.shape[0], _across(op, "k", options.k, x.shape[-1], group)
-    return _lower_replicated(x, columns, across, (across, *options.passed(group)))
+    columns, k = weight.shape[0], _known(op, "k", options.k, x.shape[-1], group)
+    return _lower_replicated(x, columns, k, (k, *options.passed(group)))
 
 
 def lower_gemm_all_gather(
@@ -150,7 +150,7 @@ def lower_column_parallel_gemm(
 
 
 def _lower_replicated(
-    x: Tensor, columns: int, across: int | None, arguments: tuple[Any, ...], facts: agree.Facts = ()
+    x: Tensor, columns: int, k: int | None, arguments: tuple[Any, ...], facts: agree.Facts = ()
 ) -> Lowered:
     """Of an op whose rows every rank has, and gets: all leading dimensions of x are rows."""
     batch = x.shape[:-1]
@@ -161,15 +161,15 @@ def _lower_replicated(
         arguments,
         None if x.ndim == 2 else lambda out: out.view(*batch, columns),
         facts,
-        (rows, columns, across),
+        (rows, columns, k),
     )
 
 
 def _facts(
-    op: str, x: Tensor, features: int, biases: Sequence[Tensor], options: CallOptions, **others: Any
+    op: str, x: Tensor, width: int, biases: Sequence[Tensor], options: CallOptions, **others: Any
 ) -> agree.Facts:
     return (
-        ("op", op), ("dtype", x.dtype), ("features", features), ("bias", len(biases) > 0),
+        ("op", op), ("dtype", x.dtype), ("k", width), ("bias", len(biases) > 0),
         ("backend", options.backend), ("deterministic", options.deterministic),
         ("out_dtype", options.out_dtype), *others.items(),
     )  # fmt: skip
@@ -285,8 +285,8 @@ def _check_scaled(
         for tensor in given:
             if tensor.dtype not in dtypes:
                 raise TypeError(
-                    f"{op}: {name} must be {' or '.join(map(str, dtypes))} beside x {x.dtype} and out_dtype="
-                    f"{options.out_dtype}, got {tensor.dtype}"
+                    f"{op}: {name} must be {' or '.join(map(str, dtypes))} where x is {x.dtype} and out_dtype"
+                    f" {options.out_dtype}, got {tensor.dtype}"
                 )
     if x.shape[-1] % DEPTH:
         raise ValueError(f"{op}: K of operands with scales must be a multiple of {DEPTH}, got {x.shape[-1]}")
@@ -374,7 +374,7 @@ def is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _across(op: str, what: str, given: Length, local: int, group: str) -> int | None:
+def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:
     """The extent over all ranks that only the choice of a backend looks at; None if nobody knows."""
     if given == "equal":
         return local * group_size(group)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import Problem
-from ..backends.by_shards import pays_beside
+from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
 from ..backends.collectives import gemm
@@ -54,9 +54,9 @@ def _choose(
     x: Tensor,
     weight: Any,
     bias: Any,
-    rows: int,
-    features: int,
-    across: int | None,
+    m: int,
+    n: int | None,
+    k: int | None,
     shards: Callable[[int], Shards],
     options: Passed,
     keep: bool = False,
@@ -70,9 +70,9 @@ def _choose(
         x: As for the backend, contiguous or not.
         weight: As for the backend.
         bias: As for the backend.
-        rows: As for `Problem`.
-        features: As for `Problem`.
-        across: As for `Problem`.
+        m: As for `Problem`.
+        n: As for `Problem`.
+        k: As for `Problem`.
         shards: P -> the division that the backend wants.
         options: As the ops take them.
         keep: As for `Problem`.
@@ -84,11 +84,9 @@ def _choose(
     several = isinstance(bias, (list, tuple))
     weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
     scaled = (weight_dtype, out_dtype, blocks)
-    problem = Problem.of(
-        op.name, rows, features, across, x, ranks, options.deterministic, backend, keep, scaled
-    )
+    problem = Problem.of(op.name, m, n, k, x, ranks, options.deterministic, backend, keep, scaled)
     facts = (
-        *vars(problem).items(),
+        *problem.agreed(),
         ("chunk", shards(ranks.size).chunk),
         ("weights", len(weight) if several else 1),
         ("bias", len(bias) > 0 if several else bias is not None),
@@ -105,18 +103,18 @@ def _choose(
         run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
-    extents = f"M={rows} width={features} {problem.types} P={ranks.size}"
+    extents = f"M={m} width={problem.width} {problem.types} P={ranks.size}"
     name = choice.backend.name
-    greet = agree.greeting(ranks, x.device, facts) if choice.backend.announces else None
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, greet))
+    verify = agree.verifier(ranks, x.device, facts) if choice.backend.verifies else None
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, verify))
 
 
-def _ranged(name: str, run: Run, greet: Callable[[], None] | None) -> Run:
-    """`run`, after `greet`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
+def _ranged(name: str, run: Run, verify: Callable[[], None] | None) -> Run:
+    """`run`, after `verify`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
 
     def ranged(*operands: Any) -> Any:
-        if greet is not None:
-            greet()
+        if verify is not None:
+            verify()
         if not torch.autograd._profiler_enabled():
             return run(*operands)
         with torch.autograd.profiler.record_function(name):
@@ -130,7 +128,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 # --- all_gather_gemm: x [m_r, K], weights [N_i, K] -> gathered x [rows, K] (empty unless kept), products ---
-# `across` is N of all weights over all ranks, if it is known.
+# `columns` is N of all weights over all ranks, if it is known.
 
 
 def _bind_all_gather_gemm(
@@ -140,7 +138,7 @@ def _bind_all_gather_gemm(
     rows: int,
     chunk: int,
     keep_gathered: bool,
-    across: int | None,
+    columns: int | None,
     *passed: Any,
     **scaled: Any,
 ) -> Run:
@@ -152,8 +150,8 @@ def _bind_all_gather_gemm(
         weights,
         biases,
         rows,
+        columns,
         x.shape[1],
-        across,
         shards,
         options,
         keep_gathered,
@@ -175,7 +173,7 @@ def _fake_all_gather_gemm(
 
 
 def _save_all_gather_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.across, *ctx.passed = inputs
+    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.columns, *ctx.passed = inputs
     ctx.save_for_backward(output[0] if ctx.kept else x, *weights)
     ctx.set_materialize_grads(False)
 
@@ -192,14 +190,14 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
     grad_weights: list[Tensor | None] = [None] * len(weights)
     grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
     if needs_x and all(needs_weights) and not ctx.kept and not torch.is_grad_enabled():
-        how = (ctx.rows, ctx.chunk, ctx.across, *Passed(*ctx.passed).backward())
+        how = (ctx.rows, ctx.chunk, ctx.columns, *Passed(*ctx.passed).backward())
         grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *how)
         return grad_x, found, grad_biases
     if needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
         passed = Passed(*ctx.passed).backward()
         if grad_gathered is None:
-            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.across, *passed)
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.columns, *passed)
         else:
             grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *passed[:3])
     if any(needs_weights):
@@ -213,7 +211,7 @@ def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) 
 
 all_gather_gemm = Registered(
     "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
-    f"bool keep_gathered, SymInt? across, {SCHEMA}) -> Tensor[]",
+    f"bool keep_gathered, SymInt? columns, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm,
     fake=_fake_all_gather_gemm,
     save=_save_all_gather_gemm,
@@ -233,7 +231,7 @@ def _bind_all_gather_gemm_gradients(
     weights: Sequence[Tensor],
     rows: int,
     chunk: int,
-    across: int | None,
+    columns: int | None,
     *passed: Any,
 ) -> Run:
     options = Passed(*passed)
@@ -241,13 +239,13 @@ def _bind_all_gather_gemm_gradients(
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
     name, scatter = _choose(
-        GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, across, lambda _: shards, options
+        GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, columns, lambda _: shards, options
     )
-    beside = False
+    alongside = False
     if name == "fused":
-        deterministic = options.deterministic
-        problem = Problem.of(ALL_GATHER_GEMM.name, rows, depth, across, x, ranks, deterministic, "decomposed")
-        beside = pays_beside(problem, shards)
+        op, sums = ALL_GATHER_GEMM.name, options.deterministic
+        problem = Problem.of(op, rows, columns, depth, x, ranks, sums, "decomposed")
+        alongside = pays_alongside(problem, shards)
 
     def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         own = x.contiguous()
@@ -256,11 +254,11 @@ def _bind_all_gather_gemm_gradients(
             result: Tensor = scatter(_joined(grads, 1), _joined(weights, 0).t(), None)
             return result
 
-        if not beside:
+        if not alongside:
             grad_x = scattered()
             gathered = gather_rows(own, shards, ranks)
             return [grad_x, *(grad.t() @ gathered for grad in grads)]
-        with copies_for(ranks, own, shards).beside(own, scattered, *grads) as (grad_x, gathered):
+        with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
             return [grad_x, *(grad.t() @ gathered for grad in grads)]
 
     return run
@@ -272,7 +270,7 @@ def _no_second_gradient(*_: Any) -> Any:
 
 all_gather_gemm_gradients = Registered(
     "all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, SymInt rows, SymInt chunk, "
-    f"SymInt? across, {SCHEMA}) -> Tensor[]",
+    f"SymInt? columns, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm_gradients,
     fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
     save=lambda ctx, inputs, output: None,
@@ -281,7 +279,7 @@ all_gather_gemm_gradients = Registered(
 
 
 # --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> own rows [m_r, N]; shards of `chunk` ---
-# `across` is K over all ranks, if it is known.
+# `k` is K over all ranks, if it is known.
 
 
 def _bind_gemm_reduce_scatter(
@@ -289,17 +287,17 @@ def _bind_gemm_reduce_scatter(
     weight: Tensor,
     bias: Tensor | None,
     chunk: int,
-    across: int | None,
+    k: int | None,
     *passed: Any,
     **scaled: Any,
 ) -> Run:
     rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, across, shards, options, **scaled).run
+    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, k, shards, options, **scaled).run
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.chunk, ctx.across, *ctx.passed = inputs
+    x, weight, _, ctx.chunk, ctx.k, *ctx.passed = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -310,7 +308,7 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
     whole = needs_weight or needs_bias
     grad_x = gathered = None
     if needs_x:
-        how = (ctx.across, *Passed(*ctx.passed).backward())
+        how = (ctx.k, *Passed(*ctx.passed).backward())
         gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
@@ -323,10 +321,10 @@ def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[A
 
 
 gemm_reduce_scatter = Registered(
-    f"gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? across, {SCHEMA}) "
+    f"gemm_reduce_scatter(Tensor x, Tensor weight, Tensor? bias, SymInt chunk, SymInt? k, {SCHEMA}) "
     "-> Tensor",
     bind=_bind_gemm_reduce_scatter,
-    fake=lambda x, weight, bias, chunk, across, group, *_: x.new_empty(
+    fake=lambda x, weight, bias, chunk, k, group, *_: x.new_empty(
         own_rows(chunk, x.shape[0], group), weight.shape[0]
     ),
     save=_save_gemm_reduce_scatter,
@@ -335,17 +333,17 @@ gemm_reduce_scatter = Registered(
 
 
 # --- products whose rows every rank has: gemm_all_reduce, local_gemm, gemm_all_gather ---
-# gemm_all_reduce: x [M, K_local], weight [N, K_local] -> [M, N], the same on every rank; `across` as above.
+# gemm_all_reduce: x [M, K_local], weight [N, K_local] -> [M, N], the same on every rank; `k` as above.
 # local_gemm: x [M, K], the same on every rank, weight [N_local, K] -> [M, N_local]. Silent in forward.
 # gemm_all_gather: x [M, K], weight [n_r, K], bias [n_r] -> [M, columns], the same on every rank.
 
 
 def _bind_gemm_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, across: int | None, *passed: Any, **scaled: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, k: int | None, *passed: Any, **scaled: Any
 ) -> Run:
     rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, across, shards, options, **scaled).run
+    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, k, shards, options, **scaled).run
 
 
 def _bind_gemm_all_gather(
@@ -418,7 +416,7 @@ def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tenso
 
 
 gemm_all_reduce = Registered(
-    f"gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? across, {SCHEMA}) -> Tensor",
+    f"gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? k, {SCHEMA}) -> Tensor",
     bind=_bind_gemm_all_reduce,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     save=_save_gemm_all_reduce,

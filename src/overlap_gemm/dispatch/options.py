@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.select import preferring
+from ..backends.select import with_fallback
 from ..runtime.group import GroupLike
 
 Length: TypeAlias = int | Literal["equal"] | None
@@ -19,7 +19,7 @@ class Passed(NamedTuple):
 
     Attributes:
         group: Name of the process group.
-        backend: "auto", a backend's name, or that with `select.OR_AUTO`.
+        backend: "auto", a backend's name, or that with `base.FALLBACK`.
         deterministic: Whether sums must come out bitwise the same; None asks torch's switch.
         reserve_sms: SMs to leave to others on this rank.
         dim: The dimension of the caller's x along which rows are sharded, for comparison alone.
@@ -33,7 +33,7 @@ class Passed(NamedTuple):
 
     def backward(self) -> "Passed":
         """The same for the gradient's ops."""
-        return self._replace(backend=preferring(self.backend))
+        return self._replace(backend=with_fallback(self.backend))
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on all ranks, as far as `backends.base.Problem` does not hold it."""

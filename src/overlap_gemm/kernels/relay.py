@@ -1,4 +1,4 @@
-"""The relay kernel: puts what a GEMM has staged to peers that loads and stores do not reach, beside it.
+"""The relay kernel: puts what a GEMM has staged to peers that loads and stores do not reach, alongside it.
 
 The GEMM kernel (transport ``staged``) leaves what goes to such a peer in its own workspace and releases a
 local flag; one warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked

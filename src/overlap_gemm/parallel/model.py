@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..api.float8 import Float8
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8
-from ..backends.select import check_name, preferring
+from ..backends.select import check_name, with_fallback
 from .adapters import bases, forbid_sums, is_lora
 from .assignment import PAIRED, Role, check_float8, features_dim, head_dim, kv_heads, plan
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
@@ -113,7 +113,7 @@ def parallelize(
     head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
     sharding, labels = Sharding(mesh, sequence_parallel), Labels()
-    builder = _Builder(model.config, sharding, labels, logits, preferring(backend), float8)
+    builder = _Builder(model.config, sharding, labels, logits, with_fallback(backend), float8)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)

@@ -144,7 +144,7 @@ def failure(error: Exception) -> tuple[str, str]:
     return "error", f"{type(error).__name__}: {error}"
 
 
-def greeting(group: Group, device: torch.device, facts: Facts) -> Callable[[], None] | None:
+def verifier(group: Group, device: torch.device, facts: Facts) -> Callable[[], None] | None:
     """What `same` does once, for every further call of these facts; None where it would not be cheap.
 
     It is on CPUs over gloo, a message of 16 bytes to each peer: without it, ranks that call different things
@@ -162,13 +162,13 @@ def greeting(group: Group, device: torch.device, facts: Facts) -> Callable[[], N
     own = torch.tensor([0, _digest(facts)], dtype=torch.int64)
     expected = own.repeat(group.size, 1)
 
-    def greet() -> None:
+    def verify() -> None:
         everyone = expected.clone()
         _send_and_receive(group, own, everyone, facts[0][1])
         if not torch.equal(everyone, expected):
             _raise_difference(group, facts)
 
-    return greet
+    return verify
 
 
 def report(op: str, group: Group, error: Exception) -> None:

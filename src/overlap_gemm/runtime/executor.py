@@ -168,7 +168,7 @@ class CudaExecutor:
 
 
 @cache
-def _second_stream(device: torch.device, beside: torch.cuda.Stream | None) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, first: torch.cuda.Stream | None) -> torch.cuda.Stream:
     """That of a device, or of a virtual rank's stream."""
     return torch.cuda.Stream(device)
 

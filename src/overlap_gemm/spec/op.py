@@ -1,6 +1,6 @@
 """`OpSpec`: which axes of the product `x [M, K] @ weight [N, K].T -> out [M, N]` an op shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,11 +61,6 @@ class OpSpec:
         return "k" if self.gathers_operand else "n"
 
     @property
-    def across(self) -> Axis:
-        """The axis that what travels does not have."""
-        return "n" if self.gathers_operand else "k"
-
-    @property
     def asked(self) -> Axis | None:
         """The sharded axis that is whole in the result: ranks ask each other for it if callers do not say."""
         return next((axis for axis in (self.x, self.weight) if axis not in (None, "k", self.out)), None)
@@ -75,6 +70,14 @@ class OpSpec:
         extents: dict[Axis, int] = {"m": m, "n": n, "k": k}
         said = (self.asked,) if least else (self.x, self.weight)
         return {ARGUMENTS[axis]: extents[axis] for axis in said if axis is not None}
+
+    def known(self, m: int, n: int, k: int, said: Container[str]) -> tuple[int, int | None, int | None]:
+        """(M, N, K); None for one that is sharded and does not travel, unless it is among what is `said`."""
+
+        def hides(axis: Axis) -> bool:
+            return axis != self.width and axis in (self.x, self.weight) and ARGUMENTS[axis] not in said
+
+        return m, None if hides("n") else n, None if hides("k") else k
 
     def shapes(
         self, m: int, n: int, k: int, own: Callable[[int], int]
