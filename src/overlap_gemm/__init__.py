@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api.ahead import reserve, warmup
-    from .api.functional import (
-        all_gather_gemm,
-        explain,
-        gemm_all_gather,
-        gemm_all_reduce,
-        gemm_reduce_scatter,
-    )
+    from .api.explanation import explain
+    from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
@@ -37,6 +32,7 @@ __version__ = "0.1.0"
 
 HOMES = (
     "api.ahead",
+    "api.explanation",
     "api.functional",
     "api.quantization",
     "runtime.agree",

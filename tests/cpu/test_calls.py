@@ -60,7 +60,7 @@ def test_what_is_known_is_not_found_out_again(op, monkeypatch):
     call = getattr(overlap_gemm, op)
     wanted = call(X, WEIGHT, bias=BIAS)
     never = mock.Mock(side_effect=AssertionError("found out again"))
-    for name in ("lowering._check", "ops.choose", "ops.Problem.of"):
+    for name in ("lowering._check", "choosing.choose", "choosing.Problem.of"):
         monkeypatch.setattr(f"overlap_gemm.dispatch.{name}", never)
     monkeypatch.setattr("os.environ", {})  # reads of the environment are not free, and say nothing new
     assert torch.equal(call(X, WEIGHT, bias=BIAS), wanted)

@@ -13,7 +13,7 @@ import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, reach
 from overlap_gemm.backends.plan import Copies, Plan, Product
 from overlap_gemm.device.failure import RECORD_WORDS, Role
-from overlap_gemm.dispatch import calls, ops
+from overlap_gemm.dispatch import calls, choosing
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
@@ -35,8 +35,10 @@ X, WEIGHT = torch.randn(6, 4), torch.randn(8, 4)
 @pytest.mark.parametrize("op", OPS)
 def test_deterministic_sums_are_those_of_the_gradient_too(op, plain, monkeypatch):
     resolve(LOCAL).calls.clear()
-    seen, real = [], ops.choose
-    monkeypatch.setattr(ops, "choose", lambda problem, asked: seen.append(problem) or real(problem, asked))
+    seen, real = [], choosing.choose
+    monkeypatch.setattr(
+        choosing, "choose", lambda problem, asked: seen.append(problem) or real(problem, asked)
+    )
     x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
     with mock.patch("overlap_gemm.dispatch.bound.is_plain", lambda *_: plain):
         out = getattr(overlap_gemm, op)(x, weight, deterministic=True)

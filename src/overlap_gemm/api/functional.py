@@ -1,19 +1,15 @@
 """The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..backends.base import BackendName, Problem
-from ..backends.scaling import of_blocks
-from ..backends.select import Choice, choose, with_backward
-from ..dispatch import lowering, ops
-from ..dispatch.autocast import autocast
-from ..dispatch.bound import call_op, with_scales
+from ..backends.base import BackendName
+from ..dispatch import ops
+from ..dispatch.bound import call_op
 from ..dispatch.lowering import (
-    Lowered,
     lower_all_gather_gemm,
     lower_column_parallel_gemm,
     lower_gemm_all_gather,
@@ -21,8 +17,7 @@ from ..dispatch.lowering import (
     lower_gemm_reduce_scatter,
 )
 from ..dispatch.options import CallOptions, GatherOptions, Length
-from ..runtime.group import GroupLike, group_name, resolve
-from ..spec import op_named
+from ..runtime.group import GroupLike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,7 +26,6 @@ __all__ = [
     "Length",
     "all_gather_gemm",
     "column_parallel_gemm",
-    "explain",
     "gemm_all_gather",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
@@ -341,65 +335,3 @@ def column_parallel_gemm(
     options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype)
     lower, scales = lower_column_parallel_gemm, (scale_x, scale_w)
     return call_op(ops.local_gemm, lower, x, weight, bias, group, options, *scales)
-
-
-def explain(
-    op: str | Callable[..., Any],
-    x: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    *,
-    group: GroupLike = None,
-    backend: BackendName = "auto",
-    rows: Length = None,
-    columns: Length = None,
-    k: Length = None,
-    dim: int = 0,
-    deterministic: bool | None = None,
-    scale_x: Tensor | None = None,
-    scale_w: Tensor | Sequence[Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    **_: Any,
-) -> Choice:
-    """Which backend would carry out `op(x, weight, ...)`, and why.
-
-    Communicates only where the op would: to ask for lengths that are not given.
-
-    Args:
-        op: One of the four ops or its name.
-        x: As for the op.
-        weight: As for the op.
-        group: As for the op.
-        backend: As for the op.
-        rows: As for `all_gather_gemm`.
-        columns: As for the op.
-        k: As for the op.
-        dim: As for the op.
-        deterministic: As for the op.
-        scale_x: As for the op.
-        scale_w: As for the op.
-        out_dtype: As for the op.
-        **_: The op's other arguments, on which the choice does not depend.
-
-    Returns:
-        A `Choice`; print it.
-
-    Raises:
-        ValueError, TypeError: As the op.
-    """
-    spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
-    weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
-    ranks, several = group_name(group), spec.gathers_operand
-    dim = dim if "m" in (spec.x, spec.out) else 0
-    options = CallOptions(backend, deterministic, None, dim, rows, columns, k, out_dtype=out_dtype)
-    options, scales = with_scales(options, scale_x, scale_w)
-    if not scales:
-        x, weights, _biases = autocast(x, weights, [])
-    lower: Callable[..., Lowered] = getattr(lowering, f"lower_{spec.name}")
-    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options, scales)
-    scaled: tuple[Any, ...] = (None, None)
-    if scales:
-        scaled = weights[0].dtype, options.out_dtype, of_blocks(scales[0], x.shape[-1])
-    extents = lowered.extents
-    problem = Problem.of(spec.name, *extents, x, resolve(ranks), deterministic, backend, scaled=scaled)
-    choice = choose(problem, backend)
-    return choice if scales else with_backward(choice)

@@ -12,8 +12,8 @@ output's gradient must be the same on every rank, as it is when every rank compu
 replicated input gets its whole gradient on every rank. So it is with gradients of gradients.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,103 +24,15 @@ from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
 from ..backends.collectives import gemm
 from ..backends.scaling import Scaled, dequantised, why_no_product, with_scales
-from ..backends.select import announce, choose
-from ..runtime import agree
 from ..runtime.group import resolve
-from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OpSpec
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
-from ..tuning.settings import configured, settings
+from .choosing import chosen
 from .moves import each, new, own_rows
 from .options import SCHEMA, Passed
 from .registered import Registered, Run
 
 _ops = torch.ops.overlap_gemm
-
-
-class Chosen(NamedTuple):
-    """Who carries a call out.
-
-    Attributes:
-        backend: its name.
-        run: what it does.
-    """
-
-    backend: str
-    run: Run
-
-
-def _choose(
-    op: OpSpec,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    m: int,
-    n: int | None,
-    k: int | None,
-    shards: Callable[[int], Shards],
-    options: Passed,
-    keep: bool = False,
-    out_dtype: torch.dtype | None = None,
-    blocks: bool = False,
-) -> Chosen:
-    """Chooses the backend, in debug mode after all ranks have compared notes.
-
-    Args:
-        op: Of the backend.
-        x: As for the backend, contiguous or not.
-        weight: As for the backend.
-        bias: As for the backend.
-        m: As for `Problem`.
-        n: As for `Problem`.
-        k: As for `Problem`.
-        shards: P -> the division that the backend wants.
-        options: As the ops take them.
-        keep: As for `Problem`.
-        out_dtype: As for `Problem`; what runs takes scales then.
-        blocks: As for `Problem`.
-    """
-    backend, reserve_sms = options.backend, options.reserve_sms
-    ranks = resolve(options.group)
-    several = isinstance(bias, (list, tuple))
-    weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
-    scaled = (weight_dtype, out_dtype, blocks)
-    problem = Problem.of(op.name, m, n, k, x, ranks, options.deterministic, backend, keep, scaled)
-    facts = (
-        *problem.agreed(),
-        ("chunk", shards(ranks.size).chunk),
-        ("weights", len(weight) if several else 1),
-        ("bias", len(bias) > 0 if several else bias is not None),
-        *options.agreed(),
-        *settings().agreed(op),
-    )
-    try:
-        choice = announce(choose(problem, backend))
-    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
-        agree.same(ranks, x.device, (*facts, agree.failure(error)))
-        raise
-    agree.same(ranks, x.device, facts)
-    with configured(reserve_sms=reserve_sms):
-        run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
-    if reserve_sms is not None:
-        run = configured(reserve_sms=reserve_sms)(run)
-    extents = f"M={m} width={problem.width} {problem.types} P={ranks.size}"
-    name = choice.backend.name
-    verify = agree.verifier(ranks, x.device, facts) if choice.backend.verifies else None
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, verify))
-
-
-def _ranged(name: str, run: Run, verify: Callable[[], None] | None) -> Run:
-    """`run`, after `verify`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
-
-    def ranged(*operands: Any) -> Any:
-        if verify is not None:
-            verify()
-        if not torch.autograd._profiler_enabled():
-            return run(*operands)
-        with torch.autograd.profiler.record_function(name):
-            return run(*operands)
-
-    return ranged
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -144,7 +56,7 @@ def _bind_all_gather_gemm(
 ) -> Run:
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
     options = Passed(*passed)
-    carry_out = _choose(
+    carry_out = chosen(
         ALL_GATHER_GEMM,
         x,
         weights,
@@ -238,7 +150,7 @@ def _bind_all_gather_gemm_gradients(
     ranks, depth = resolve(options.group), x.shape[1]
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
-    name, scatter = _choose(
+    name, scatter = chosen(
         GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, columns, lambda _: shards, options
     )
     alongside = False
@@ -293,7 +205,7 @@ def _bind_gemm_reduce_scatter(
 ) -> Run:
     rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return _choose(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, k, shards, options, **scaled).run
+    return chosen(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, k, shards, options, **scaled).run
 
 
 def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -343,7 +255,7 @@ def _bind_gemm_all_reduce(
 ) -> Run:
     rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
     shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return _choose(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, k, shards, options, **scaled).run
+    return chosen(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, k, shards, options, **scaled).run
 
 
 def _bind_gemm_all_gather(
@@ -351,7 +263,7 @@ def _bind_gemm_all_gather(
 ) -> Run:
     (rows, depth), options = x.shape, Passed(*passed)
     shards = lambda p: Shards.even(columns, p)  # noqa: E731
-    return _choose(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, options, **scaled).run
+    return chosen(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, options, **scaled).run
 
 
 def _bind_local_gemm(

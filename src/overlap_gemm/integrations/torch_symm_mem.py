@@ -29,7 +29,8 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from ..api.functional import all_gather_gemm, explain, gemm_reduce_scatter
+from ..api.explanation import explain
+from ..api.functional import all_gather_gemm, gemm_reduce_scatter
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..dispatch.moves import for_each_rank, sum_over_ranks
 from ..runtime.group import group_name, group_rank, group_size
-from .styles import ColwiseForward, OverlapColwiseParallel, local
+from .layouts import local
+from .styles import ColwiseForward, OverlapColwiseParallel
 
 
 class SharedHeadForward(ColwiseForward):

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..nn import Dropout
 from .assignment import UnknownModuleError
+from .layouts import distribute
 from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
 from .places import Place, place_of
-from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather, distribute
+from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather
 
 INITS = (True, False, "gaussian")
 """`init_lora_weights` that do without the base's weight."""

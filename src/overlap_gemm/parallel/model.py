@@ -21,6 +21,7 @@ from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, pl
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
+from .layouts import Rows
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -40,7 +41,6 @@ from .styles import (
     OverlapColwiseParallel,
     OverlapRowwiseParallel,
     OverlapSharedGather,
-    Rows,
     RowwiseForward,
 )
 

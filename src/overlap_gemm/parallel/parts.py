@@ -12,7 +12,7 @@ from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ra
 from ..runtime.group import group_rank, group_size
 from ..spec.sharding import Shards
 from .inputs import same_inputs
-from .styles import local
+from .layouts import local
 
 SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""

@@ -4,26 +4,23 @@ Parameters become DTensors as with torch's own styles, so optimizers, gradient c
 checkpoints work on them unchanged.
 """
 
-from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..api.float8 import STORED, Float8, Products, Stored, products
 from ..api.functional import Length
 from ..backends.base import BackendName
 from ..backends.select import check_name
+from .layouts import Rows, as_output, distribute, extent, local, local_part, weight_of
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
-
-Rows: TypeAlias = Length | Callable[[], Length]
-"""The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
 
 
 class _LinearStyle(ParallelStyle):
@@ -204,7 +201,7 @@ class _SharedGatherForward:
         for name, linear in zip(style.children, linears, strict=True):
             if not isinstance(linear.forward, ColwiseForward):
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
-        x, rows = _local(x, self.mesh, style.layout, style.rows)
+        x, rows = local_part(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
         outs = _products(style, *weights).all_gather_gemm(
             x,
@@ -265,7 +262,7 @@ class ColwiseForward:
                 )
             self.gathered = self.gathered._replace(product=None)
             return self._output(out)
-        x, rows = _local(x, self.mesh, style.input_layout, style.rows)
+        x, rows = local_part(x, self.mesh, style.input_layout, style.rows)
         weight, bias, columns = self.operands()
         products = _products(style, weight)
         if isinstance(style.input_layout, Shard):
@@ -285,7 +282,7 @@ class ColwiseForward:
         """This rank's weight and bias, and the columns of all ranks' together."""
         module = self.module
         bias = None if module.bias is None else local(module.bias, Shard(0))
-        return weight_of(self.source, Shard(0)), bias, _extent(module, 0)
+        return weight_of(self.source, Shard(0)), bias, extent(module, 0)
 
     def own_rows(self, x: Tensor) -> Tensor:
         """This rank's rows of the input for which x stands in; x itself where nothing is gathered."""
@@ -296,8 +293,8 @@ class ColwiseForward:
         return None if self.gathered is None else self.gathered.total
 
     def _output(self, out: Tensor) -> Tensor:
-        whole = torch.Size((*out.shape[:-1], _extent(self.module, 0)))
-        return _output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
+        whole = torch.Size((*out.shape[:-1], extent(self.module, 0)))
+        return as_output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
 
 
 class RowwiseForward:
@@ -309,8 +306,8 @@ class RowwiseForward:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies; layouts are the style's."""
         style, module = self.style, self.module
-        x, _ = _local(x, self.mesh, style.input_layout, None)
-        weight, k = weight_of(module, Shard(1)), _extent(module, 1)
+        x, _ = local_part(x, self.mesh, style.input_layout, None)
+        weight, k = weight_of(module, Shard(1)), extent(module, 1)
         products = _products(style, weight)
         bias = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
@@ -320,38 +317,7 @@ class RowwiseForward:
         else:
             out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, backend=style.backend)
         whole = torch.Size((*x.shape[:-1], out.shape[-1]))
-        return _output(out, whole, self.mesh, style.output_layout, style.use_local_output)
-
-
-def distribute(
-    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None = 0
-) -> None:
-    """Makes DTensors of a linear's parameters.
-
-    Args:
-        module: An `nn.Linear`.
-        mesh: The ranks, of one dimension.
-        layouts: How each parameter shall lie, by its name.
-        src_data_rank: Whose values are taken; None: each rank's own, without communication.
-    """
-    if not isinstance(module, nn.Linear):
-        raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
-    if mesh.ndim != 1:
-        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        source = None if parameter.is_meta else src_data_rank
-        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=source)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-
-
-def weight_of(module: Any, layout: Placement) -> Any:
-    """This rank's part of a linear's weight, `Stored` where it is kept in 8 bits (`stored.keep`)."""
-    weight, scale = local(module.weight, layout), getattr(module, "weight_scale", None)
-    if scale is None:
-        return weight
-    given = getattr(module, "input_scale", None)
-    own = [part.to_local() if isinstance(part, DTensor) else part for part in (scale, given)]
-    return Stored(weight, *own)
+        return as_output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
 
 def _products(style: Any, *weights: Any) -> Products:
@@ -362,43 +328,3 @@ def _products(style: Any, *weights: Any) -> Products:
     if not all(isinstance(weight, Stored) for weight in weights):
         raise TypeError("of linears that share a gather all weights are stored in 8 bits, or none")
     return STORED
-
-
-def local(parameter: Tensor, layout: Placement) -> Tensor:
-    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`).
-
-    Args:
-        parameter: Of a module; what a parametrization makes of it may lie in any way.
-        layout: How it shall lie.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if parameter.placements != (layout,):
-        parameter = parameter.redistribute(placements=(layout,))
-    return parameter.to_local()
-
-
-def _extent(linear: Any, dim: int) -> int:
-    """An extent of the whole weight."""
-    if isinstance(linear.weight, DTensor):
-        return linear.weight.shape[dim]
-    return (linear.out_features, linear.in_features)[dim]
-
-
-def _local(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tuple[Tensor, Length]:
-    """This rank's part of x, and what is known of the whole length: all, if x is a DTensor."""
-    if not isinstance(x, DTensor):
-        return x, rows() if callable(rows) else rows
-    if x.placements != (layout,):
-        x = x.redistribute(mesh, (layout,))
-    return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else None
-
-
-def _output(
-    out: Tensor, whole: torch.Size, mesh: DeviceMesh, layout: Placement, use_local_output: bool
-) -> Tensor:
-    """`out`, or a DTensor of shape `whole`; without the shape DTensor would take equal shards for granted."""
-    if use_local_output:
-        return out
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(out, mesh, (layout,), run_check=False, shape=whole, stride=stride)

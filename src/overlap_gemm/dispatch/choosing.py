@@ -1,0 +1,103 @@
+"""From an op's arguments to what carries it out: the backend is chosen, agreed on, and bound."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Problem
+from ..backends.select import announce, choose
+from ..runtime import agree
+from ..runtime.group import resolve
+from ..spec import OpSpec
+from ..spec.sharding import Shards
+from ..tuning.settings import configured, settings
+from .options import Passed
+from .registered import Run
+
+
+class Chosen(NamedTuple):
+    """Who carries a call out.
+
+    Attributes:
+        backend: its name.
+        run: what it does.
+    """
+
+    backend: str
+    run: Run
+
+
+def chosen(
+    op: OpSpec,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    m: int,
+    n: int | None,
+    k: int | None,
+    shards: Callable[[int], Shards],
+    options: Passed,
+    keep: bool = False,
+    out_dtype: torch.dtype | None = None,
+    blocks: bool = False,
+) -> Chosen:
+    """Chooses the backend, in debug mode after all ranks have compared notes.
+
+    Args:
+        op: Of the backend.
+        x: As for the backend, contiguous or not.
+        weight: As for the backend.
+        bias: As for the backend.
+        m: As for `Problem`.
+        n: As for `Problem`.
+        k: As for `Problem`.
+        shards: P -> the division that the backend wants.
+        options: As the ops take them.
+        keep: As for `Problem`.
+        out_dtype: As for `Problem`; what runs takes scales then.
+        blocks: As for `Problem`.
+    """
+    backend, reserve_sms = options.backend, options.reserve_sms
+    ranks = resolve(options.group)
+    several = isinstance(bias, (list, tuple))
+    weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
+    scaled = (weight_dtype, out_dtype, blocks)
+    problem = Problem.of(op.name, m, n, k, x, ranks, options.deterministic, backend, keep, scaled)
+    facts = (
+        *problem.agreed(),
+        ("chunk", shards(ranks.size).chunk),
+        ("weights", len(weight) if several else 1),
+        ("bias", len(bias) > 0 if several else bias is not None),
+        *options.agreed(),
+        *settings().agreed(op),
+    )
+    try:
+        choice = announce(choose(problem, backend))
+    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
+        agree.same(ranks, x.device, (*facts, agree.failure(error)))
+        raise
+    agree.same(ranks, x.device, facts)
+    with configured(reserve_sms=reserve_sms):
+        run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+    if reserve_sms is not None:
+        run = configured(reserve_sms=reserve_sms)(run)
+    extents = f"M={m} width={problem.width} {problem.types} P={ranks.size}"
+    name = choice.backend.name
+    verify = agree.verifier(ranks, x.device, facts) if choice.backend.verifies else None
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, verify))
+
+
+def _ranged(name: str, run: Run, verify: Callable[[], None] | None) -> Run:
+    """`run`, after `verify`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
+
+    def ranged(*operands: Any) -> Any:
+        if verify is not None:
+            verify()
+        if not torch.autograd._profiler_enabled():
+            return run(*operands)
+        with torch.autograd.profiler.record_function(name):
+            return run(*operands)
+
+    return ranged

@@ -1,0 +1,86 @@
+"""Between DTensors and what this rank has of them: the parameters, inputs and outputs of one linear."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+from ..api.float8 import Stored
+from ..api.functional import Length
+
+Rows: TypeAlias = Length | Callable[[], Length]
+"""The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
+
+
+def distribute(
+    module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None = 0
+) -> None:
+    """Makes DTensors of a linear's parameters.
+
+    Args:
+        module: An `nn.Linear`.
+        mesh: The ranks, of one dimension.
+        layouts: How each parameter shall lie, by its name.
+        src_data_rank: Whose values are taken; None: each rank's own, without communication.
+    """
+    if not isinstance(module, nn.Linear):
+        raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        source = None if parameter.is_meta else src_data_rank
+        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def weight_of(module: Any, layout: Placement) -> Any:
+    """This rank's part of a linear's weight, `Stored` where it is kept in 8 bits (`stored.keep`)."""
+    weight, scale = local(module.weight, layout), getattr(module, "weight_scale", None)
+    if scale is None:
+        return weight
+    given = getattr(module, "input_scale", None)
+    own = [part.to_local() if isinstance(part, DTensor) else part for part in (scale, given)]
+    return Stored(weight, *own)
+
+
+def local(parameter: Tensor, layout: Placement) -> Tensor:
+    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`).
+
+    Args:
+        parameter: Of a module; what a parametrization makes of it may lie in any way.
+        layout: How it shall lie.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.placements != (layout,):
+        parameter = parameter.redistribute(placements=(layout,))
+    return parameter.to_local()
+
+
+def extent(linear: Any, dim: int) -> int:
+    """An extent of the whole weight."""
+    if isinstance(linear.weight, DTensor):
+        return linear.weight.shape[dim]
+    return (linear.out_features, linear.in_features)[dim]
+
+
+def local_part(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tuple[Tensor, Length]:
+    """This rank's part of x, and what is known of the whole length: all, if x is a DTensor."""
+    if not isinstance(x, DTensor):
+        return x, rows() if callable(rows) else rows
+    if x.placements != (layout,):
+        x = x.redistribute(mesh, (layout,))
+    return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else None
+
+
+def as_output(
+    out: Tensor, whole: torch.Size, mesh: DeviceMesh, layout: Placement, use_local_output: bool
+) -> Tensor:
+    """`out`, or a DTensor of shape `whole`; without the shape DTensor would take equal shards for granted."""
+    if use_local_output:
+        return out
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(out, mesh, (layout,), run_check=False, shape=whole, stride=stride)
