@@ -106,8 +106,22 @@ def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
 )
 def test_own_sums_of_the_epilogue_compile_and_are_clean(config, compiled):
     """Where an epilogue's thread holds the most accumulators beside them."""
-    for more in ({}, {"slot_dtype": "f32"}):
-        is_clean(compiled(dataclasses.replace(config, own_last=True, **more), "reduce_scatter"))
+    for pattern, more in (
+        ("reduce_scatter", {}),
+        ("reduce_scatter", {"slot_dtype": "f32"}),
+        ("two_shot", {}),
+    ):
+        is_clean(compiled(dataclasses.replace(config, own_last=True, **more), pattern))
+
+
+def test_own_sums_leave_room_where_sums_are_promoted(compiled):
+    """Of all kernels these have the fewest registers left."""
+    config = dataclasses.replace(
+        next(c for c in every_config("sm_90a", "e4m3") if (c.mma, c.cta_tile) == ("cooperative", (128, 128))),
+        epilogue=(RowColumnScale(),),
+        own_last=True,
+    )
+    is_clean(compiled(config, "two_shot"))
 
 
 def is_clean(seen):

@@ -36,8 +36,8 @@ from .ways import Way, obtain_way
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
-WIRE = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
-"""What of a configuration says where a tile's elements are on the wire."""
+WIRE = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group", "own_last")
+"""What of a configuration says where a tile's elements are on the wire, and which flag is after them."""
 
 MOST_PLANS = 4096
 """Plans kept for a group; one is made again in a fraction of a millisecond."""

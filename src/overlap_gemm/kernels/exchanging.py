@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from cutlass import cute
@@ -81,9 +82,10 @@ class TileExchange(ABC):
     @final
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
         """See `surface.KernelOp`."""
-        sent = self._sent(work)
-        kept = None if self.own_sums is None else (work.num_tiles - sent.num_tiles) * self.config.subtiles
-        send_role(ring, self.sender(stages, sent, call, output), call, self.code, kept)
+        sent, own = self._sent(work), None
+        if self.own_sums is not None:
+            own = partial(self._drain_own, ring, stages, work.after(sent.num_tiles), call, output)
+        send_role(ring, self.sender(stages, sent, call, output), call, self.code, own)
 
     @final
     def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
@@ -92,8 +94,22 @@ class TileExchange(ABC):
 
     @property
     def own_sums(self) -> OwnSums | None:
-        """How the epilogue reduces tiles that stay; None: all are sent."""
+        """How the epilogue reduces own tiles, which come last; None: they are sent to the own slots."""
         return None
+
+    def own_sender(self, stages: Stages, own: Work, call: Call, output: Any) -> Any:
+        """Where own tiles go from the ring's stages (a ``TileSender``); None: the epilogue has stored them.
+
+        They are published by the comm lane itself, whoever publishes those of others.
+        """
+        return None
+
+    def _drain_own(self, ring: Any, stages: Stages, own: Work, call: Call, output: Any, state: Any) -> None:
+        sender = self.own_sender(stages, own, call, output)
+        if sender is None:
+            ring.pass_on(state, own.num_tiles * self.config.subtiles)
+        else:
+            replace(ring, publisher=None).drain(state, self.config.subtiles, sender)
 
     def _sent(self, work: Work) -> Work:
         """The tiles that are sent."""
@@ -118,7 +134,6 @@ class PartialExchange(TileExchange):
         """An accumulator is no complete sum."""
         return Visits(self.config, ("partial",))
 
-    @final
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
         """By ordinary stores."""
         return Output(None, out)

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import stage_layout
@@ -95,6 +96,19 @@ def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
     """Host side: how ring stages of ``dtype`` are stored to ``out`` by TMA."""
     layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
     return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))
+
+
+def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:
+    """Host side: the same of the columns of ``out`` that this rank owns, a shard of ``exchange``'s rows.
+
+    A rank without columns gets the last ones' descriptor, and stores nothing.
+    """
+    columns, shard = cute.size(out, mode=[1]), exchange.shard_rows
+    first = cutlass.min(exchange.rank, (columns - 1) // shard) * shard
+    first = cute.assume(first, divby=CHUNK_BYTES // 2)
+    own = cutlass.min(shard, columns - first)
+    layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
+    return output_store(config, dtype, cute.make_tensor(out.iterator + first, layout))
 
 
 @cute.jit

@@ -34,28 +34,24 @@ rank's alone: its own columns are written by TMA, the others by ordinary stores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import cute
 
-from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
-from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import TileCopies
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import TileExchange
-from overlap_gemm.kernels.gemm import output_store, store_subtile
+from overlap_gemm.kernels.gemm import own_columns
 from overlap_gemm.kernels.receive import Receiver
-from overlap_gemm.kernels.send import BroadcastSender, Destination
+from overlap_gemm.kernels.send import BroadcastSender, GatherSender
 from overlap_gemm.kernels.surface import Output
-from overlap_gemm.kernels.work import CtaTile, Share, Work
+from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.schedules import LinearOrder
 from overlap_gemm.spec import GEMM_ALL_GATHER
-from overlap_gemm.transports.base import Transport
 
 
 @dataclass(frozen=True)
@@ -103,78 +99,10 @@ class OutputGather(TileExchange):
         return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
 
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """The own columns, by TMA; the others' by ordinary stores.
-
-        A rank without columns gets the last ones' descriptor, and stores nothing.
-        """
-        columns, shard = cute.size(out, mode=[1]), exchange.shard_rows
-        first = cutlass.min(exchange.rank, (columns - 1) // shard) * shard
-        first = cute.assume(first, divby=CHUNK_BYTES // 2)
-        own = cutlass.min(shard, columns - first)
-        layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
-        return output_store(self.config, self.stage_dtype, cute.make_tensor(out.iterator + first, layout))
+        """The own columns, by TMA; the others' by ordinary stores."""
+        return own_columns(self.config, self.stage_dtype, out, exchange)
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> GatherSender:
         """Stores every tile, and sends it to everybody."""
         given = (self.config, self.order, self.transport, work, call, stages, call.epoch)
         return GatherSender(BroadcastSender(*given, to_itself=False), output)
-
-
-class Placed(NamedTuple):
-    """A tile on its way.
-
-    Attributes:
-        at: its place in the own columns.
-        to_peers: to the peers.
-    """
-
-    at: CtaTile
-    to_peers: Destination
-
-
-@dataclass(frozen=True)
-class GatherSender:
-    """Stores each tile in the own columns of the output, and sends it to the peers (a ``TileSender``).
-
-    Attributes:
-        peers: sends it.
-        output: the own columns.
-    """
-
-    peers: BroadcastSender
-    output: Output
-
-    @property
-    def config(self) -> GemmConfig:
-        """The kernel's configuration."""
-        return self.peers.config
-
-    @property
-    def transport(self) -> Transport:
-        """How a tile reaches a rank."""
-        return self.peers.transport
-
-    def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
-        return self.peers.has(tile)
-
-    def locate(self, tile: Scalar) -> Placed:
-        """The tile's place, and its route."""
-        at = CtaTile.at(self.config, self.peers.work.place(self.peers.order, tile))
-        return Placed(at, self.peers.locate(tile))
-
-    @cute.jit
-    def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:
-        """Starts moving one subtile."""
-        self.transport.send_and_store(
-            partial(self.peers.send, place.to_peers, subtile, stage),
-            partial(self._store, place.at, subtile, stage),
-        )
-
-    def _store(self, at: CtaTile, subtile: Scalar, stage: Any) -> None:
-        tma, tensor = self.output
-        store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
-
-    def publish(self, tile: Scalar, place: Placed) -> None:
-        """Tells the peers that the tile's slot is complete."""
-        self.peers.publish(tile, place.to_peers)

@@ -34,7 +34,7 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
-from overlap_gemm.kernels.own import OwnSums
+from overlap_gemm.kernels.own import OwnSums, check_own_last, dealt_to_owners
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.sums import Sums
@@ -60,15 +60,12 @@ class ReduceScatter(PartialExchange):
 
     def __post_init__(self) -> None:
         """Raises ValueError for own tiles that the transport wants in their slots."""
-        if self.config.own_last and not self.transport.takes_own_sums():
-            way = type(self.transport).__name__
-            raise ValueError(f"own_last is for tiles sent by peer_bulk to everybody; they go by {way}")
+        check_own_last(self.config, self.transport)
 
     @property
     def order(self) -> DealtShards | OwnTilesLast:
         """Owners in turn, the own tiles among the others or last."""
-        order = OwnTilesLast if self.config.own_last else DealtShards
-        return order(self.config.raster_group)
+        return dealt_to_owners(self.config)
 
     @property
     def own_sums(self) -> OwnSums | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
@@ -14,14 +15,18 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call, await_peers, begin_warp
 from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.kernels.epilogue import has_empty_subtiles
+from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
+from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
 from overlap_gemm.schedules import ceil_div
 from overlap_gemm.transports.base import Transport
 
 
 @cute.jit
-def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr, kept: Any = None) -> None:
+def send_role(
+    ring: Any, sender: Any, call: Call, op: cutlass.Constexpr, own: cutlass.Constexpr = None
+) -> None:
     """All lanes of the comm warp: send and publish every tile; the grid's first warp announces the call.
 
     The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
@@ -32,11 +37,11 @@ def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr, kept: A
         sender: a ``TileSender`` with attributes ``config`` and ``transport``.
         call: the call's run-time values.
         op: the op, for failure records (`OpSpec.code`).
-        kept: subtiles that stay, after those that are sent; None: there are none.
+        own: see `Transport.drain`.
     """
     is_first = cta_number() == 0
     begin_warp(call, op, sender.transport, is_first)
-    sender.transport.drain(ring, sender, kept)
+    sender.transport.drain(ring, sender, own)
     if is_first:
         await_peers(call, op)
 
@@ -192,6 +197,66 @@ class BroadcastSender:
     @property
     def _ranks(self) -> Any:
         return self.transport.num_recipients(self.call.exchange.world, self.to_itself)
+
+
+class Placed(NamedTuple):
+    """A tile on its way.
+
+    Attributes:
+        at: its place in the own columns.
+        to_peers: to the peers.
+    """
+
+    at: CtaTile
+    to_peers: Destination
+
+
+@dataclass(frozen=True)
+class GatherSender:
+    """Stores each tile in the own columns of the output, and sends it to the peers (a ``TileSender``).
+
+    Attributes:
+        peers: sends it.
+        output: the own columns.
+    """
+
+    peers: BroadcastSender
+    output: Output
+
+    @property
+    def config(self) -> GemmConfig:
+        """The kernel's configuration."""
+        return self.peers.config
+
+    @property
+    def transport(self) -> Transport:
+        """How a tile reaches a rank."""
+        return self.peers.transport
+
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return self.peers.has(tile)
+
+    def locate(self, tile: Scalar) -> Placed:
+        """The tile's place, and its route."""
+        at = CtaTile.at(self.config, self.peers.work.place(self.peers.order, tile))
+        return Placed(at, self.peers.locate(tile))
+
+    @cute.jit
+    def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:
+        """Starts moving one subtile."""
+        self.transport.send_and_store(
+            partial(self.peers.send, place.to_peers, subtile, stage),
+            partial(self._store, place.at, subtile, stage),
+        )
+
+    def _store(self, at: CtaTile, subtile: Scalar, stage: Any) -> None:
+        tma, tensor = self.output
+        store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
+
+    def publish(self, tile: Scalar, place: Placed) -> None:
+        """Tells the peers that the tile's slot is complete."""
+        self.peers.publish(tile, place.to_peers)
 
 
 @cute.jit

@@ -69,16 +69,17 @@ class Transport(ABC):
     # --- all tiles
 
     @cute.jit
-    def drain(self, ring: Any, sender: Any, kept: Any = None) -> None:
+    def drain(self, ring: Any, sender: Any, own: cutlass.Constexpr = None) -> None:
         """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone.
 
-        After them ``kept`` subtiles, if not None, are passed on, for which the epilogue may wait for peers.
+        When all of them are published it empties the ring of own tiles, for which the epilogue waits for
+        peers: ``own`` takes the consumer's state; None: there are none.
         """
         if cute.arch.lane_idx() == 0:
             order_async_writes()
             state = ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
-            if cutlass.const_expr(kept is not None):
-                ring.pass_on(state, kept)
+            if cutlass.const_expr(own is not None):
+                own(state)
         cute.arch.sync_warp()
 
     def publish_all(self, ring: Any, sender: Any) -> None:

@@ -36,9 +36,9 @@ class LLBulk(LL):
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """Nothing to tell."""
 
-    def drain(self, ring: Any, sender: Any, kept: Any = None) -> None:
+    def drain(self, ring: Any, sender: Any, own: Any = None) -> None:
         """The first lane sends."""
-        Transport.drain(self, ring, sender, kept)
+        Transport.drain(self, ring, sender, own)
 
     def publish_all(self, ring: Any, sender: Any) -> None:
         """What the comm lane hands over is passed on."""
