@@ -9,8 +9,8 @@ Figures are medians of a call in microseconds, and the median ratio to torch's r
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -24,6 +24,7 @@ from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.kernels.visitors import RowColumnScale
+from overlap_gemm.tuning.timing import Replay, captured, measure
 
 SHAPES = [
     (8192, 8192, 8192),
@@ -71,17 +72,6 @@ def tensor(x: torch.Tensor) -> Any:
     return given.mark_layout_dynamic() if x.ndim == 1 else given.mark_layout_dynamic(1)
 
 
-def burst(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Microseconds of a replay."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / replays
-
-
 def main() -> None:
     """Times every shape until the seconds are over."""
     began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
@@ -105,7 +95,7 @@ def main() -> None:
         a, b, rows, columns = pairs[0]
         exact = (a[:256].float() @ b.float().t()) * rows[:256] * columns
         out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        graphs: dict[str, Replay] = {}
         errors: dict[str, float] = {}
 
         def capture(name: str, call: Any, exact: torch.Tensor = exact) -> None:
@@ -113,11 +103,8 @@ def main() -> None:
             error = (out[:256].float() - exact).norm() / exact.norm()  # noqa: B023
             errors[name] = round(float(error), 6)  # noqa: B023
             assert error < 5e-3, (name, float(error))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for i in range(CALLS):
-                    call(i)
-            graphs[name] = graph  # noqa: B023
+            numbers = itertools.count(1)
+            graphs[name] = captured(lambda: call(next(numbers)), CALLS)  # noqa: B023
 
         def scaled(fast: bool) -> Any:
             def call(i: int) -> None:
@@ -156,18 +143,9 @@ def main() -> None:
                 compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
 
             capture(config.name, with_blocks, of_blocks)
-        replays = {name: max(1, int(15e3 / burst(graph, 1))) for name, graph in graphs.items()}
-        names = list(graphs)
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(ROUNDS):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                samples[name].append(burst(graphs[name], replays[name]) / CALLS)
-        median = {name: statistics.median(times) for name, times in samples.items()}
-        best = samples["torch row-wise fast"]
-        ratio = {
-            name: statistics.median(x / y for x, y in zip(times, best, strict=True))
-            for name, times in samples.items()
-        }
+        timings = measure(graphs, device="cuda", rounds=ROUNDS, burst_seconds=0.015)
+        median = {name: timings.median(name) * 1e6 for name in graphs}
+        ratio = {name: timings.ratio(name, "torch row-wise fast") for name in graphs}
         results.append(
             {"shape": [m, n, k], "us": {x: round(t, 2) for x, t in median.items()},
              "ratio": {x: round(r, 4) for x, r in ratio.items()}, "error": errors}

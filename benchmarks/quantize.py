@@ -10,8 +10,8 @@ memory, not from the L2 cache; medians of rounds in turn, in microseconds.
 
 from __future__ import annotations
 
+import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from overlap_gemm import quantize_rows
+from overlap_gemm.tuning.timing import Replay, captured, measure
 
 SHAPES = [(1, 8192), (64, 8192), (512, 8192), (2048, 8192), (8192, 8192), (8192, 28672), (16384, 4096)]
 PRODUCTS = [(8192, 8192, 8192), (8192, 8192, 3584), (2048, 8192, 7168), (512, 8192, 7168), (64, 8192, 7168)]
@@ -57,33 +58,15 @@ def others() -> dict[str, Call]:
     return found
 
 
-def captured(call: Call, inputs: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """The call on each input, one after the other, as a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for x in inputs[:2]:
-            call(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x in inputs:
-            call(x)
-    return graph
+def medians(calls: dict[str, Call], inputs: list[torch.Tensor]) -> dict[str, float]:
+    """Microseconds of a call, each on all inputs in turn."""
 
+    def rotating(call: Call) -> Replay:
+        given = itertools.cycle(inputs)
+        return captured(lambda: call(next(given)), len(inputs))
 
-def medians(graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
-    """Microseconds of a call, each in turn."""
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: round(statistics.median(times), 2) for name, times in samples.items()}
+    timings = measure({name: rotating(call) for name, call in calls.items()}, device="cuda", rounds=ROUNDS)
+    return {name: round(timings.median(name) * 1e6, 2) for name in calls}
 
 
 def quantisers(rows: int, width: int) -> dict[str, Any]:
@@ -105,7 +88,7 @@ def quantisers(rows: int, width: int) -> dict[str, Any]:
     source = torch.empty(3 * rows * width // 2, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     calls["copy of as many bytes"] = lambda _: target.copy_(source)
-    times = medians({name: captured(call, inputs) for name, call in calls.items()}, count)
+    times = medians(calls, inputs)
     copy = times["copy of as many bytes"]
     return {
         "rows": rows,
@@ -137,7 +120,7 @@ def products(m: int, n: int, k: int) -> dict[str, Any]:
     }
     return {
         "shape": [m, n, k],
-        "us": medians({n: captured(c, inputs) for n, c in calls.items()}, len(inputs)),
+        "us": medians(calls, inputs),
     }
 
 
@@ -145,12 +128,12 @@ def main() -> None:
     """Every shape until the seconds are over."""
     began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
-    for measure, shapes in ((quantisers, SHAPES), (products, PRODUCTS)):
+    for figures, shapes in ((quantisers, SHAPES), (products, PRODUCTS)):
         for shape in shapes:
             if time.time() - began > limit:
                 print("out of time before", shape)
                 break
-            results.append(measure(*shape))
+            results.append(figures(*shape))
             print(results[-1], flush=True)
             Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
             torch.cuda.empty_cache()
