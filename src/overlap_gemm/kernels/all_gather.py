@@ -60,6 +60,7 @@ from overlap_gemm.kernels.gathering import (
 )
 from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.geometry import SCALE_BYTES
+from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.work import CtaTile, Share, Work
@@ -203,7 +204,7 @@ class ArrivalGate:
             place: of the tile.
             call: the call's values.
             opened: the shard for which the gate was opened last; -1 before the first.
-            early: see `Mainloop.load_tile`.
+            early: see `loads.load_k_tiles`.
 
         Returns:
             ``state`` after the tile, and ``opened``.
@@ -211,14 +212,14 @@ class ArrivalGate:
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
         if place.shard == call.call.exchange.rank:
-            state = mainloop.load_tile(res, ops, state, row, column, early)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
         else:
             if place.shard != opened:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
             gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
-            state = mainloop.load_tile(res, gathered, state, row, column, early)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
         return state, Int32(place.shard)
 
     @cute.jit

@@ -29,8 +29,10 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 
+from overlap_gemm.kernels.loads import load_first_weights
+from overlap_gemm.kernels.split import num_early
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import Work
 
@@ -42,7 +44,8 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
     place = work.place(op.order, 0)
     col = place.shard * work.shards.col_step + place.n * mainloop.config.cluster_tile[1]
     if work.num_tiles > 0:
-        mainloop.load_weights(res, ops, col)
+        _, b, first, _ = mainloop.loads(res, ops, Int32(0), col)
+        load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.a))
 
 
 def wait_for_kernel_before(config: cutlass.Constexpr) -> None:

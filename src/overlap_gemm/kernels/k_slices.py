@@ -268,7 +268,8 @@ class SliceGate:
         arrivals = Arrivals(call, source, last - source + 1, known)
         rows = gathered.tensor[(None, None, 0)]
         operands = Operands(ops.mma, gathered.tma, rows, ops.tma_b, ops.b)
-        state = mainloop.load_tile(res, operands, state, row, column, early, arrivals)
+        loads = mainloop.loads(res, operands, row, column)
+        state = load_as_it_comes(res.ab, state, *loads, early, self.op.config.ab_stages, arrivals)
         return state, Int32(place.m)
 
     @cute.jit

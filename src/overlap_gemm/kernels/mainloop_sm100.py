@@ -32,8 +32,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.kernels import split
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.k_slices import load_as_it_comes
-from overlap_gemm.kernels.loads import OperandLoads, load_first_weights, load_k_tiles, tiles_at
+from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
@@ -180,36 +179,8 @@ class MainloopSm100:
         """State of the load warp at the start."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
 
-    @cute.jit
-    def load_tile(
-        self,
-        res: Resources,
-        ops: Operands,
-        state: pipeline.PipelineState,
-        row: Int32,
-        col: Int32,
-        early: Any = None,
-        arrivals: Any = None,
-    ) -> pipeline.PipelineState:
-        """Loads this part's k tiles of the cluster tile whose A rows begin at ``row``, B rows at ``col``."""
-        loads = self._loads(res, ops, row, col)
-        if cutlass.const_expr(arrivals is not None):
-            state = load_as_it_comes(res.ab, state, *loads, early, self.config.ab_stages, arrivals)
-        else:
-            state = load_k_tiles(res.ab, state, *loads, early)
-        return state
-
-    def load_weights(self, res: Resources, ops: Operands, col: Int32) -> None:
-        """See `Mainloop.load_weights`."""
-        _, b, first, _ = self._loads(res, ops, Int32(0), col)
-        load_first_weights(res.ab, self.load_state(), b, first, self.num_early(ops))
-
-    def num_early(self, ops: Operands) -> Int32:
-        """See `Mainloop.num_early`."""
-        return cutlass.min(split.num_k_tiles(self.config, ops.a), self.config.ab_stages)
-
-    def _loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
-        """A's and B's loads of a cluster tile, the first k tile of this part, and how many."""
+    def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """See `Mainloop.loads`."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
         v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)

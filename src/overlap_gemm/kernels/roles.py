@@ -14,7 +14,9 @@ from cutlass import Int32, cute, pipeline
 
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernels.blocks import block_scales
+from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.own import OwnTile
+from overlap_gemm.kernels.split import num_early
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import CtaTile, Work
 
@@ -26,7 +28,7 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
     gate: Any = op.gate
     state, opened, early = mainloop.load_state(), Int32(-1), None
     if cutlass.const_expr(mainloop.config.loads_weights_early):
-        early = mainloop.num_early(ops)
+        early = num_early(mainloop.config, ops.a)
     for j in cutlass.range(work.num_tiles, unroll=1):
         place = work.place(op.order, j)
         if cutlass.const_expr(gate is not None):
@@ -34,7 +36,7 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
         else:
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
-            state = mainloop.load_tile(res, ops, state, row, col, early)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, col), early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
     mainloop.load_tail(res, state)

@@ -70,6 +70,11 @@ def num_k_tiles(config: GemmConfig, a: Any) -> Any:
     return number * config.k_step
 
 
+def num_early(config: GemmConfig, a: Any) -> Any:
+    """K tiles that there are stages for: what can be loaded of B before anything is of A."""
+    return cutlass.min(num_k_tiles(config, a), config.ab_stages)
+
+
 def part_of_k() -> Any:
     """Which part of K this CTA multiplies: its place along the grid's third dimension."""
     return cute.arch.block_idx()[2]

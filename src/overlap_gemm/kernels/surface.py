@@ -80,7 +80,7 @@ class Gate(Protocol):
     ) -> tuple[Any, Any]:
         """Waits and loads, from A or from ``more`` sources; ``opened`` is what it returned before, first -1.
 
-        ``early``: as for `Mainloop.load_tile`.
+        ``early``: as for `loads.load_k_tiles`.
 
         Returns:
             The load pipeline's state after the tile, and the next ``opened``.
@@ -208,27 +208,11 @@ class Mainloop(Protocol):
     def load_state(self) -> pipeline.PipelineState:
         """State of the load warp at the start."""
 
-    def load_tile(
-        self,
-        res: Any,
-        ops: Operands,
-        state: Any,
-        row: Int32,
-        col: Int32,
-        early: Any = None,
-        arrivals: Any = None,
-    ) -> Any:
-        """Loads all k tiles of a cluster tile; returns the state after them.
+    def loads(self, res: Any, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """A's and B's loads of the cluster tile at ``row`` of A and ``col`` of B, and this part's k tiles.
 
-        Of the first ``early`` B is under way, by `load_weights`. With ``arrivals`` (`k_slices`) A is loaded
-        as its slices come.
+        What `loads.load_k_tiles` takes: two `loads.OperandLoads`, the first k tile, and how many.
         """
-
-    def load_weights(self, res: Any, ops: Operands, col: Int32) -> None:
-        """Loads the first `num_early` k tiles of B of the first cluster tile."""
-
-    def num_early(self, ops: Operands) -> Int32:
-        """K tiles that there are stages for: what can be loaded of B before anything is of A."""
 
     def load_tail(self, res: Any, state: Any) -> None:
         """Waits until every stage was consumed."""
