@@ -59,14 +59,18 @@ def test_every_weight_has_its_scales():
 BLOCKS_REFUSED = {
     "of the weight's rows": (
         {"scale_w": torch.ones(136, 2)},
-        r"scale_w of blocks of 128 must be \[2, 2\] .* got \[136, 2\]",
+        r"scale_w of blocks of 128 x 128 must be \[2, 2\] .* got \[136, 2\]",
     ),
     "of one operand": ({"scale_w": torch.ones(136, 1)}, r"scale_w of blocks .* got \[136, 1\]"),
     "of other rows": (
         {"scale_x": torch.ones(5, 2)},
-        r"scale_x of blocks of 128 must be \[6, 2\] .* got \[5, 2\]",
+        r"scale_x of blocks of 128 x 128 must be \[6, 2\] .* got \[5, 2\]",
     ),
-    "too many": ({"scale_x": torch.ones(6, 3)}, r"or for 128 of K; got \[6, 3\]"),
+    "too many": ({"scale_x": torch.ones(6, 3)}, r"or for 128 or 32 of K; got \[6, 3\]"),
+    "of other blocks": (
+        {"scale_x": torch.ones(6, 5)},
+        r"scale_w of blocks of 32 x 32 must be \[5, 5\] .* for 32 of K; got \[2, 2\]",
+    ),
 }
 
 
@@ -80,7 +84,17 @@ def test_scales_of_blocks_have_their_shapes(what):
     assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
     with pytest.raises(ValueError, match=r"F.scaled_mm says on cpu|no F.scaled_mm"):
         gemm_reduce_scatter(x, weight, **given, backend="torch")
-    assert "scales of blocks" in str(explain("gemm_reduce_scatter", x, weight, **given))
+    assert "scales of blocks of 128 x 128" in str(explain("gemm_reduce_scatter", x, weight, **given))
+
+
+def test_blocks_of_32_are_torchs_on_no_device():
+    given = {"scale_x": torch.ones(6, 5), "scale_w": torch.ones(5, 5).to(torch.float8_e8m0fnu)}
+    x, weight = torch.ones(6, 144).to(E4M3), torch.ones(136, 144).to(E4M3)
+    assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
+    with pytest.raises(ValueError, match="scales of blocks of 128 x 128, not of blocks of 32 x 32"):
+        gemm_reduce_scatter(x, weight, **given, backend="torch")
+    measured = problem(device_type="cuda", blocks=(1, 32, 32), reach=Reach("sm_90a", 132, None))
+    assert "blocks of 32 x 32 have not been timed" in (Fused().why_slower(measured) or "")
 
 
 @pytest.mark.parametrize("which", ["scale_x", "bias", "weight"])
@@ -162,7 +176,7 @@ def test_auto_takes_torchs_way_and_says_why():
 def test_where_torch_has_products_with_scales_of_blocks(monkeypatch, capability, toolkit, types, why):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", toolkit)
-    said = scaling.why_no_product.__wrapped__("cuda", *types, True)
+    said = scaling.why_no_product.__wrapped__("cuda", *types, (1, 128, 128))
     assert said is None if why is None else why in said
 
 

@@ -53,11 +53,13 @@ BLOCKED = [
         epilogue=(Bias("bf16"),),
         sums=1,
     ),
+    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32), sums=1),
+    GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32), sums=1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("config", "world"), [(c, world) for c in BLOCKED for world in (1, 3)],
+    ("config", "world"), [(c, world) for c in BLOCKED for world in (1, 3)[: 1 + (c.blocks == BLOCKS)]],
     ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
 )  # fmt: skip
 def test_blocks_are_scaled_as_they_are_promoted(config, world):
@@ -76,9 +78,10 @@ SPOILED = {
 }
 
 
+@pytest.mark.parametrize("config", [BLOCKED[0], BLOCKED[3]], ids=lambda config: config.name)
 @pytest.mark.parametrize("way", SPOILED)
-def test_a_scale_of_another_block_is_noticed(way):
-    case = launched(BLOCKED[0], None, 1, rows=64, cols=136, depth=272)
+def test_a_scale_of_another_block_is_noticed(way, config):
+    case = launched(config, None, 1, rows=64, cols=136, depth=272)
     case.check()
     case.scales = [SPOILED[way](*scales) for scales in case.scales]
     with pytest.raises(AssertionError, match="wrong, at"):
@@ -109,11 +112,15 @@ def test_long_sums_need_the_promotion():
             {"tile": (128, 128)},
             "128 accumulators a thread; where sums are promoted .* room for 64",
         ),
-        ({"blocks": (1, 64, 128)}, r"blocks must be one of \(1, 128, 128\); got \(1, 64, 128\)"),
+        (
+            {"blocks": (1, 64, 128)},
+            r"blocks must be one of \(1, 128, 128\), \(1, 32, 32\); got \(1, 64, 128\)",
+        ),
         ({"blocks": BLOCKS, "fast_accum": True}, "for kernels that promote, .* fast_accum=True"),
         ({"blocks": BLOCKS, "mma": "swap_ab", "tile": (32, 64)}, "not swap_ab; got mma='swap_ab'"),
         ({"blocks": BLOCKS, "arch": "sm_100a", "mma": "1cta", "tile": (128, 128)}, "kernels that promote"),
         ({"blocks": BLOCKS, "mma": "cooperative", "tile": (128, 128)}, "sums=2 .* got mma='cooperative'"),
+        ({"blocks": (1, 32, 32)}, r"blocks=\(1, 32, 32\) are promoted one by one, sums=1; got 2"),
         ({"sums": 1, "in_dtype": "bf16"}, "sums must be one of 2; got 1"),
         ({"a_major": "m"}, "a_major must be one of k; got m"),
         ({"b_major": "n"}, "b_major must be one of k; got n"),

@@ -42,7 +42,7 @@ class Scaled:
     bias: bool = True
     tensorwise: bool = False
     seed: int = 0
-    blocks: bool = False
+    blocks: int = 0
 
     def operands(self, rank, ranks):
         """(x, weight, bias, scale_x, scale_w) of a rank."""
@@ -59,8 +59,9 @@ class Scaled:
         weight = (torch.randn(every, k, generator=rows) / 8).to(self.dtype)
         scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
         if self.blocks:
-            scale_x = 2 ** (4 * torch.rand(m, -(-k // 128), generator=given) - 2)
-            scale_w = 2 ** (4 * torch.rand(-(-every // 128), -(-k // 128), generator=rows) - 2)
+            size = self.blocks
+            scale_x = 2 ** (4 * torch.rand(m, -(-k // size), generator=given) - 2)
+            scale_w = 2 ** (4 * torch.rand(-(-every // size), -(-k // size), generator=rows) - 2)
         return x, weight, bias if self.bias else None, scale_x, scale_w
 
 
@@ -71,7 +72,7 @@ def of_rank(case, rank, ranks):
         rows = slice(*Shards.even(case.n, ranks).range(rank))
         weight, bias = weight[rows], None if bias is None else bias[rows].clone()
         if case.blocks:
-            scale_w = scale_w[rows.start // 128 : -(-rows.stop // 128)]
+            scale_w = scale_w[rows.start // case.blocks : -(-rows.stop // case.blocks)]
         elif not case.tensorwise:
             scale_w = scale_w[rows]
     return x, weight, bias, scale_x, scale_w
@@ -93,12 +94,12 @@ def queue(case, world, change=lambda rank, given: given):
     return outs
 
 
-def dequantised(matrix, scale):
-    """In float64, by scales of rows, of all, or of blocks of 128."""
+def dequantised(matrix, scale, size=0):
+    """In float64, by scales of rows, of all, or of blocks."""
     rows, depth = matrix.shape
-    if scale.shape[-1:] not in ((), (1,)):
-        scale = scale if len(scale) == rows else scale.repeat_interleave(128, 0)[:rows]
-        scale = scale.repeat_interleave(128, 1)[:, :depth]
+    if size:
+        scale = scale if len(scale) == rows else scale.repeat_interleave(size, 0)[:rows]
+        scale = scale.repeat_interleave(size, 1)[:, :depth]
     return matrix.double() * scale
 
 
@@ -109,10 +110,11 @@ def share_of_bound(case, outs):
     every = [case.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
     bias = every[0][2]
     if spec.gathers_operand:
-        gathered = torch.cat([dequantised(x, scale) for x, _, _, scale, _ in every])
+        gathered = torch.cat([dequantised(x, scale, case.blocks) for x, _, _, scale, _ in every])
         every = [(gathered, every[0][1], bias, torch.ones(()), every[0][4])]
     for x, weight, _, scale_x, scale_w in every:
-        a, b = dequantised(x, scale_x), dequantised(weight, scale_w)
+        a = dequantised(x, scale_x, 0 if spec.gathers_operand else case.blocks)
+        b = dequantised(weight, scale_w, case.blocks)
         exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
         rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)
     exact = exact if bias is None else exact + bias.double()
@@ -158,17 +160,19 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
-        (3, Scaled(RS, 130, 136, 3 * 272, blocks=True)),
-        (3, Scaled(GATHER, 130, 3 * 128, 272, blocks=True)),
-        (2, Scaled(AR, 70, 264, 2 * 144, torch.float8_e5m2, torch.float16, bias=False, blocks=True)),
-        pytest.param(2, Scaled(AG, 40, 256, 400, blocks=True), marks=pytest.mark.slow),
-        pytest.param(1, Scaled(RS, 66, 24, 272, blocks=True), marks=pytest.mark.slow),
+        (3, Scaled(RS, 130, 136, 3 * 272, blocks=128)),
+        (3, Scaled(GATHER, 130, 3 * 128, 272, blocks=128)),
+        (3, Scaled(RS, 70, 136, 3 * 144, blocks=32)),
+        (2, Scaled(GATHER, 70, 2 * 160, 144, torch.float8_e5m2, blocks=32)),
+        (2, Scaled(AR, 70, 264, 2 * 144, torch.float8_e5m2, torch.float16, bias=False, blocks=128)),
+        pytest.param(2, Scaled(AG, 40, 256, 400, blocks=128), marks=pytest.mark.slow),
+        pytest.param(1, Scaled(RS, 66, 24, 272, blocks=128), marks=pytest.mark.slow),
     ],
     ids=lambda given: f"{given.op}-{given.m}" if isinstance(given, Scaled) else str(given),
 )
 def test_scales_of_blocks(ranks, case):
     """Calls of blocks, then of rows, on the same workspaces; the last rank lags."""
-    cases = [case, replace(case, blocks=False, seed=1), replace(case, seed=2)]
+    cases = [case, replace(case, blocks=0, seed=1), replace(case, seed=2)]
     fields = {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)}
     with world_of("sm_90a", ranks, fields, mode="random", schedule=lagging(ranks - 1)) as world:
         queued = [queue(one, world) for one in cases]
@@ -185,7 +189,8 @@ def test_scales_of_blocks(ranks, case):
 def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():
     x, weight = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (16, 136))
     scales = {"scale_x": torch.ones(16, 2), "scale_w": torch.ones(2, 2)}
-    with world_of("sm_100a", 2) as world, pytest.raises(ValueError, match="for kernels of sm_90a"):
+    words = "blocks of 128 x 128 are for kernels of sm_90a"
+    with world_of("sm_100a", 2) as world, pytest.raises(ValueError, match=words):
         overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[0], backend="fused", **scales)
 
 

@@ -19,12 +19,12 @@ CASES = {
     "rows-gathered": (Scaled(GATHER, 520, 136, 208), {}),
     "rows-gathered-e5m2": (Scaled(GATHER, 200, 72, 112, torch.float8_e5m2, torch.float16, bias=False), {}),
     "many-rows-gathered": (Scaled(GATHER, 2048, 1024, 1024), {}),
-    "blocks": (Scaled(RS, 520, 264, 1088, blocks=True), {}),
+    "blocks": (Scaled(RS, 520, 264, 1088, blocks=128), {}),
     "blocks-e5m2": (
-        Scaled(AR, 200, 136, 2304, torch.float8_e5m2, torch.float16, bias=False, blocks=True),
+        Scaled(AR, 200, 136, 2304, torch.float8_e5m2, torch.float16, bias=False, blocks=128),
         {},
     ),
-    "many-blocks": (Scaled(RS, 2048, 1024, 4096, blocks=True), {}),
+    "many-blocks": (Scaled(RS, 2048, 1024, 4096, blocks=128), {}),
     "many-tiles": (Scaled(RS, 2048, 1024, 1024), {}),
 }
 
@@ -70,7 +70,7 @@ def test_a_long_sum_is_promoted(device, promoted):
     assert lost < 2**-7 if promoted else lost > 0.1
 
 
-@pytest.mark.parametrize("kind", [{"tensorwise": True}, {}, {"blocks": True}], ids=str)
+@pytest.mark.parametrize("kind", [{"tensorwise": True}, {}, {"blocks": 128}], ids=str)
 def test_torchs_product(device, kind):
     """Any number of columns; by `torch._scaled_mm` or, of blocks, `F.scaled_mm`, of a group of one."""
     if kind.get("blocks") and torch.cuda.get_device_capability() >= (10, 0):

@@ -89,19 +89,19 @@ def test_every_type_and_one_scale_for_all(ranks, op):
     ranks(2).run(every_type, op)
 
 
-def of_blocks(rank, ranks, op):
-    """Scales of blocks of 128: rows, columns and K end inside of one; of a batch, too."""
+def of_blocks(rank, ranks, op, size):
+    """Scales of blocks: rows, columns and K end inside of one; of a batch, too."""
     m, n, k = 24, 128 * ranks + 8 if OPS[op].weight != "n" else 128 * ranks, 2 * 272
     x, weight, *_, bias = whole(op, m, n, k, ranks, E4M3)
     x, weight = part(op, "x", x, rank, ranks), part(op, "weight", weight, rank, ranks)
-    depth = -(-x.shape[1] // 128)
+    depth = -(-x.shape[1] // size)
     torch.manual_seed(rank)
-    scale_x, scale_w = torch.rand(len(x), depth) + 0.5, torch.rand(-(-len(weight) // 128), depth) + 0.5
-    a = x.float() * scale_x.repeat_interleave(128, 1)[:, : x.shape[1]]
-    b = (
-        weight.float()
-        * scale_w.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : x.shape[1]]
-    )
+    scale_x, scale_w = torch.rand(len(x), depth) + 0.5, torch.rand(-(-len(weight) // size), depth) + 0.5
+    if size == 32:
+        scale_x, scale_w = scale_x.to(torch.float8_e8m0fnu), scale_w.to(torch.float8_e8m0fnu)
+    a = x.float() * scale_x.float().repeat_interleave(size, 1)[:, : x.shape[1]]
+    wide = scale_w.float().repeat_interleave(size, 0).repeat_interleave(size, 1)
+    b = weight.float() * wide[: len(weight), : x.shape[1]]
     call, scales = (
         getattr(overlap_gemm, op),
         {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32},
@@ -117,9 +117,11 @@ def of_blocks(rank, ranks, op):
     assert torch.allclose(found.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [128, 32])
 @pytest.mark.parametrize("op", OPS)
-def test_scales_of_blocks(ranks, op):
-    ranks(2).run(of_blocks, op)
+def test_scales_of_blocks(ranks, op, size):
+    """Those of 32 are ue8m0."""
+    ranks(2).run(of_blocks, op, size)
 
 
 def as_on_hopper(

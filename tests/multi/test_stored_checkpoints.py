@@ -191,7 +191,8 @@ def kept(rank, ranks, folder):
     scale = stored[next(k for k in stored if k.startswith(f"{name}.weight_scale"))].float().double()
     scale, block = scale.reshape(-1, 1) if scale.ndim < 2 else scale, None
     if scale.shape[-1] > 1:
-        scale, block = scale.repeat_interleave(128, 0).repeat_interleave(128, 1), 128
+        block = depth.total // scale.shape[-1]
+        scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
     weight = stored[f"{name}.weight"].double() * scale
     exact = torch.zeros(3, 1, 256, dtype=torch.float64)
     for r in range(ranks):
@@ -233,8 +234,8 @@ def test_kept_it_is_the_product_of_the_stored_weights(ranks, tmp_path, form):
     ranks(2).run(kept, str(tmp_path))
 
 
-@pytest.mark.parametrize("form", [form for form in BLOCKS if "32x32" not in form])
-def test_blocks_of_128_are_kept_where_shards_end_on_their_borders(ranks, tmp_path, monkeypatch, form):
+@pytest.mark.parametrize("form", BLOCKS)
+def test_blocks_are_kept_where_shards_end_on_their_borders(ranks, tmp_path, monkeypatch, form):
     monkeypatch.setitem(SIZES, "intermediate_size", 512)
     monkeypatch.setitem(SIZES, "head_dim", 128)
     make(tmp_path, form)
@@ -255,10 +256,11 @@ def refused(rank, ranks, folder, words):
             "fp8 128x128",
             r"_proj' \(fp8 of 8 bits, blocks of 128 x 128\).* shards, \[\d+, \d+\], do not end on",
         ),
-        ("fp8 32x32 ue8m0", r"blocks of 32 x 32\).* of blocks the ops take those of 128 x 128"),
+        ("fp8 64x64", r"blocks of 64 x 64\).* of blocks the ops take those of 128 x 128 and 32 x 32"),
     ],
 )
-def test_other_blocks_are_dequantized_by_choice_alone(ranks, tmp_path, form, words):
+def test_other_blocks_are_dequantized_by_choice_alone(ranks, tmp_path, monkeypatch, form, words):
+    monkeypatch.setitem(FORMS, "fp8 64x64", (by_transformers, {"weight_block_size": (64, 64)}))
     make(tmp_path, form)
     ranks(2).run(refused, str(tmp_path), words)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import BLOCK, DEPTH, FLOAT8
+from ..backends.scaling import DEPTH, FLOAT8
 from ..backends.select import with_fallback
 from ..dispatch import moves
 from ..dispatch.autocast import autocast
@@ -203,13 +203,15 @@ class Stored(NamedTuple):
 
     Attributes:
         values: `[N, K]`, `torch.float8_e4m3fn`.
-        scale: float32, `[N, 1]`, `[1, 1]`, or of blocks of 128, `[ceil(N / 128), ceil(K / 128)]`.
+        scale: float32, `[N, 1]`, `[1, 1]`, or of blocks, `[ceil(N / block), ceil(K / block)]`.
         input_scale: float32, `[1, 1]`: of what it is multiplied with; None: each row's own.
+        block: Rows and elements of K that share a scale; None: it is of rows, or of all.
     """
 
     values: Tensor
     scale: Tensor
     input_scale: Tensor | None
+    block: int | None = None
 
 
 class StoredFloat8(Float8):
@@ -230,8 +232,8 @@ class StoredFloat8(Float8):
             values = (x.float() / scale).clamp(-largest, largest).to(self.dtype)
             rows = Quantized(values, scale)
         else:
-            of_blocks = any(weight.scale.shape[-1] > 1 for weight in weights)
-            rows = quantize_rows(x, self.dtype, block=BLOCK if of_blocks else None)
+            block = next((weight.block for weight in weights if weight.scale.shape[-1] > 1), None)
+            rows = quantize_rows(x, self.dtype, block=block)
         return tuple(how.multiply(rows, [_for_op(weight) for weight in weights], biases, x.dtype))
 
 
@@ -239,7 +241,7 @@ def _for_op(weight: Stored) -> Quantized:
     """As the ops take it: where K is one block, its scales are of rows."""
     scale, rows = weight.scale, len(weight.values)
     if scale.shape[-1] == 1 and len(scale) not in (1, rows):
-        scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+        scale = scale.repeat_interleave(weight.block or rows, 0)[:rows]
     return Quantized(weight.values, scale)
 
 

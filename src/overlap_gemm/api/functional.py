@@ -202,7 +202,8 @@ def gemm_reduce_scatter(
         scale_x: Where x and weight are float8_e4m3fn or float8_e5m2: float32, `[M, ..., 1]`, an element per
             row of x, or one element. This rank's own rows' scales, whatever other ranks have.
         scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. Or both are of blocks of 128: scale_x
-            `[M, ..., ceil(K / 128)]`, scale_w `[ceil(N / 128), ceil(K / 128)]`. See docs/fp8.md.
+            `[M, ..., ceil(K / 128)]`, scale_w `[ceil(N / 128), ceil(K / 128)]`; or of 32. Of float32 or
+            float8_e8m0fnu. See docs/fp8.md.
         out_dtype: Of result and bias where operands have scales: bfloat16 (which None means), float16 or
             float32.
 

@@ -8,12 +8,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.config import Blocks
 from ..runtime.group import Group
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows
 from .reach import Reach, reach_of
-from .scaling import Operand, dequantised, with_scales
+from .scaling import Operand, dequantised, in_words, with_scales
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""
@@ -48,7 +49,7 @@ class Problem:
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
         weight_dtype: Of the weight, where operands have scales; else None.
         out_dtype: Of the result, likewise: `dtype` is x's then.
-        blocks: Whether the scales are of blocks (`scaling`).
+        blocks: Which blocks the scales are of (`scaling.of_blocks`); None: of rows, or of all of an operand.
     """
 
     op: str
@@ -65,7 +66,7 @@ class Problem:
     keep: bool = False
     weight_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
-    blocks: bool = False
+    blocks: Blocks | None = None
 
     @classmethod
     def of(
@@ -140,7 +141,7 @@ class Problem:
         """Those of operands and result."""
         if not self.is_scaled:
             return str(self.dtype)
-        blocks = ", scales of blocks" if self.blocks else ""
+        blocks = f", scales of {in_words(self.blocks)}" if self.blocks else ""
         return f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}{blocks}"
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.arch import ARCHS, arch_of_capability
-from ..kernels.config import BLOCKS
+from ..kernels.config import BLOCKS, Blocks
 from ..kernels.geometry import MAX_WORLD, ExchangeShape
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
@@ -37,7 +37,7 @@ from .base import Problem
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
-from .scaling import FLOAT8
+from .scaling import FLOAT8, in_words, of_blocks
 
 
 class Sizes(NamedTuple):
@@ -77,16 +77,19 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
     return Sizes(shape, first, (end - first, columns))
 
 
-WITH_BLOCKS = tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=BLOCKS[0], sums=1))
-"""Architectures that have kernels with scales of blocks."""
+WITH_BLOCKS = {
+    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks, sums=1))
+    for blocks in BLOCKS
+}
+"""Architectures that have kernels with scales of blocks, of each kind."""
 
 
-def has_blocks(device_type: str) -> bool:
-    """Whether the device that runs fused kernels has kernels with scales of blocks."""
+def has_blocks(device_type: str, blocks: Blocks) -> bool:
+    """Whether the device that runs fused kernels has kernels with scales of these blocks."""
     if device_type == "cuda":
         arch = arch_of_capability(torch.cuda.get_device_capability())
-        return arch is not None and arch.name in WITH_BLOCKS
-    return executor.emulation is None or executor.emulation.emulator.device.arch in WITH_BLOCKS
+        return arch is not None and arch.name in WITH_BLOCKS[blocks]
+    return executor.emulation is None or executor.emulation.emulator.device.arch in WITH_BLOCKS[blocks]
 
 
 class Fused:
@@ -100,8 +103,9 @@ class Fused:
         """Fused kernels exist for some dtypes, extents and devices."""
         if reason := self.why_no_kernel(problem):
             return reason
-        if problem.blocks and not has_blocks(problem.device_type):
-            return f"scales of blocks are for kernels of {', '.join(WITH_BLOCKS)}"
+        if problem.blocks and not has_blocks(problem.device_type, problem.blocks):
+            known = ", ".join(WITH_BLOCKS[problem.blocks])
+            return f"scales of {in_words(problem.blocks)} are for kernels of {known}"
         if problem.device_type == "cuda":
             return why_no_cuda(torch.cuda.current_device())
         if executor.emulation is None:
@@ -151,6 +155,8 @@ class Fused:
             return "the ranks' GPUs have not been probed"
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
+        if problem.blocks not in (None, BLOCKS[0]):
+            return f"kernels with scales of {in_words(problem.blocks)} have not been timed"
         return constants(problem.reach.arch).why_untimed_bytes() if problem.is_scaled else None
 
     def bind(
@@ -228,7 +234,9 @@ class Fused:
             weight, bias, scales = x, None, (*scales[:1], *scales[:1])
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
-        given, blocks = (group, x.device, x.dtype, shape), any(scale.ndim == 2 for scale in scales)
+        given, blocks = (group, x.device, x.dtype, shape), None
+        if scales:
+            blocks = of_blocks(scales[0], x.shape[1])
         plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)

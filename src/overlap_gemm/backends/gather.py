@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.config import Blocks
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
@@ -47,7 +48,7 @@ from .plans import (
     peers_for,
     resident_clusters,
 )
-from .scaling import as_words, rows_with_scales, scale_bytes
+from .scaling import as_words, of_blocks, rows_with_scales, scale_bytes
 from .ways import obtain_way, wanted
 
 
@@ -112,7 +113,7 @@ def all_gather_gemm(
     (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
-    blocks = bool(scales) and scales[0].ndim == 2
+    blocks = of_blocks(scales[0], depth) if scales else None
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0], dtype=dtype) for weight in weights]
     # A rank without columns takes part all the same: its peers wait for its word.
@@ -175,7 +176,7 @@ def plan_for(
     shards: Shards,
     keep: bool,
     out_dtype: torch.dtype | None = None,
-    blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> Plan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
@@ -188,7 +189,7 @@ def plan_for(
         shards: of the rows.
         keep: whether all rows are kept.
         out_dtype: of the results, where operands have scales.
-        blocks: whether these are of blocks.
+        blocks: which these are of, None: of rows.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -216,7 +217,7 @@ def _make_plan(
     keep: bool,
     reserve: int,
     out_dtype: torch.dtype | None = None,
-    blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> Plan:
     from ..kernels.gathering import Gathering
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..kernels.config import BLOCKS, GemmConfig
+from ..kernels.config import Blocks, GemmConfig
 from ..kernels.geometry import (
     ExchangeShape,
     Puts,
@@ -69,7 +69,7 @@ def plan_for(
     bias: bool,
     depth: int | None = None,
     out_dtype: torch.dtype | None = None,
-    blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> Plan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
@@ -85,7 +85,7 @@ def plan_for(
         bias: whether there is one.
         depth: K over all ranks, where they have agreed on it.
         out_dtype: of slots, result and bias, where the operands have scales.
-        blocks: whether these are of blocks.
+        blocks: which these are of, None: of rows.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -107,7 +107,7 @@ def plan_for(
 
 
 def kind_of(
-    dtype: torch.dtype, out_dtype: torch.dtype | None, bias: bool, blocks: bool = False
+    dtype: torch.dtype, out_dtype: torch.dtype | None, bias: bool, blocks: Blocks | None = None
 ) -> tuple[str, dict[str, Any]]:
     """What kernels call the operands' type, and the fields of a configuration that follow from all types.
 
@@ -115,14 +115,14 @@ def kind_of(
         dtype: of the operands.
         out_dtype: of slots, result and bias, where the operands have scales.
         bias: whether there is one.
-        blocks: whether scales are of blocks.
+        blocks: which the scales are of, None: of rows.
     """
     epilogue: tuple[Visitor, ...] = () if out_dtype is None or blocks else (RowColumnScale(),)
     if bias:
         epilogue += (Bias(DTYPES[out_dtype or dtype]),)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
-    kind, fields = DTYPES[out_dtype], {"blocks": BLOCKS[0], "sums": 1} if blocks else {}
+    kind, fields = DTYPES[out_dtype], {"blocks": blocks, "sums": 1} if blocks else {}
     return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}
 
 

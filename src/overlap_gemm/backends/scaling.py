@@ -1,8 +1,8 @@
 """Products of 8-bit operands whose rows have scales, `(x * scale_x) @ (weight * scale_w).T`: who multiplies.
 
 Scales are float32 vectors: of x an element per row, of the weight one per row (so per column of the product),
-or a single element. Or they are of blocks, matrices: of x `[M, ceil(K / 128)]`, of the weight
-`[ceil(N / 128), ceil(K / 128)]`. A rank's scales are those of its own operands, and belong to its partial
+or a single element. Or they are of blocks, matrices: with b = 128 or 32 of x `[M, ceil(K / b)]`, of the
+weight `[ceil(N / b), ceil(K / b)]`. A rank's scales are those of its own operands, and belong to its partial
 sums.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.config import BLOCKS
+from ..kernels.config import BLOCKS, Blocks
 from ..kernels.geometry import SCALE_BYTES
 from ..schedules import ceil_div
 from ..tuning.settings import settings
@@ -38,12 +38,19 @@ CUBLAS_ROWS = ROW_BYTES // 4
 """Scales of blocks that cuBLAS reads together, so that their leading extents are multiples of it."""
 
 BLOCK = BLOCKS[0][2]
-"""Elements of K that share a scale of a block, and rows of a weight."""
+"""Elements of K that share a scale of a block, and rows of a weight, as most checkpoints have it."""
+
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""Types of scales; the second's are powers of two, float32 holds them exactly."""
 
 
-def of_blocks(scale_x: Tensor, depth: int) -> bool:
-    """Whether scales of x `[..., K]`, and so the weight's, are of blocks, of which K has several."""
-    return depth > BLOCK and scale_x.ndim > 1 and scale_x.shape[-1] == -(-depth // BLOCK)
+def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
+    """Which blocks scales of an operand `[..., K]` are of, of which K has several; None: they are of rows.
+
+    The number of scales along K tells it: blocks of 128 and of 32 are as many only where that is one.
+    """
+    found = (kind for kind in BLOCKS if depth > kind[2] and scale.shape[-1:] == (ceil_div(depth, kind[2]),))
+    return next(found, None) if scale.ndim > 1 else None
 
 
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
@@ -51,19 +58,27 @@ def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     if scale.ndim == 1:
         return matrix.float() * scale[:, None]
     rows, depth = matrix.shape
-    wide = scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
-    return matrix.float() * wide.repeat_interleave(BLOCK, 1)[:, :depth]
+    blocks = of_blocks(scale, depth)
+    assert blocks is not None, (matrix.shape, scale.shape)
+    wide = scale if len(scale) == rows else scale.repeat_interleave(blocks[1], 0)[:rows]
+    return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
 
 
-def scale_bytes(depth: int, blocks: bool) -> int:
+def in_words(blocks: Blocks | None) -> str:
+    """For messages."""
+    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
+
+
+def scale_bytes(depth: int, blocks: Blocks | None) -> int:
     """After each row of `rows_with_scales`: its scale or those of its blocks, a multiple of 16."""
-    scales = ceil_div(depth, BLOCK) if blocks else 1
+    scales = ceil_div(depth, blocks[2]) if blocks else 1
     return ceil_div(4 * scales, SCALE_BYTES) * SCALE_BYTES
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
     """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scales."""
-    (rows, depth), blocks = x.shape, scale.ndim == 2
+    rows, depth = x.shape
+    blocks = of_blocks(scale, depth)
     scales = scale.contiguous() if blocks else aligned_vector(scale, rows)[:, None]
     packed = x.new_empty(max(rows, 1), depth + scale_bytes(depth, blocks)).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)
@@ -131,9 +146,9 @@ class Scaled(NamedTuple):
 def as_torch_has_them(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> tuple[Tensor, Tensor]:
     """Scales of x `[M, K]` and weight `[N, K]` as torch's product of `x` and `weight.t()` takes them.
 
-    Of rows (vectors or columns) `[M, 1]` and `[1, N]`, or one element each. Of blocks `[M', ceil(K / 128)]`,
-    M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with adjacent elements
-    below each other (torch 2.13, ScaledBlas.cpp).
+    Of rows (vectors or columns) `[M, 1]` and `[1, N]`, or one element each. Of blocks of 128
+    `[M', ceil(K / 128)]`, M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
+    adjacent elements below each other (torch 2.13, ScaledBlas.cpp).
     """
     depth = x.shape[1]
     if of_blocks(scale_x, depth):
@@ -232,12 +247,14 @@ def why_no_product(
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype,
     out_dtype: torch.dtype,
-    blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> str | None:
     """Why `torchs_product` does not multiply these types on a type of device, None if it does."""
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(torch.nn.functional, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
+    if blocks not in (None, BLOCKS[0]):
+        return f"{name} has scales of {in_words(BLOCKS[0])}, not of {in_words(blocks)}"
     if device == "cuda":  # by what its documentation and source say; a call would disturb a capture
         capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
         if capability < (9, 0):

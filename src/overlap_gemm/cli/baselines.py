@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
+from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, of_blocks, torchs_product, why_no_product
 from ..backends.torch_backend import reduce_scatter_single
 from ..runtime.group import Group
 from ..runtime.symmetric import NO_MULTICAST
@@ -48,7 +48,7 @@ def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
     x, weight, scale_x, scale_w = operands
     if scale_x is None or scale_w is None:
         return lambda: torch.mm(x, weight.t())
-    blocks = workload.scales == "blocks"
+    blocks = of_blocks(scale_x, x.shape[1])
     if blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
         scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
     scales = as_torch_has_them(x, weight, scale_x, scale_w)

@@ -131,7 +131,8 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    return every_config(arch) + scaled + every_config(arch, "e4m3", blocks=BLOCKS[0], sums=1)
+    blocked = [every_config(arch, "e4m3", blocks=blocks, sums=1) for blocks in BLOCKS]
+    return sum(blocked, every_config(arch) + scaled)
 
 
 def compile_check(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..backends.base import Problem
 from ..backends.select import announce, choose
+from ..kernels.config import Blocks
 from ..runtime import agree
 from ..runtime.group import resolve
 from ..spec import OpSpec
@@ -41,7 +42,7 @@ def chosen(
     options: Passed,
     keep: bool = False,
     out_dtype: torch.dtype | None = None,
-    blocks: bool = False,
+    blocks: Blocks | None = None,
 ) -> Chosen:
     """Chooses the backend, in debug mode after all ranks have compared notes.
 

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.scaling import BLOCK, DEPTH, FLOAT8, OUT_DTYPES, of_blocks
+from ..backends.scaling import (
+    DEPTH,
+    FLOAT8,
+    OUT_DTYPES,
+    SCALE_DTYPES,
+    in_words,
+    of_blocks,
+)
 from ..backends.select import check_name
+from ..kernels.config import BLOCKS, Blocks
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
@@ -48,8 +56,9 @@ class Lowered(NamedTuple):
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
-        """The scales as the op takes them: vectors, or matrices of blocks' scales."""
-        blocks = of_blocks(scale_x, self.flat[1])
+        """The scales as the op takes them: float32, vectors, or matrices of blocks' scales."""
+        blocks, scale_x = of_blocks(scale_x, self.flat[1]), scale_x.float()
+        scale_w = scale_w.float() if isinstance(scale_w, Tensor) else [scale.float() for scale in scale_w]
         if self.dim is not None and scale_x.numel() != 1:
             scale_x = scale_x.movedim(self.dim, 0)
         if blocks:
@@ -279,8 +288,8 @@ def _check_scaled(
     for name, given, dtypes in (
         ("weight", weights, tuple(FLOAT8)),
         ("bias", biases, (options.out_dtype,)),
-        ("scale_x", [scale_x], (torch.float32,)),
-        ("scale_w", scales, (torch.float32,)),
+        ("scale_x", [scale_x], SCALE_DTYPES),
+        ("scale_w", scales, SCALE_DTYPES),
     ):
         for tensor in given:
             if tensor.dtype not in dtypes:
@@ -296,14 +305,14 @@ def _check_scaled(
                 f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
                 f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
             )
-    if of_blocks(scale_x, x.shape[-1]):
-        _check_blocks(op, x, weights, scale_x, scales)
+    if blocks := of_blocks(scale_x, x.shape[-1]):
+        _check_blocks(op, x, weights, scale_x, scales, blocks)
         return
     rows = [*x.shape[:-1], 1]
     if scale_x.numel() != 1 and list(scale_x.shape) != rows:
         raise ValueError(
-            f"{op}: scale_x must have one element, or be {rows}, one per row of x, or for {BLOCK} of K; "
-            f"got {_shape(scale_x)}"
+            f"{op}: scale_x must have one element, or be {rows}, one per row of x, or for "
+            f"{' or '.join(str(kind[2]) for kind in BLOCKS)} of K; got {_shape(scale_x)}"
         )
     for scale, weight in zip(scales, weights, strict=True):
         columns = weight.shape[0]
@@ -314,20 +323,22 @@ def _check_scaled(
             )
 
 
-def _check_blocks(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
+def _check_blocks(
+    op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
+) -> None:
     """Shapes of scales of blocks."""
-    blocks = scale_x.shape[-1]
+    along_k = scale_x.shape[-1]
     for name, given, matrix, wanted in (
-        ("scale_x", scale_x, x, [*x.shape[:-1], blocks]),
+        ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
         *(
-            ("scale_w", scale, weight, [-(-weight.shape[0] // BLOCK), blocks])
+            ("scale_w", scale, weight, [-(-weight.shape[0] // blocks[1]), along_k])
             for scale, weight in zip(scales, weights, strict=True)
         ),
     ):
         if list(given.shape) != wanted:
             raise ValueError(
-                f"{op}: {name} of blocks of {BLOCK} must be {wanted} for an operand {_shape(matrix)}, "
-                f"as scale_x has an element for {BLOCK} of K; got {_shape(given)}"
+                f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {_shape(matrix)}, "
+                f"as scale_x has an element for {blocks[2]} of K; got {_shape(given)}"
             )
 
 

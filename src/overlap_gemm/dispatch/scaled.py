@@ -7,6 +7,7 @@ operands that it quantises itself.
 
 from typing import Any, NoReturn
 
+from ..backends.scaling import of_blocks
 from . import ops
 from .registered import Registered, Run
 
@@ -16,7 +17,9 @@ NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(
 def _scaled(op: Registered) -> Registered:
     def bind(x: Any, weight: Any, bias: Any, *others: Any) -> Run:
         scale_x, _, *arguments, out_dtype = others
-        return op.bind(x, weight, bias, *arguments, out_dtype=out_dtype, blocks=scale_x.ndim == 2)
+        return op.bind(
+            x, weight, bias, *arguments, out_dtype=out_dtype, blocks=of_blocks(scale_x, x.shape[1])
+        )
 
     def fake(x: Any, weight: Any, bias: Any, *others: Any) -> Any:
         _, _, *arguments, out_dtype = others

@@ -30,8 +30,11 @@ CONTROL_WORDS = 16
 TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
-BLOCKS = ((1, 128, 128),)
-"""(Rows of A, rows of B, elements of K) that may share a scale."""
+Blocks = tuple[int, int, int]
+"""Rows of A, rows of B, elements of K that share a scale."""
+
+BLOCKS: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
+"""Those that kernels know."""
 
 PROMOTED_VALUES = 64
 """Most accumulators a thread has where they are promoted, since it then has three times as many."""
@@ -109,7 +112,7 @@ class GemmConfig:
     k_split: int = 1
     fast_accum: bool = False
     launch: Launch = "ordered"
-    blocks: tuple[int, int, int] | None = None
+    blocks: Blocks | None = None
     own_last: bool = False
     sums: int = 2
     publisher: bool = False
@@ -146,6 +149,8 @@ class GemmConfig:
                     f"mma={self.mma!r} on {self.arch}, in_dtype={self.in_dtype!r}, "
                     f"fast_accum={self.fast_accum}"
                 )
+            if self.promotions > 1 and self.sums != 1:
+                raise ValueError(f"blocks={self.blocks} are promoted one by one, sums=1; got {self.sums}")
             if self.sums == 2 and (self.mma, self.cluster) != ("pingpong", (2, 1)):
                 raise ValueError(
                     "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
@@ -198,6 +203,16 @@ class GemmConfig:
     def promotes(self) -> bool:
         """Whether the MMA's sums are added to fp32 registers after each k tile."""
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
+
+    @property
+    def promotions(self) -> int:
+        """How many sums of a k tile are promoted, each with scales of its own."""
+        return 1 if self.blocks is None else max(self.tile_k // self.blocks[2], 1)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of B's rows in a tile, of those that share a scale."""
+        return 1 if self.blocks is None else max(self.cta_tile[1] // self.blocks[1], 1)
 
     @property
     def receives_with_few(self) -> bool:

@@ -14,6 +14,7 @@ accumulator is the tile's transpose; that is undone on the way into the stage.
 
 8-bit operands: wgmma keeps 14 bits of what it adds, so by default the sum of each k tile (128 elements of K,
 4 instructions) is added to fp32 registers, while the tensor cores are at the next one: three sets of them.
+Where 32 elements of K share a scale, the sum of each instruction is, one after the other.
 
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
@@ -37,6 +38,7 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.kernels import split
+from overlap_gemm.kernels.blocks import promote, rows_of
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
@@ -249,12 +251,32 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        if cutlass.const_expr(cfg.promotes):
+        if cutlass.const_expr(cfg.promotions > 1):
+            acc.fill(0.0)
+            done = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            rows, parts = rows_of(part, cfg.tile), cfg.promotions
+            for step in cutlass.range(k_tiles, unroll=1):
+                ab.consumer_wait(read)
+                for number in cutlass.range_constexpr(parts):
+                    warpgroup.fence()
+                    mma.set(warpgroup.Field.ACCUMULATE, False)
+                    for block in cutlass.range_constexpr(num_blocks // parts):
+                        at = (None, None, number * (num_blocks // parts) + block, read.index)
+                        cute.gemm(mma, done, tCrA[at], tCrB[at], done)
+                        mma.set(warpgroup.Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    factors = scales.at(rows, parts * step + number, cfg.column_blocks)
+                    warpgroup.wait_group(0)
+                    promote(acc, done, factors)
+                ab.consumer_release(freed)
+                freed.advance()
+                read.advance()
+        elif cutlass.const_expr(cfg.promotes):
             # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
             # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
             acc.fill(0.0)
             sums = [cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(cfg.k_step)]
-            rows = self._rows(part)
+            rows = rows_of(part, cfg.tile)
             for step in cutlass.range(k_tiles // cfg.k_step, unroll=1):
                 for under_way in sums:
                     ab.consumer_wait(read)
@@ -267,11 +289,15 @@ class MainloopSm90:
                     warpgroup.commit_group()
                     read.advance()
                 for number, done in enumerate(sums):
-                    factors = None if scales is None else scales.at(rows, cfg.k_step * step + number)
+                    factors = (
+                        None
+                        if scales is None
+                        else scales.at(rows, cfg.k_step * step + number, cfg.column_blocks)
+                    )
                     warpgroup.wait_group(cfg.k_step - 1 - number)
                     ab.consumer_release(freed)
                     freed.advance()
-                    self._promote(acc, done, factors)
+                    promote(acc, done, factors)
         else:
             ab.consumer_wait(read)
             warpgroup.fence()
@@ -369,19 +395,6 @@ class MainloopSm90:
         return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 
     # -- details
-
-    def _promote(self, acc: cute.Tensor, done: cute.Tensor, factors: list[Any] | None) -> None:
-        """Adds a k tile's sum, with ``factors`` multiplied by that of the element's row (`_rows`)."""
-        if factors is None:
-            acc.store(acc.load() + done.load())
-        else:
-            for i in range(self.config.accumulators):
-                acc[i] = acc[i] + done[i] * factors[i // 2 % 2]
-
-    def _rows(self, part: Any) -> tuple[Any, Any]:
-        """A thread's rows in the tile, 2 of an instruction's 64: of its elements 0, 1 and 2, 3 of every 4."""
-        coordinates = part.partition_C(cute.make_identity_tensor(self.config.tile))
-        return coordinates[0][0], coordinates[2][0]
 
     @cute.jit
     def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:

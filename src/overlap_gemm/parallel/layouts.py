@@ -42,8 +42,8 @@ def weight_of(module: Any, layout: Placement) -> Any:
     if scale is None:
         return weight
     given = getattr(module, "input_scale", None)
-    own = [part.to_local() if isinstance(part, DTensor) else part for part in (scale, given)]
-    return Stored(weight, *own)
+    scale, given = (part.to_local() if isinstance(part, DTensor) else part for part in (scale, given))
+    return Stored(weight, scale, given, module.weight_block)
 
 
 def local(parameter: Tensor, layout: Placement) -> Tensor:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..backends.scaling import BLOCK, DEPTH
+from ..backends.scaling import DEPTH
+from ..kernels.config import BLOCKS
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
 from .styles import ColwiseForward, RowwiseForward
@@ -139,7 +140,7 @@ class Checkpoint:
         """
         key, (rows, columns) = f"{name}.{self.form.scale}", self.whole(f"{name}.weight").get_shape()
         scale = self._where[key].get_tensor(key)
-        scale = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
+        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
         if scale.numel() == 1:
             return scale.reshape(1, 1)
         if self.form.block is None:
@@ -227,8 +228,8 @@ class Whole:
 def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> None:
     """Makes a linear of a parallelized model on the meta device one that is stored in 8 bits.
 
-    Its weight becomes e4m3; `weight_scale`, `[N, 1]`, `[1, 1]` or of blocks, joins it and, if there is one,
-    `input_scale`.
+    Its weight becomes e4m3; `weight_scale`, `[N, 1]`, `[1, 1]` or of blocks of `weight_block`, joins it and,
+    if there is one, `input_scale`.
 
     Args:
         model: The model.
@@ -261,6 +262,7 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
         shape = (len(weight), 1) if checkpoint.form.block is None else tuple(scale.shape)
     if placement != Shard(0) and checkpoint.form.block is None or scale.numel() == 1:
         placement = Replicate()
+    module.weight_block = None if checkpoint.form.block is None else checkpoint.form.block[1]
     module.weight_scale = _frozen(
         distribute_tensor(torch.empty(shape, device="meta"), weight.device_mesh, [placement])
     )
@@ -272,14 +274,15 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
 
 def _why_not_kept(module: Any, form: Form) -> str | None:
     forward = vars(module).get("forward")
-    if form.block not in (None, (BLOCK, BLOCK)):
-        return f"of blocks the ops take those of {BLOCK} x {BLOCK}"
+    if form.block is not None and (1, *form.block) not in BLOCKS:
+        known = " and ".join(f"{rows} x {columns}" for _, rows, columns in BLOCKS)
+        return f"of blocks the ops take those of {known}"
     if isinstance(forward, SharedHeadForward) or not isinstance(forward, (ColwiseForward, RowwiseForward)):
         return "it is no linear that is cut by rows or columns"
     by_depth = isinstance(forward, RowwiseForward)
     cut = Shards.even(module.in_features if by_depth else module.out_features, forward.mesh.size())
-    if form.block is not None and len(cut.sizes) > 1 and cut.chunk % BLOCK:
-        return f"its shards, {cut.sizes}, do not end on borders of blocks of {BLOCK}"
+    if form.block is not None and len(cut.sizes) > 1 and cut.chunk % (block := form.block[by_depth]):
+        return f"its shards, {cut.sizes}, do not end on borders of blocks of {block}"
     depths = cut.sizes if by_depth else [module.in_features]
     if any(depth % DEPTH for depth in depths):
         return f"the ranks' K, {depths}, are no multiples of {DEPTH}"
