@@ -42,13 +42,13 @@ class KernelCase:
     def __post_init__(self):
         cfg, generator = self.config, torch.Generator().manual_seed(self.seed)
 
-        def operand(rows, major):
-            matrix = torch.randn(rows, self.depth, generator=generator).to(TORCH[cfg.in_dtype])
+        def operand(rows, major, dtype):
+            matrix = torch.randn(rows, self.depth, generator=generator).to(TORCH[dtype])
             return matrix if major == "k" else matrix.t().contiguous().t()
 
         self.shape = ExchangeShape.even(self.rows, self.cols, self.world)
-        self.a = [operand(self.rows, cfg.a_major) for _ in range(self.world)]
-        self.b = [operand(self.cols, cfg.b_major) for _ in range(self.world)]
+        self.a = [operand(self.rows, cfg.a_major, cfg.in_dtypes[0]) for _ in range(self.world)]
+        self.b = [operand(self.cols, cfg.b_major, cfg.in_dtypes[1]) for _ in range(self.world)]
         own = [owned_rows(self.rows, self.shape.shard, rank) for rank in range(self.world)]
         self.own = own
         self.scales = [self._scales(generator) for _ in range(self.world)]

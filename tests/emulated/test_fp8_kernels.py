@@ -18,12 +18,14 @@ SCALED = (RowColumnScale(),)
 CONFIGS = [
     GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED),
     GemmConfig("sm_90a", (128, 128), (2, 1), mma="cooperative", in_dtype="e4m3", epilogue=SCALED),
-    GemmConfig("sm_90a", (32, 64), mma="swap_ab", in_dtype="e5m2", epilogue=SCALED, k_split=2),
+    GemmConfig(
+        "sm_90a", (32, 64), mma="swap_ab", in_dtype="e5m2", b_dtype="e4m3", epilogue=SCALED, k_split=2
+    ),
     GemmConfig("sm_90a", (128, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED, fast_accum=True),
     GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e5m2", slot_dtype="f32", out_dtype="f32"),
     GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", epilogue=(*SCALED, Bias("bf16"))),
     GemmConfig("sm_100a", (256, 128), (2, 1), mma="2cta", in_dtype="e4m3", epilogue=SCALED),
-    GemmConfig("sm_100a", (32, 64), mma="swap_ab", in_dtype="e4m3", epilogue=SCALED),
+    GemmConfig("sm_100a", (32, 64), mma="swap_ab", in_dtype="e4m3", b_dtype="e5m2", epilogue=SCALED),
 ]
 
 
@@ -122,6 +124,8 @@ def test_long_sums_need_the_promotion():
         ({"blocks": BLOCKS, "mma": "cooperative", "tile": (128, 128)}, "sums=2 .* got mma='cooperative'"),
         ({"blocks": (1, 32, 32)}, r"blocks=\(1, 32, 32\) are promoted one by one, sums=1; got 2"),
         ({"sums": 1, "in_dtype": "bf16"}, "sums must be one of 2; got 1"),
+        ({"b_dtype": "e4m3"}, "b_dtype beside in_dtype='e4m3' must be one of None, e5m2; got e4m3"),
+        ({"in_dtype": "bf16", "b_dtype": "e4m3"}, "b_dtype beside in_dtype='bf16' must be one of None; got"),
         ({"a_major": "m"}, "a_major must be one of k; got m"),
         ({"b_major": "n"}, "b_major must be one of k; got n"),
         ({"out_dtype": "e4m3"}, "out_dtype for mma='pingpong' must be one of bf16, f16, f32; got e4m3"),

@@ -25,6 +25,8 @@ from .op_runs import lagging, world_of
 ACCUMULATION = 2.0**-10
 """Of sum |x w|: what 14-bit sums lose of normal values, with room (docs/fp8.md)."""
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
 RS, AR, AG = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"
 GATHER = "all_gather_gemm"
 
@@ -37,12 +39,13 @@ class Scaled:
     m: int
     n: int
     k: int
-    dtype: torch.dtype = torch.float8_e4m3fn
+    dtype: torch.dtype = E4M3
     out: torch.dtype = torch.bfloat16
     bias: bool = True
     tensorwise: bool = False
     seed: int = 0
     blocks: int = 0
+    weight: torch.dtype | None = None
 
     def operands(self, rank, ranks):
         """(x, weight, bias, scale_x, scale_w) of a rank."""
@@ -56,7 +59,7 @@ class Scaled:
         bias = torch.randn(self.n, generator=torch.Generator().manual_seed(self.seed)).to(self.out)
         rows = torch.Generator().manual_seed(5000 * (self.seed + 1) + (rank if spec.weight == "k" else 0))
         every = self.n if spec.weight == "n" else n
-        weight = (torch.randn(every, k, generator=rows) / 8).to(self.dtype)
+        weight = (torch.randn(every, k, generator=rows) / 8).to(self.weight or self.dtype)
         scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
         if self.blocks:
             size = self.blocks
@@ -137,14 +140,18 @@ def check(case, world):
     ("arch", "ranks", "case"),
     [
         ("sm_90a", 3, Scaled(RS, 130, 136, 432)),
-        ("sm_90a", 2, Scaled(AR, 70, 72, 160, torch.float8_e5m2, torch.float16, bias=False)),
+        ("sm_90a", 2, Scaled(AR, 70, 72, 160, E5M2, torch.float16, bias=False)),
         ("sm_90a", 4, Scaled(AG, 40, 128, 144)),
         ("sm_100a", 3, Scaled(RS, 100, 72, 240)),
         ("sm_90a", 1, Scaled(RS, 66, 24, 48)),
         ("sm_90a", 3, Scaled(GATHER, 130, 72, 144)),
         ("sm_100a", 2, Scaled(GATHER, 130, 40, 48)),
+        ("sm_90a", 2, Scaled(RS, 70, 72, 96, E5M2, weight=E4M3)),
+        ("sm_90a", 2, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2)),
+        ("sm_100a", 2, Scaled(AR, 70, 72, 96, E5M2, weight=E4M3)),
+        pytest.param("sm_100a", 3, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2), marks=pytest.mark.slow),
         pytest.param("sm_90a", 1, Scaled(GATHER, 66, 20, 48), marks=pytest.mark.slow),
-        pytest.param("sm_90a", 4, Scaled(GATHER, 3, 100, 48, torch.float8_e5m2), marks=pytest.mark.slow),
+        pytest.param("sm_90a", 4, Scaled(GATHER, 3, 100, 48, E5M2), marks=pytest.mark.slow),
         pytest.param("sm_100a", 3, Scaled(GATHER, 300, 96, 272), marks=pytest.mark.slow),
         pytest.param("sm_100a", 4, Scaled(AR, 129, 64, 192), marks=pytest.mark.slow),
         pytest.param("sm_100a", 2, Scaled(AG, 129, 144, 144), marks=pytest.mark.slow),
@@ -163,8 +170,9 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
         (3, Scaled(RS, 130, 136, 3 * 272, blocks=128)),
         (3, Scaled(GATHER, 130, 3 * 128, 272, blocks=128)),
         (3, Scaled(RS, 70, 136, 3 * 144, blocks=32)),
-        (2, Scaled(GATHER, 70, 2 * 160, 144, torch.float8_e5m2, blocks=32)),
-        (2, Scaled(AR, 70, 264, 2 * 144, torch.float8_e5m2, torch.float16, bias=False, blocks=128)),
+        (2, Scaled(GATHER, 70, 2 * 160, 144, E5M2, blocks=32)),
+        (2, Scaled(AR, 70, 264, 2 * 144, E5M2, torch.float16, bias=False, blocks=128)),
+        pytest.param(2, Scaled(RS, 70, 136, 2 * 272, E5M2, blocks=128, weight=E4M3), marks=pytest.mark.slow),
         pytest.param(2, Scaled(AG, 40, 256, 400, blocks=128), marks=pytest.mark.slow),
         pytest.param(1, Scaled(RS, 66, 24, 272, blocks=128), marks=pytest.mark.slow),
     ],
@@ -425,12 +433,26 @@ def test_fast_accumulation_is_for_8_bit_operands(three):
         overlap_gemm.gemm_reduce_scatter(x, x, group=three.names[0], backend="fused")
 
 
+def test_weights_of_two_types_share_a_gather(three):
+    x, scale = torch.randn(30, 48).to(E4M3), torch.rand(30, 1) + 0.5
+    weights = [torch.randn(16, 48).to(dtype) for dtype in (E4M3, E5M2)]
+    scales = [torch.rand(1, 16) + 0.5 for _ in weights]
+    found = [
+        overlap_gemm.all_gather_gemm(
+            x[10 * r : 10 * r + 10], weights, scale_x=scale[10 * r : 10 * r + 10], scale_w=scales, rows=30,
+            group=name, backend="fused",
+        )
+        for r, name in enumerate(three.names)
+    ]  # fmt: skip
+    three.synchronize()
+    for outs in found:
+        for out, weight, own in zip(outs, weights, scales, strict=True):
+            exact = (x.double() * scale) @ (weight.double().t() * own)
+            assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 2**-7
+
+
 def test_what_fused_kernels_have_not_is_refused_by_name(three):
     x, scale = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(())
     how = {"group": three.names[0], "backend": "fused", "scale_x": scale, "scale_w": scale}
-    with pytest.raises(
-        ValueError, match="multiply one 8-bit type, not torch.float8_e4m3fn with torch.float8_e5m2"
-    ):
-        overlap_gemm.gemm_reduce_scatter(x, x.float().to(torch.float8_e5m2), **how)
     with pytest.raises(ValueError, match="give bfloat16 or float16, not torch.float32"):
         overlap_gemm.gemm_reduce_scatter(x, x, out_dtype=torch.float32, **how)

@@ -68,7 +68,7 @@ class Float8(Products):
     Attributes:
         dtype: Of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         grad_dtype: Of the result's gradient, where the gradient of x is made; the weight is `dtype` there,
-            too. (Fused kernels multiply operands of one type.)
+            too.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

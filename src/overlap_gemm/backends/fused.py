@@ -37,7 +37,7 @@ from .base import Problem
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
-from .scaling import FLOAT8, in_words, of_blocks
+from .scaling import in_words, of_blocks
 
 
 class Sizes(NamedTuple):
@@ -139,8 +139,6 @@ class Fused:
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
         """Why there is none for a problem's types, None if there is."""
-        if problem.dtype not in FLOAT8 or problem.weight_dtype != problem.dtype:
-            return f"fused kernels multiply one 8-bit type, not {problem.dtype} with {problem.weight_dtype}"
         if problem.out_dtype not in DTYPES:
             return f"fused kernels of 8-bit operands give bfloat16 or float16, not {problem.out_dtype}"
         return None
@@ -184,7 +182,7 @@ class Fused:
             return run
         majors = major(x, "m"), major(weight, "n")
         given = group, x.device, x.dtype, shape
-        plan = plan_for(*given, *majors, bias is not None, depth, dtype, problem.blocks)
+        plan = plan_for(*given, *majors, bias is not None, depth, dtype, problem.blocks, weight.dtype)
         written, own = found.made_by(plan)
         whole, out_dtype = own == slice(0, written), dtype or x.dtype
 
@@ -231,13 +229,13 @@ class Fused:
         if shape.rows == 0 or columns == 0:
             return x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
-            weight, bias, scales = x, None, (*scales[:1], *scales[:1])
+            weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
         a, b = aligned(x), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         given, blocks = (group, x.device, x.dtype, shape), None
         if scales:
             blocks = of_blocks(scales[0], x.shape[1])
-        plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks)
+        plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
         extras = _vectors(x, weight, scales)

@@ -137,7 +137,7 @@ def all_gather_gemm(
         for weight, out, read in zip(operands, narrowed, extras, strict=True):
             shape = ExchangeShape.even(rows, len(weight), 1)
             majors = "k", major(weight, "n")
-            given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks)
+            given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
             plain = plans.plan_for(*given, *majors, bool(biases), depth, *how)
             plain.launch(own, (weight,), (out,), (read,))
     else:
@@ -197,7 +197,7 @@ def plan_for(
         ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
     """
     peers, asked = peers_for(group, x.device), settings()
-    kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
+    kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
     key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, out_dtype, blocks, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
@@ -212,7 +212,7 @@ def _make_plan(
     dtype: torch.dtype,
     shards: Shards,
     depth: int,
-    kinds: Sequence[tuple[int, str]],
+    kinds: Sequence[tuple[int, str, torch.dtype]],
     bias: bool,
     keep: bool,
     reserve: int,
@@ -224,7 +224,6 @@ def _make_plan(
     executor, group = peers.executor, peers.group
     row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    name, fields = kind_of(dtype, out_dtype, bias, blocks)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
     workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
     arch, puts = peers.agreed.arch, way.puts
@@ -235,7 +234,8 @@ def _make_plan(
     sliced = asked is not None and asked.slices
     owners = num_owners(shards.total, chunk)
 
-    def product(columns: int, b_major: str) -> Product:
+    def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
+        name, fields = kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
         facts = Facts(
             ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, name, group.size, chunk
         )
@@ -250,7 +250,7 @@ def _make_plan(
 
     def compiled() -> tuple[tuple[Product, ...], Any]:
         relay = compiled_relay(executor) if puts else None
-        return tuple(product(columns, b_major) for columns, b_major in kinds), relay
+        return tuple(product(*kind) for kind in kinds), relay
 
     # Ranks have different columns, and then perhaps different kernels.
     kind = (

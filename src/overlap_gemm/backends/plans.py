@@ -70,6 +70,7 @@ def plan_for(
     depth: int | None = None,
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Plan:
     """The plan of a call; made, which compiles and allocates, at the first one of its kind.
 
@@ -78,7 +79,7 @@ def plan_for(
     Args:
         group: the ranks.
         device: where this one's tensors are.
-        dtype: of them.
+        dtype: of A.
         shape: of the call; an all-reduce gets its pattern here, one-shot or two-shot.
         a_major: see `operands.major`.
         b_major: see `operands.major`.
@@ -86,6 +87,7 @@ def plan_for(
         depth: K over all ranks, where they have agreed on it.
         out_dtype: of slots, result and bias, where the operands have scales.
         blocks: which these are of, None: of rows.
+        weight_dtype: of the weight, where the operands have scales; None: A's.
 
     Raises:
         DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
@@ -94,11 +96,11 @@ def plan_for(
         RuntimeError: puts are needed or asked for, and there are none.
     """
     peers, asked = peers_for(group, device), settings()
-    key = (dtype, shape, a_major, b_major, bias, depth, out_dtype, blocks, asked)
+    key = (dtype, shape, a_major, b_major, bias, depth, out_dtype, blocks, weight_dtype, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, bias, blocks)
+    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
     operands |= {"a_major": a_major, "b_major": b_major}
     shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
@@ -107,22 +109,30 @@ def plan_for(
 
 
 def kind_of(
-    dtype: torch.dtype, out_dtype: torch.dtype | None, bias: bool, blocks: Blocks | None = None
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    bias: bool,
+    blocks: Blocks | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """What kernels call the operands' type, and the fields of a configuration that follow from all types.
 
     Args:
-        dtype: of the operands.
+        dtype: of A.
         out_dtype: of slots, result and bias, where the operands have scales.
         bias: whether there is one.
         blocks: which the scales are of, None: of rows.
+        weight_dtype: of B, where the operands have scales; None: A's.
     """
     epilogue: tuple[Visitor, ...] = () if out_dtype is None or blocks else (RowColumnScale(),)
     if bias:
         epilogue += (Bias(DTYPES[out_dtype or dtype]),)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
-    kind, fields = DTYPES[out_dtype], {"blocks": blocks, "sums": 1} if blocks else {}
+    kind = DTYPES[out_dtype]
+    fields: dict[str, Any] = {"blocks": blocks, "sums": 1} if blocks else {}
+    if weight_dtype not in (None, dtype):
+        fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}
 
 

@@ -171,7 +171,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         exchange = SymmetricOutputs(_fake_exchange(), (Int64(0),) * kernel.op.world)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
-        matrix(cfg.in_dtype, cfg.b_major == "k"),
+        matrix(cfg.in_dtypes[1], cfg.b_major == "k"),
         matrix(cfg.out_dtype, True),
         extras,
         exchange,

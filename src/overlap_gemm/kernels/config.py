@@ -17,6 +17,9 @@ Launch = Literal["ordered", "dependent", "dependent_weights"]
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
 
+BYTES = ("e4m3", "e5m2")
+"""Types of 8 bits."""
+
 BARRIER_BYTES = 2048
 """Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
 
@@ -71,6 +74,7 @@ class GemmConfig:
             A).
         in_dtype: element type of A and B. Accumulation is fp32.
             Products of 8-bit types may be scaled by visitors.
+        b_dtype: element type of B where that is the other 8-bit type; None: A's.
         out_dtype: element type of the output.
         slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
         a_major: contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
@@ -116,6 +120,7 @@ class GemmConfig:
     own_last: bool = False
     sums: int = 2
     publisher: bool = False
+    b_dtype: InDtype | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
@@ -123,6 +128,8 @@ class GemmConfig:
         _require_in(f"tile for mma={self.mma!r}", self.tile, self.kind.tiles)
         _require_in(f"cluster for mma={self.mma!r}", self.cluster, self.kind.clusters)
         _require_in("in_dtype", self.in_dtype, get_args(InDtype))
+        others = tuple(t for t in BYTES if self.has_bytes and t != self.in_dtype)
+        _require_in(f"b_dtype beside in_dtype={self.in_dtype!r}", self.b_dtype, (None, *others))
         halves = ("bf16", "f16") if self.has_bytes else (self.in_dtype,)
         for name in ("out_dtype", "slot_dtype"):
             wide = halves if self.is_swap_ab else (*halves, "f32")
@@ -192,7 +199,12 @@ class GemmConfig:
     @property
     def has_bytes(self) -> bool:
         """Whether A and B are of an 8-bit type."""
-        return DTYPE_BYTES[self.in_dtype] == 1
+        return self.in_dtype in BYTES
+
+    @property
+    def in_dtypes(self) -> tuple[str, str]:
+        """A's and B's."""
+        return self.in_dtype, self.b_dtype or self.in_dtype
 
     @property
     def half_dtype(self) -> str:
@@ -420,7 +432,13 @@ class GemmConfig:
     @property
     def name(self) -> str:
         """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
-        parts = [self.arch, self.mma, _x(self.tile), "c" + _x(self.cluster), self.in_dtype]
+        parts = [
+            self.arch,
+            self.mma,
+            _x(self.tile),
+            "c" + _x(self.cluster),
+            self.in_dtype + (self.b_dtype or ""),
+        ]
         parts += [f"o{self.out_dtype}"] if self.out_dtype != self.in_dtype else []
         parts += [f"s{self.slot_dtype}"] if self.slot_dtype != self.in_dtype else []
         parts += [f"a{self.a_major}b{self.b_major}"] if (self.a_major, self.b_major) != ("k", "k") else []

@@ -92,8 +92,8 @@ class MainloopSm100:
             for major in (cfg.a_major, cfg.b_major)
         ]
         return utils.sm100.make_trivial_tiled_mma(
-            DTYPES[cfg.in_dtype],
-            DTYPES[cfg.in_dtype],
+            DTYPES[cfg.in_dtypes[first]],
+            DTYPES[cfg.in_dtypes[second]],
             major[first],
             major[second],
             cutlass.Float32,
@@ -165,9 +165,9 @@ class MainloopSm100:
             two_cta_tmem_dealloc_mbar_ptr=barriers + 1,
         )
         parts = split.setup(cfg, barriers + 2, smem) if cfg.k_split > 1 else None
-        dtype = DTYPES[cfg.in_dtype]
-        sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
-        sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
+        sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
+        sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
         return Resources(ab, acc, tmem, sA, sB, parts)
 
     def adjust_registers(self, is_epilogue: bool) -> None:

@@ -99,8 +99,8 @@ class MainloopSm90:
             for major in (cfg.a_major, cfg.b_major)
         ]
         return utils.sm90.make_trivial_tiled_mma(
-            DTYPES[cfg.in_dtype],
-            DTYPES[cfg.in_dtype],
+            DTYPES[cfg.in_dtypes[first]],
+            DTYPES[cfg.in_dtypes[second]],
             major[first],
             major[second],
             cutlass.Float32,
@@ -168,9 +168,9 @@ class MainloopSm90:
         if cfg.k_split > 1:
             parts = split.setup(cfg, barriers + 2 * cfg.ab_stages + NUM_TURNS * 2, smem)
         a_layout, b_layout = self._smem_layouts()
-        dtype = DTYPES[cfg.in_dtype]
-        sA = smem.allocate_tensor(dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
-        sB = smem.allocate_tensor(dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
+        sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
+        sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
         return Resources(ab, turn, sA, sB, parts)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
