@@ -7,17 +7,19 @@ Of `y = x @ weight.T` and its gradients:
     y       rows of x and rows of the weight, each with its scale: what all_gather_gemm sends are 8-bit rows
     grad x  rows of y's gradient, and rows of the weight's transpose, quantised anew: they lie along N, and
             Hopper's tensor cores read 8-bit operands that are contiguous along the summed dimension alone
-    grad w  in the operands' own type: its summed dimension are the tokens, along which no row has one scale
+    grad w  in the operands' own type: its summed dimension are the tokens, along which no row has one scale;
+            or, with `wgrad=True`, both quantised anew along the tokens
 
 Parameters, and what is saved for backward, stay in their own type: optimizers, checkpoints, FSDP and
 recomputation see nothing of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.base import BackendName
@@ -69,18 +71,20 @@ class Float8(Products):
         dtype: Of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         grad_dtype: Of the result's gradient, where the gradient of x is made; the weight is `dtype` there,
             too.
+        wgrad: Whether the gradient of the weight is made in 8 bits, too: of x (`dtype`) and the result's
+            gradient (`grad_dtype`), quantised anew along the tokens, each feature with a scale.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
     grad_dtype: torch.dtype = torch.float8_e4m3fn
+    wgrad: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) not in FLOAT8:
-                known = ", ".join(map(str, FLOAT8))
-                raise TypeError(
-                    f"Float8: {field.name} must be one of {known}, got {getattr(self, field.name)}"
-                )
+        for name, dtype in (("dtype", self.dtype), ("grad_dtype", self.grad_dtype)):
+            if dtype not in FLOAT8:
+                raise TypeError(f"Float8: {name} must be one of {', '.join(map(str, FLOAT8))}, got {dtype}")
+        if not isinstance(self.wgrad, bool):
+            raise TypeError(f"Float8: wgrad must be True or False, got {self.wgrad!r}")
 
     def check_shards(self, what: str, columns: Sequence[int], depths: Sequence[int]) -> None:
         """Raises, on every rank alike, unless all ranks' N and K of a layer are multiples of 16.
@@ -194,7 +198,7 @@ class Float8(Products):
                 f"{how.op}: in 8 bits the gradient of x needs N of this rank to be a multiple of {DEPTH}, "
                 f"got {columns}"
             )
-        types = (self.dtype, self.grad_dtype)
+        types = (self.dtype, self.grad_dtype, self.wgrad)
         return _Product.apply(tuple(how), types, len(weights), x, *weights, *biases)  # type: ignore[no-any-return]
 
 
@@ -300,6 +304,18 @@ class _How(NamedTuple):
         (weight,), bias = weights, biases[0] if biases else None
         return [call(x.values, weight.values, bias=bias, scale_w=weight.scale, **told)]
 
+    def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
+        """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product.
+
+        Zeros stand for the tokens that M lacks to a multiple of 16.
+        """
+        wide = [F.pad(matrix, (0, -matrix.shape[1] % DEPTH)) for matrix in (grad, x)]
+        rows, weight = quantize_rows(wide[0], grad_dtype), quantize_rows(wide[1], dtype)
+        return functional.column_parallel_gemm(
+            rows.values, weight.values, None, self.group, self.backend,
+            scale_x=rows.scale, scale_w=weight.scale, out_dtype=x.dtype,
+        )  # fmt: skip
+
     def dual(self, x: Tensor, out: torch.Size) -> "_How":
         """The product that makes the gradient of `x`, where the result has shape `out`."""
         spec, how = self.spec, self._replace(backend=with_fallback(self.backend))
@@ -317,7 +333,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, told: Any, types: Any, count: int, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        how, (dtype, _) = _How(*told), types
+        how, (dtype, *_) = _How(*told), types
         weights, biases = parameters[:count], parameters[count:]
         rows = [quantize_rows(weight, dtype) for weight in weights]
         outs = how.multiply(quantize_rows(x, dtype), rows, biases, x.dtype)
@@ -331,7 +347,7 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("a product in 8 bits (float8=) has no gradients of its gradients")
         x, *weights = ctx.saved_tensors
-        how, (dtype, grad_dtype) = _How(*ctx.told), ctx.types
+        how, (dtype, grad_dtype, wgrad) = _How(*ctx.told), ctx.types
         spec = how.spec
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
@@ -352,7 +368,8 @@ class _Product(torch.autograd.Function):
             for i, grad in enumerate(grads):
                 flat = grad.flatten(0, -2)
                 if needs_weights[i]:
-                    found[i] = flat.t() @ x.flatten(0, -2)
+                    both = flat.t(), x.flatten(0, -2).t()
+                    found[i] = how.along_tokens(*both, dtype, grad_dtype) if wgrad else both[0] @ both[1].t()
                 if ctx.biases and needs_biases[i]:
                     found[len(weights) + i] = flat.sum(0)
         return None, None, None, grad_x, *found
