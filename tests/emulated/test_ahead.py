@@ -15,6 +15,7 @@ from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.tuning.settings import configured
 
 CPU = torch.device("cpu")
+RS = "gemm_reduce_scatter"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -51,25 +52,27 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
         assert overlap_gemm.workspace_bytes() == sum(held)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op):
+@pytest.mark.parametrize(("op", "block"), [*((op, None) for op in OPS), ("all_gather_gemm", 32), (RS, 128)])
+def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block):
     """The public door: nothing would be there to find by a type that has no calls without scales."""
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
 
         def held(**how):
             return [overlap_gemm.reserve(op, group=g.name, device=CPU, **how) for g in world.ranks]
 
-        reserved = held(max_rows=32, columns=64, dtype=torch.float8_e4m3fn)
+        m, n, k = (32, 64, 64) if block is None else (32, 256, 512)
+        reserved = held(max_rows=m, columns=n if OPS[op].sums else k, dtype=torch.float8_e4m3fn, block=block)
         assert all(reserved) and overlap_gemm.workspace_bytes() == sum(reserved)
         for group in world.ranks:
-            m, n, k = 32, 64, 64
             shapes = OPS[op].shapes(m, n, k, lambda extent: extent // 2)
             x, weight = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in shapes)
-            one = torch.ones(())
+            scales = {"scale_x": torch.ones(()), "scale_w": torch.ones(())}
+            if block is not None:
+                along = x.shape[1] // block
+                shapes = {"scale_x": (len(x), along), "scale_w": (len(weight) // block, along)}
+                scales = {name: torch.ones(shape) for name, shape in shapes.items()}
             said = OPS[op].arguments(m, n, k)
-            getattr(overlap_gemm, op)(
-                x, weight, scale_x=one, scale_w=one, group=group.name, backend="fused", **said
-            )
+            getattr(overlap_gemm, op)(x, weight, **scales, group=group.name, backend="fused", **said)
         world.synchronize()
         assert overlap_gemm.workspace_bytes() == sum(reserved)
 
@@ -84,3 +87,10 @@ def test_rows_of_8_bits_are_gathered_with_their_scales():
             held[dtype, rows] = reserve(group, CPU, dtype, ["all_gather_gemm"], rows, 1024, out)
     small, still_small, large = held.values()
     assert still_small == small < large
+
+
+def test_blocks_that_there_are_not_cannot_be_reserved():
+    with pytest.raises(ValueError, match="block must be one of None, 128, 32 of torch.float8_e4m3fn, got 64"):
+        overlap_gemm.reserve(max_rows=8, columns=8, dtype=torch.float8_e4m3fn, block=64)
+    with pytest.raises(ValueError, match="block must be one of None of torch.bfloat16, got 128"):
+        overlap_gemm.warmup(RS, (8, 8, 8), block=128)

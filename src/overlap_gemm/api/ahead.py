@@ -12,10 +12,11 @@ import torch
 from ..backends import ahead
 from ..backends.base import Problem
 from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES
+from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
+from ..schedules import ceil_div
 from ..spec import OPS, op_named
 from ..spec.sharding import Shards
 from . import functional
@@ -26,6 +27,7 @@ def warmup(
     *shapes: tuple[int, int, int],
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
+    block: int | None = None,
     device: torch.device | str | None = None,
     bias: bool = False,
     backend: str = "auto",
@@ -43,7 +45,8 @@ def warmup(
         op: The op's name.
         *shapes: (M, N, K) of the product over all ranks.
         group: As for the op.
-        dtype: Of the operands; of 8 bits they have scales of rows, and results are bfloat16.
+        dtype: Of the operands; of 8 bits they have scales, and results are bfloat16.
+        block: Rows of the weight, and elements of K, that share a scale, 128 or 32; None: scales are of rows.
         device: Of the operands; default: this process's GPU if the group serves GPUs, else the CPU.
         bias: Whether the calls will have one.
         backend: As for the op.
@@ -61,6 +64,7 @@ def warmup(
     forbid_capture(where, "warmup cannot compile and allocate")
     call = getattr(functional, op)
     own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
+    blocks = blocks_named(block, dtype)
     for m, n, k in shapes:
         x_shape, weight_shape = spec.shapes(m, n, k, own)
         layouts = (x_shape, weight_shape, weight_shape[:1])
@@ -70,13 +74,15 @@ def warmup(
         )
         scales: dict[str, Any] = {}
         if out_dtype is not None:
+            one_row, height, length = blocks if blocks and x.shape[1] > blocks[2] else (1, 1, x.shape[1] or 1)
+            along = max(ceil_div(x.shape[1], length), 1)
             scales = {
-                name: torch.ones(len(matrix), 1, device=where)
-                for name, matrix in (("scale_x", x), ("scale_w", weight))
+                name: torch.ones(ceil_div(len(matrix), rows), along, device=where)
+                for name, matrix, rows in (("scale_x", x, one_row), ("scale_w", weight, height))
             }
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         for extents in [said] if said == least else [said, least]:
-            types = (None if out_dtype is None else dtype, out_dtype)
+            types = (None if out_dtype is None else dtype, out_dtype, blocks)
             known = spec.known(m, n, k, extents)
             problem = Problem.of(op, *known, x, ranks, deterministic, backend, scaled=types)
             eager, captured = (
@@ -100,6 +106,7 @@ def reserve(
     columns: int,
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
+    block: int | None = None,
     device: torch.device | str | None = None,
 ) -> int:
     """Allocates the workspaces of all fused calls up to a size; those then allocate none.
@@ -115,6 +122,7 @@ def reserve(
             size where its linears are column- and row-parallel in turn.)
         group: As for an op.
         dtype: Of the operands; of 8 bits it is for calls with scales, with results of 16 bits.
+        block: As for `warmup`; what is reserved for scales of blocks is enough for scales of rows.
         device: As for `warmup`.
 
     Returns:
@@ -124,7 +132,7 @@ def reserve(
     Raises:
         CaptureError: A CUDA graph is being captured.
         DisagreementError, SymmetricMemoryError: On every rank, if one of them could not allocate.
-        ValueError: No such op.
+        ValueError: No such op, or no such block.
     """
     for op in ops:
         op_named(op)
@@ -132,16 +140,18 @@ def reserve(
     where = _device(ranks, device)
     forbid_capture(where, "reserve cannot allocate")
     empty = torch.empty(0, dtype=dtype, device=where)
+    blocks = blocks_named(block, dtype)
 
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 is as wide
 
     def is_fused(op: str) -> bool:
-        types = (None if out_dtype is None else dtype, out_dtype)
+        types = (None if out_dtype is None else dtype, out_dtype, blocks)
         problem = Problem.of(op, max_rows, columns, columns, empty, ranks, None, "fused", scaled=types)
         return Fused().why_not(problem) is None
 
     wanted = [op for op in ops or OPS if is_fused(op)]
-    return ahead.reserve(ranks, where, dtype, wanted, max_rows, columns, out_dtype) if wanted else 0
+    sizes = max_rows, columns, out_dtype, blocks
+    return ahead.reserve(ranks, where, dtype, wanted, *sizes) if wanted else 0
 
 
 def _device(group: Group, given: torch.device | str | None) -> torch.device:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.geometry import SCALE_BYTES, ExchangeShape
+from ..kernels.config import Blocks
+from ..kernels.geometry import ExchangeShape
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows
@@ -17,6 +18,7 @@ from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible
 from . import gather
 from .plans import kind_of, peers_for
+from .scaling import scale_bytes
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
@@ -31,6 +33,7 @@ def reserve(
     rows: int,
     width: int,
     out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> int:
     """Allocates the workspaces of all calls up to a size, whichever configurations they get. Collective.
 
@@ -47,6 +50,7 @@ def reserve(
         rows: the largest M over all ranks.
         width: the largest N of ops that exchange tiles, the largest K of all-gather GEMMs.
         out_dtype: of results, where operands have scales.
+        blocks: which the scales may be of; None: of rows.
 
     Returns:
         Bytes that this rank's workspaces hold.
@@ -71,7 +75,8 @@ def reserve(
             zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
             needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if any(OPS[op].gathers_operand for op in ops):
-        row_bytes = gather.padded(width) * dtype.itemsize + (0 if out_dtype is None else SCALE_BYTES)
+        depth = gather.padded(width)
+        row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
         gathered = group.size * shard_rows(rows, group.size) * row_bytes
         needed["gather"] = wanted(by_shards).shards_class(gathered)
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())

@@ -53,6 +53,20 @@ def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
     return next(found, None) if scale.ndim > 1 else None
 
 
+def blocks_named(block: int | None, dtype: torch.dtype) -> Blocks | None:
+    """The blocks that a number stands for, of operands of this type.
+
+    Raises:
+        ValueError: There are no such ones.
+    """
+    found: dict[int | None, Blocks | None] = {None: None}
+    if dtype in FLOAT8:
+        found |= {kind[2]: kind for kind in BLOCKS}
+    if block not in found:
+        raise ValueError(f"block must be one of {', '.join(map(str, found))} of {dtype}, got {block}")
+    return found[block]
+
+
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
     if scale.ndim == 1:

@@ -1,0 +1,126 @@
+"""8-bit operands: sequences of calls of every kind, and mistakes in scales of blocks."""
+
+import random
+
+import pytest
+import torch
+
+from overlap_gemm.kernels import roles
+from overlap_gemm.kernels.blocks import BlockScales
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, queue_launch
+
+from .op_runs import lagging, world_of
+from .test_scaled_ops import (
+    AG,
+    AR,
+    E4M3,
+    E5M2,
+    GATHER,
+    RS,
+    Scaled,
+    queue,
+    share_of_bound,
+    with_the_next_shards,
+)
+
+
+def with_the_row_scale_alone(patch):
+    at = BlockScales.at
+    patch.setattr(BlockScales, "at", lambda self, rows, k, blocks: at(
+        self._replace(b=self.a, block=self.row), rows, k, blocks
+    ))  # fmt: skip
+
+
+def with_the_first_block_of_k(patch):
+    at = BlockScales.at
+    patch.setattr(BlockScales, "at", lambda self, rows, k, blocks: at(self, rows, k * 0, blocks))
+
+
+def with_the_next_block_of_columns(patch):
+    made = roles.block_scales
+    patch.setattr(roles, "block_scales", lambda config, extras, row, column: made(
+        config, extras, row, column + config.blocks[1]
+    ))  # fmt: skip
+
+
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize(
+    ("mistake", "size"),
+    [
+        (with_the_row_scale_alone, 128),
+        (with_the_first_block_of_k, 32),
+        (with_the_next_block_of_columns, 32),
+        pytest.param(with_the_next_shards, 32, marks=pytest.mark.slow),
+        pytest.param(with_the_first_block_of_k, 128, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_taken_out_of_blocks_is_missed(mistake, size, monkeypatch):
+    """Of a gather, where scales of x have travelled."""
+    mistake(monkeypatch)
+    case = Scaled(GATHER, 70, 2 * 256, 272, blocks=size)
+    with world_of("sm_90a", 2) as world:
+        outs = queue(case, world)
+        world.synchronize()
+    assert share_of_bound(case, outs) > 1
+
+
+class Mixed:
+    """A sequence of calls of every kind of operands on the same workspaces, drawn by a seed."""
+
+    def __init__(self, arch, seed):
+        draw = random.Random(seed)
+        self.ranks = draw.choice([2, 3, 3])
+        self.options = {"mode": draw.choice(["immediate", "random", "lazy"]), "seed": seed, "num_sms": 2}
+        self.options["schedule"] = lagging(draw.randrange(self.ranks))
+        kinds = ["bf16", 0, 0, 128, 32] if arch == "sm_90a" else ["bf16", 0, 0]
+        self.calls = [self._call(draw, draw.choice(kinds), 10 * seed + i) for i in range(5)]
+
+    def _call(self, draw, kind, seed):
+        op, m = draw.choice([RS, AR, AG, GATHER]), draw.choice([1, 2, self.ranks, 40, 70])
+        if kind == "bf16":
+            n = 24 * self.ranks if op in (AG, GATHER) else 72
+            return Case(op, m, n, 16 * self.ranks, torch.bfloat16, seed=seed)
+        n, depth = (72, 48) if not kind else (2 * kind, kind + 16)
+        n, depth = (n * self.ranks, depth) if op in (AG, GATHER) else (n, depth * self.ranks)
+        dtypes = {"dtype": draw.choice([E4M3, E5M2]), "weight": draw.choice([E4M3, E5M2])}
+        return Scaled(
+            op, m, n, depth, blocks=kind, seed=seed, tensorwise=not kind and seed % 3 == 0, **dtypes
+        )
+
+    def run(self, arch):
+        with world_of(arch, self.ranks, **self.options) as world:
+            queued = [
+                queue_launch(call, world) if isinstance(call, Case) else queue(call, world)
+                for call in self.calls
+            ]
+            world.synchronize()
+        for call, outs in zip(self.calls, queued, strict=True):
+            if isinstance(call, Case):
+                assert judge(call, *outs, torch.bfloat16).holds, (call, self.calls)
+            else:
+                assert share_of_bound(call, outs) <= 1, (call, self.calls)
+
+
+@pytest.mark.parametrize(
+    ("arch", "seed"),
+    [
+        ("sm_90a", 9),
+        pytest.param("sm_90a", 12, marks=pytest.mark.slow),
+        ("sm_100a", 0),
+        *(
+            pytest.param(a, seed, marks=pytest.mark.slow)
+            for a in ("sm_90a", "sm_100a")
+            for seed in range(20, 30)
+        ),
+    ],
+)
+def test_calls_of_every_kind_in_any_order_share_workspaces(arch, seed):
+    Mixed(arch, seed).run(arch)
+
+
+def test_every_kind_is_among_the_sequences():
+    drawn = [call for one in (("sm_90a", 9), ("sm_100a", 0)) for call in Mixed(*one).calls]
+    assert {"bf16" if isinstance(call, Case) else call.blocks for call in drawn} == {"bf16", 0, 128, 32}
+    assert {call.op for call in drawn} == {RS, AR, AG, GATHER}
+    assert any(call.m < 3 for call in drawn)
