@@ -50,6 +50,16 @@ class BlockScales(NamedTuple):
         ]
 
 
+def promotions(config: Any) -> int:
+    """How many sums of a k tile are promoted, each with scales of its own."""
+    return 1 if config.blocks is None else max(config.tile_k // config.blocks[2], 1)
+
+
+def column_blocks(config: Any) -> int:
+    """Blocks of B's rows in a tile, of those that share a scale."""
+    return max(config.cta_tile[1] // config.blocks[1], 1)
+
+
 def rows_of(part: Any, tile: tuple[int, int]) -> tuple[Any, Any]:
     """A thread's rows in the tile, 2 of an instruction's 64: of its elements 0, 1 and 2, 3 of every 4."""
     coordinates = part.partition_C(cute.make_identity_tensor(tile))

@@ -17,9 +17,6 @@ Launch = Literal["ordered", "dependent", "dependent_weights"]
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
 
-BYTES = ("e4m3", "e5m2")
-"""Types of 8 bits."""
-
 BARRIER_BYTES = 2048
 """Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
 
@@ -34,10 +31,8 @@ TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
 Blocks = tuple[int, int, int]
-"""Rows of A, rows of B, elements of K that share a scale."""
-
 BLOCKS: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
-"""Those that kernels know."""
+"""(Rows of A, rows of B, elements of K) that may share a scale."""
 
 PROMOTED_VALUES = 64
 """Most accumulators a thread has where they are promoted, since it then has three times as many."""
@@ -72,8 +67,7 @@ class GemmConfig:
             ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
             Both: ``"swap_ab"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
             A).
-        in_dtype: element type of A and B. Accumulation is fp32.
-            Products of 8-bit types may be scaled by visitors.
+        in_dtype: element type of A and B. Accumulation is fp32. 8-bit products may be scaled by visitors.
         b_dtype: element type of B where that is the other 8-bit type; None: A's.
         out_dtype: element type of the output.
         slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
@@ -128,7 +122,7 @@ class GemmConfig:
         _require_in(f"tile for mma={self.mma!r}", self.tile, self.kind.tiles)
         _require_in(f"cluster for mma={self.mma!r}", self.cluster, self.kind.clusters)
         _require_in("in_dtype", self.in_dtype, get_args(InDtype))
-        others = tuple(t for t in BYTES if self.has_bytes and t != self.in_dtype)
+        others = tuple(t for t in ("e4m3", "e5m2") if self.has_bytes and t != self.in_dtype)
         _require_in(f"b_dtype beside in_dtype={self.in_dtype!r}", self.b_dtype, (None, *others))
         halves = ("bf16", "f16") if self.has_bytes else (self.in_dtype,)
         for name in ("out_dtype", "slot_dtype"):
@@ -156,7 +150,7 @@ class GemmConfig:
                     f"mma={self.mma!r} on {self.arch}, in_dtype={self.in_dtype!r}, "
                     f"fast_accum={self.fast_accum}"
                 )
-            if self.promotions > 1 and self.sums != 1:
+            if self.blocks[2] < self.tile_k and self.sums != 1:
                 raise ValueError(f"blocks={self.blocks} are promoted one by one, sums=1; got {self.sums}")
             if self.sums == 2 and (self.mma, self.cluster) != ("pingpong", (2, 1)):
                 raise ValueError(
@@ -199,7 +193,7 @@ class GemmConfig:
     @property
     def has_bytes(self) -> bool:
         """Whether A and B are of an 8-bit type."""
-        return self.in_dtype in BYTES
+        return DTYPE_BYTES[self.in_dtype] == 1
 
     @property
     def in_dtypes(self) -> tuple[str, str]:
@@ -215,16 +209,6 @@ class GemmConfig:
     def promotes(self) -> bool:
         """Whether the MMA's sums are added to fp32 registers after each k tile."""
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
-
-    @property
-    def promotions(self) -> int:
-        """How many sums of a k tile are promoted, each with scales of its own."""
-        return 1 if self.blocks is None else max(self.tile_k // self.blocks[2], 1)
-
-    @property
-    def column_blocks(self) -> int:
-        """Blocks of B's rows in a tile, of those that share a scale."""
-        return 1 if self.blocks is None else max(self.cta_tile[1] // self.blocks[1], 1)
 
     @property
     def receives_with_few(self) -> bool:

@@ -38,7 +38,7 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import promote, rows_of
+from overlap_gemm.kernels.blocks import column_blocks, promote, promotions, rows_of
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
@@ -251,10 +251,10 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        if cutlass.const_expr(cfg.promotions > 1):
+        if cutlass.const_expr(promotions(cfg) > 1):
             acc.fill(0.0)
             done = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            rows, parts = rows_of(part, cfg.tile), cfg.promotions
+            rows, parts = rows_of(part, cfg.tile), promotions(cfg)
             for step in cutlass.range(k_tiles, unroll=1):
                 ab.consumer_wait(read)
                 for number in cutlass.range_constexpr(parts):
@@ -265,7 +265,7 @@ class MainloopSm90:
                         cute.gemm(mma, done, tCrA[at], tCrB[at], done)
                         mma.set(warpgroup.Field.ACCUMULATE, True)
                     warpgroup.commit_group()
-                    factors = scales.at(rows, parts * step + number, cfg.column_blocks)
+                    factors = scales.at(rows, parts * step + number, column_blocks(cfg))
                     warpgroup.wait_group(0)
                     promote(acc, done, factors)
                 ab.consumer_release(freed)
@@ -292,7 +292,7 @@ class MainloopSm90:
                     factors = (
                         None
                         if scales is None
-                        else scales.at(rows, cfg.k_step * step + number, cfg.column_blocks)
+                        else scales.at(rows, cfg.k_step * step + number, column_blocks(cfg))
                     )
                     warpgroup.wait_group(cfg.k_step - 1 - number)
                     ab.consumer_release(freed)
