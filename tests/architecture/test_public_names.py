@@ -40,10 +40,12 @@ SIGNATURES = {
         "*", "reserve_sms=None", "algorithm=None", "transport=None", "shard_transport=None",
         "tile_transport=None", "fields",
     ),
-    "reserve": ("ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "device=None"),
+    "reserve": (
+        "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
+    ),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
     "warmup": (
-        "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "device=None", "bias=False",
+        "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "block=None", "device=None", "bias=False",
         "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",
     ),
     "workspace_bytes": ("group=None",),
