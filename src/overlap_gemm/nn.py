@@ -109,31 +109,15 @@ class ColumnParallelLinear(ShardedLinear):
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             warn_of_forgotten(self, x)
+            dim, rows, columns = self.sequence_dim, self.rows, self.output_size
             out = self.products.all_gather_gemm(
-                x,
-                self.weight,
-                bias=bias,
-                group=self.tp_group,
-                dim=self.sequence_dim,
-                rows=self.rows,
-                columns=self.output_size,
-                backend=self.backend,
-                reserve_sms=self.reserve_sms,
+                x, self.weight, bias=bias, dim=dim, rows=rows, columns=columns, **self.told
             )
         elif self.gather_output:
-            out = self.products.gemm_all_gather(
-                x,
-                self.weight,
-                bias=bias,
-                group=self.tp_group,
-                columns=self.output_size,
-                backend=self.backend,
-                reserve_sms=self.reserve_sms,
-            )
+            columns = self.output_size
+            out = self.products.gemm_all_gather(x, self.weight, bias=bias, columns=columns, **self.told)
         else:
-            out = self.products.column_parallel_gemm(
-                x, self.weight, bias, self.tp_group, self.backend, self.reserve_sms
-            )
+            out = self.products.column_parallel_gemm(x, self.weight, bias, **self.told)
         return (out, self.bias) if self.skip_bias_add else out
 
 
@@ -194,28 +178,12 @@ class RowParallelLinear(ShardedLinear):
         """Multiplies and sums; see the class for shapes."""
         if not self.input_is_parallel:
             x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
-        bias = None if self.skip_bias_add else self.bias
+        bias, k = None if self.skip_bias_add else self.bias, self.input_size
         if self.sequence_parallel:
-            out = self.products.gemm_reduce_scatter(
-                x,
-                self.weight,
-                bias=bias,
-                group=self.tp_group,
-                dim=self.sequence_dim,
-                k=self.input_size,
-                backend=self.backend,
-                reserve_sms=self.reserve_sms,
-            )
+            dim = self.sequence_dim
+            out = self.products.gemm_reduce_scatter(x, self.weight, bias=bias, dim=dim, k=k, **self.told)
         else:
-            out = self.products.gemm_all_reduce(
-                x,
-                self.weight,
-                bias=bias,
-                group=self.tp_group,
-                k=self.input_size,
-                backend=self.backend,
-                reserve_sms=self.reserve_sms,
-            )
+            out = self.products.gemm_all_reduce(x, self.weight, bias=bias, k=k, **self.told)
         return (out, self.bias) if self.skip_bias_add else out
 
 
@@ -297,12 +265,10 @@ class ParallelMLP(nn.Module):
                 x,
                 [first.weight, second.weight],
                 bias=None if first.bias is None else [first.bias, second.bias],
-                group=first.tp_group,
                 dim=first.sequence_dim,
                 rows=first.rows,
                 columns=first.output_size + second.output_size,
-                backend=first.backend,
-                reserve_sms=first.reserve_sms,
+                **first.told,
             )
         else:
             gate, up = first(x), second(x)

@@ -1,7 +1,7 @@
 """What the layers of `nn` have in common: an `nn.Linear` in shards, and what takes those of all ranks."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,14 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
 
 InitMethod = Callable[[Tensor], Any]
+
+
+class Told(TypedDict):
+    """Keywords that all ops have."""
+
+    group: str
+    backend: BackendName
+    reserve_sms: int | None
 
 
 class ShardedLinear(nn.Module):
@@ -67,6 +75,11 @@ class ShardedLinear(nn.Module):
             float8.check_shards(type(self).__name__, *sizes)
         self.register_load_state_dict_pre_hook(_shard_incoming)
         self.adopt(self._draw(bias, device, dtype))
+
+    @property
+    def told(self) -> Told:
+        """What every op of the layer is told in the same way."""
+        return {"group": self.tp_group, "backend": self.backend, "reserve_sms": self.reserve_sms}
 
     @property
     def products(self) -> Products:

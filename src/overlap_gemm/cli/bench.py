@@ -24,7 +24,7 @@ from .baselines import baselines, link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
-from .workload import Call, DType, Operands, Scales, Workload
+from .workload import Call, DeviceOption, DTypeOption, Operands, Scales, Workload
 
 
 def bench(
@@ -38,13 +38,7 @@ def bench(
         Path | None, typer.Option(help="JSON file of named shapes instead, such as benchmarks/shapes.json.")
     ] = None,
     only: Annotated[str, typer.Option(help="Of the file, the shapes whose name contains this.")] = "",
-    dtype: Annotated[
-        DType | None,
-        typer.Option(
-            help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
-            "[default: bfloat16 on GPUs, else float32]"
-        ),
-    ] = None,
+    dtype: DTypeOption = None,
     scales: Annotated[
         Scales | None, typer.Option(help="What has a scale, of 8-bit operands alone. [default: rows]")
     ] = None,
@@ -56,9 +50,7 @@ def bench(
     graph: Annotated[
         bool, typer.Option("--graph/--no-graph", help="On GPUs also time CUDA graphs of eight calls.")
     ] = True,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
-    ] = None,
+    device: DeviceOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results here (PNG, SVG, PDF).")] = None,
 ) -> None:

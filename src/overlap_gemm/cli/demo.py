@@ -25,7 +25,7 @@ from .console import rank_zero_console
 from .emulate import Emulated, run_emulated
 from .machine import processor
 from .results import EAGER, GRAPH, Mode, table
-from .workload import Workload
+from .workload import DeviceOption, Workload
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra
     from transformers import LlamaForCausalLM
@@ -85,7 +85,7 @@ def demo(
     fused: Annotated[
         bool | None, typer.Option(help="Run the fused kernel in the emulator, too. [default: without GPUs]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Train a tensor-parallel Llama, compare it with the unsharded one, time its ops.
 

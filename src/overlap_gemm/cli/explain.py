@@ -17,7 +17,7 @@ from ..runtime.group import group_name, resolve
 from ..spec import OPS
 from .bench import chosen_ops
 from .console import rank_zero_console
-from .workload import DType, Workload
+from .workload import DeviceOption, DTypeOption, Workload
 
 
 def explain(
@@ -33,16 +33,8 @@ def explain(
         ),
     ] = None,
     backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
-    dtype: Annotated[
-        DType | None,
-        typer.Option(
-            help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
-            "[default: bfloat16 on GPUs, else float32]"
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")
-    ] = None,
+    dtype: DTypeOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Say which backend would carry out an op on this machine, and why not the others.
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
 import overlap_gemm
@@ -21,6 +22,15 @@ Call = Callable[[], object]
 
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 """Types of operands, as commands have them."""
+
+DTypeOption = Annotated[
+    DType | None,
+    typer.Option(
+        help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
+        "[default: bfloat16 on GPUs, else float32]"
+    ),
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")]
 
 Scales = Literal["rows", "tensor", "blocks"]
 """What shares a scale, of operands of 8 bits: a row, all of an operand, or a block, 1 x 128 of x, 128 x 128
