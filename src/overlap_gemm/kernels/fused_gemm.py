@@ -11,7 +11,7 @@ from cutlass import Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from overlap_gemm.device.traced import Extras
+from overlap_gemm.device.traced import Extras, Stages
 from overlap_gemm.kernels.call import Tally, near_table
 from overlap_gemm.kernels.config import PUBLISHER_STAGES, GemmConfig
 from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_early, wait_for_kernel_before
@@ -96,33 +96,9 @@ class FusedGemm:
         if cutlass.const_expr(not cfg.loads_weights_early):
             wait_for_kernel_before(cfg)
             call = op.begin(exchange, near)
-        # All that is no stage, in the first `BARRIER_BYTES`: what came after the stages would find no room.
-        publishes = cfg.publisher and op.publish_role is not None
-        ringed = 2 * (cfg.ring_stages + publishes * PUBLISHER_STAGES)
-        words = mainloop.num_barriers + ringed
-        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + cfg.control_words
-        barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
-        res = mainloop.setup(ops, barriers + ringed, smem)
-        publisher = None
-        if cutlass.const_expr(publishes):
-            publisher = Publisher.create(
-                num_stages=PUBLISHER_STAGES,
-                barrier_storage=barriers + 2 * cfg.ring_stages,
-                defer_sync=True,
-            )
-        ring = EpilogueRing.create(
-            num_stages=cfg.ring_stages,
-            inflight=cfg.inflight,
-            num_warps=cfg.epilogue_threads // 32,
-            barrier_storage=barriers,
-            defer_sync=True,
-            publisher=publisher,
-        )
-        stages = allocate_stages(cfg, op.stage_dtype, smem)
+        res, ring, stages, tally = self._set_up(ops, smem)
         receive: Any = op.receive
-        tally, counted = None, receive is not None or op.gate is not None
-        if cutlass.const_expr(counted):
-            tally = Tally.at(barriers + words)
+        if cutlass.const_expr(self._is_counted):  # noqa: SIM102
             if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
                 tally.clear()
         # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
@@ -154,11 +130,11 @@ class FusedGemm:
             if warp == mainloop.comm_warp:
                 let_next_kernel_go(cfg)
                 op.comm_role(ring, stages, sent, call, output)
-                if cutlass.const_expr(counted):
+                if cutlass.const_expr(self._is_counted):
                     op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(receive is not None):  # noqa: SIM102
                 if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
-                    if cutlass.const_expr(publishes):  # noqa: SIM102
+                    if cutlass.const_expr(self._publishes):  # noqa: SIM102
                         if warp == cfg.first_receive_warp:  # which receives when all is published
                             cast(Any, op.publish_role)(ring, stages, sent, call, output)
                     receive(call, work, tally, out, extras)
@@ -177,6 +153,43 @@ class FusedGemm:
             cute.arch.sync_warp()
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def _set_up(self, ops: Operands, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
+        """The mainloop's resources, the ring, its stages, and the tally of warps that have ended, or None.
+
+        The caller synchronises the cluster afterwards. All that is no stage lies in the first
+        `BARRIER_BYTES`: what came after the stages would find no room.
+        """
+        cfg, mainloop = self.config, self.mainloop
+        ringed = 2 * (cfg.ring_stages + self._publishes * PUBLISHER_STAGES)
+        words = mainloop.num_barriers + ringed
+        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + cfg.control_words
+        barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
+        res = mainloop.setup(ops, barriers + ringed, smem)
+        publisher = None
+        if self._publishes:
+            handed = barriers + 2 * cfg.ring_stages
+            publisher = Publisher.create(num_stages=PUBLISHER_STAGES, barrier_storage=handed, defer_sync=True)
+        ring = EpilogueRing.create(
+            num_stages=cfg.ring_stages,
+            inflight=cfg.inflight,
+            num_warps=cfg.epilogue_threads // 32,
+            barrier_storage=barriers,
+            defer_sync=True,
+            publisher=publisher,
+        )
+        stages = allocate_stages(cfg, self.op.stage_dtype, smem)
+        return res, ring, stages, Tally.at(barriers + words) if self._is_counted else None
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether a warp publishes tiles in the comm lane's place."""
+        return self.config.publisher and self.op.publish_role is not None
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the call's end is what a CTA's last warp says."""
+        return self.op.receive is not None or self.op.gate is not None
 
     @property
     def _epilogue_ends(self) -> bool:
