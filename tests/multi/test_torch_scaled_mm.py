@@ -73,9 +73,30 @@ def test_fast_accumulation_is_asked_for_as_torch_asks():
     assert seen == [True, None]
 
 
+@pytest.mark.parametrize("depth", [528, 112])
+def test_torchs_scales_of_blocks_are_the_ops(depth):
+    """In torch's layout (ScaledBlas.cpp): columns of a, columns of b with rows up to a multiple of 4."""
+    generator = torch.Generator().manual_seed(depth)
+    a, b = (torch.randn(rows, depth, generator=generator).to(E4M3) for rows in (24, 136))
+    along = -(-depth // 128)
+    scale_a = torch.rand(along, 24, generator=generator).t() + 0.5
+    scale_b = torch.rand(2, -(-along // 4) * 4, generator=generator).t() + 0.5
+    blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    wide = scale_b.repeat_interleave(128, 0)[:depth].repeat_interleave(128, 1)[:, :136]
+    exact = (a.double() * scale_a.repeat_interleave(128, 1)[:, :depth]) @ (b.double().t() * wide)
+    for given in (scale_b, scale_b[:along]):
+        found = scaled_mm(gemm_reduce_scatter, a, b.t(), scale_a, blocks[0], given, blocks[1])
+        torch.testing.assert_close(found.double(), exact, rtol=2.0**-7, atol=2.0**-5)
+
+
 ROW, TENSOR = ScalingType.RowWise, ScalingType.TensorWise
 REFUSED = {
     "blocks": ({"scale_recipe_a": ScalingType.BlockWise1x128}, ValueError, "RowWise, got BlockWise1x128"),
+    "blocks of rows": (
+        {"scale_recipe_a": ScalingType.BlockWise1x128, "scale_recipe_b": ScalingType.BlockWise128x128},
+        ValueError,
+        r"scale_b must be \[1, 1\], or of 4 rows, got \[1, 32\]",
+    ),
     "swizzled": ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b .* SWIZZLE_32_4_4"),
     "two levels": ({"scale_recipe_b": [ROW, TENSOR]}, ValueError, "one level of scales"),
     "rows": ({"scale_recipe_a": TENSOR}, ValueError, r"one element \(TensorWise\), got \[16, 1\]"),

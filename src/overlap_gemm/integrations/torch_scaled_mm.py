@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.scaling import OUT_DTYPES
+from ..backends.scaling import BLOCK, OUT_DTYPES
+from ..schedules import ceil_div
 from ..spec import op_named
 from ..tuning.settings import configured
 
 RECIPES = ("TensorWise", "RowWise")
-"""Names of the members of torch's `ScalingType` that the ops take."""
+"""Names of the members of torch's `ScalingType` that the ops take, of each operand by itself."""
+
+BLOCKWISE = ("BlockWise1x128", "BlockWise128x128")
+"""Those of blocks, of both operands."""
 
 UNSWIZZLED = "NO_SWIZZLE"
 
@@ -46,9 +50,12 @@ def scaled_mm(
         op: One of the four ops.
         mat_a: The op's x `[M, K]`, row-major.
         mat_b: The transpose of its weight, `[K, N]`, column-major.
-        scale_a: float32; one element if `scale_recipe_a` is TensorWise, `[M, 1]` if RowWise; or a list of it.
+        scale_a: float32; one element if `scale_recipe_a` is TensorWise, `[M, 1]` if RowWise,
+            `[M, ceil(K / 128)]` if BlockWise1x128; or a list of it.
         scale_recipe_a: Of torch's `ScalingType`, or a list of one.
-        scale_b: float32; one element, or `[1, N]`; or a list of it.
+        scale_b: float32; one element, or `[1, N]`, or if BlockWise128x128, as `scale_recipe_a` is of blocks
+            then, `[ceil(K / 128), ceil(N / 128)]`, with torch's rows up to a multiple of 4 or without; or a
+            list of it.
         scale_recipe_b: As `scale_recipe_a`.
         swizzle_a: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one.
         swizzle_b: The same.
@@ -67,11 +74,12 @@ def scaled_mm(
         TypeError: Likewise of types; None of `output_dtype`, which to torch is the operands' type.
     """
     name = op_named(getattr(op, "__name__", op)).name
+    blocks = (_member(scale_recipe_a), _member(scale_recipe_b)) == BLOCKWISE
     for side, recipe, swizzle in (("a", scale_recipe_a, swizzle_a), ("b", scale_recipe_b, swizzle_b)):
-        if (said := _member(recipe)) not in RECIPES:
+        if (said := _member(recipe)) not in RECIPES and not blocks:
             raise ValueError(
-                f"{name}: scale_recipe_{side} must be ScalingType.{' or '.join(RECIPES)}, got {said}: "
-                f"torch's scales of blocks are not translated"
+                f"{name}: scale_recipe_{side} must be ScalingType.{' or '.join(RECIPES)}, got {said}; or the "
+                f"two are {' and '.join(BLOCKWISE)}"
             )
         if swizzle is not None and (said := _member(swizzle)) != UNSWIZZLED:
             raise ValueError(f"{name}: swizzle_{side} must be None or {UNSWIZZLED}, got {said}")
@@ -80,9 +88,11 @@ def scaled_mm(
     if output_dtype not in OUT_DTYPES:
         known = ", ".join(map(str, OUT_DTYPES))
         raise TypeError(f"{name}: output_dtype must be one of {known}, got {output_dtype}")
-    wanted = {"a": [*mat_a.shape[:-1], 1], "b": [1, mat_b.shape[-1]]}
     scales = {"a": _single(scale_a), "b": _single(scale_b)}
-    for side, recipe in (("a", scale_recipe_a), ("b", scale_recipe_b)):
+    if blocks:
+        scales = _of_blocks(name, mat_a, mat_b, scales)
+    wanted = {"a": [*mat_a.shape[:-1], 1], "b": [1, mat_b.shape[-1]]}
+    for side, recipe in () if blocks else (("a", scale_recipe_a), ("b", scale_recipe_b)):
         by_row, shape = _member(recipe) == RECIPES[1], list(scales[side].shape)
         if by_row and shape != wanted[side]:
             raise ValueError(f"{name}: scale_{side} must be {wanted[side]} (RowWise), got {shape}")
@@ -93,6 +103,23 @@ def scaled_mm(
             mat_a, mat_b.t(), scale_x=scales["a"], scale_w=scales["b"], bias=bias, out_dtype=output_dtype,
             **options,
         )  # fmt: skip
+
+
+def _of_blocks(name: str, mat_a: Tensor, mat_b: Tensor, scales: dict[str, Any]) -> dict[str, Any]:
+    """Torch's scales of blocks as the ops have them."""
+    along, columns = ceil_div(mat_a.shape[-1], BLOCK), ceil_div(mat_b.shape[-1], BLOCK)
+    given = {side: list(scale.shape) for side, scale in scales.items()}
+    if given["a"] != [*mat_a.shape[:-1], along]:
+        raise ValueError(f"{name}: scale_a must be {[*mat_a.shape[:-1], along]}, got {given['a']}")
+    if given["b"] not in ([along, columns], [ceil_div(along, 4) * 4, columns]):
+        raise ValueError(
+            f"{name}: scale_b must be {[along, columns]}, or of {ceil_div(along, 4) * 4} rows, "
+            f"got {given['b']}"
+        )
+    scale_w = scales["b"][:along].t()
+    if along == 1:  # of one block along K the ops have scales of rows
+        scale_w = scale_w.repeat_interleave(BLOCK, 0)[: mat_b.shape[-1]]
+    return {"a": scales["a"], "b": scale_w}
 
 
 def _single(given: Any) -> Any:
