@@ -361,10 +361,10 @@ def test_gathers_hold_with_nothing_taken_out():
     assert gathers_hold()
 
 
-def gathers_hold():
+def gathers_hold(columns=(72, 24, 72), k=48, **kind):
     """Calls with other scales queued together, one rank after the others, in several orders of events."""
     for seed, starved in enumerate((1, 0, 2)):
-        cases = [Scaled(GATHER, 192, n, 48, seed=10 * seed + i) for i, n in enumerate((72, 24, 72))]
+        cases = [Scaled(GATHER, 192, n, k, seed=10 * seed + i, **kind) for i, n in enumerate(columns)]
         how = {"transport": "copy_engine", "mode": "lazy", "seed": seed, "schedule": lagging(starved)}
         try:
             with world_of("sm_90a", 3, num_sms=2, **how) as world:

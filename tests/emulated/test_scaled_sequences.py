@@ -19,8 +19,10 @@ from .test_scaled_ops import (
     GATHER,
     RS,
     Scaled,
+    gathers_hold,
     queue,
     share_of_bound,
+    with_flags_before_scales,
     with_the_next_shards,
 )
 
@@ -63,6 +65,20 @@ def test_what_is_taken_out_of_blocks_is_missed(mistake, size, monkeypatch):
         outs = queue(case, world)
         world.synchronize()
     assert share_of_bound(case, outs) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("changed_kernels")
+@pytest.mark.parametrize("mistake", [None, with_flags_before_scales])
+def test_scales_of_blocks_are_there_when_a_shards_flag_is(mistake, monkeypatch):
+    """Three scales of a row are 16 bytes, as one is.
+
+    That the epilogue reads them too need not be told: it reads a k tile's before it frees the tile's stage,
+    and the load role, which tells, ends when all stages are free.
+    """
+    if mistake is not None:
+        mistake(monkeypatch)
+    assert gathers_hold((384, 384), 272, blocks=128) == (mistake is None)
 
 
 class Mixed:
