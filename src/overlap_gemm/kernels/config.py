@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
+from overlap_gemm.kernels.naming import by, name_of
 from overlap_gemm.kernels.visitors import Operand, Visitor
 
 InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
@@ -137,7 +138,7 @@ class GemmConfig:
             raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={self.in_dtype!r}")
         if self.promotes and self.accumulators > PROMOTED_VALUES:
             raise ValueError(
-                f"tile {_x(self.tile)} of mma={self.mma!r} has {self.accumulators} accumulators a thread; "
+                f"tile {by(self.tile)} of mma={self.mma!r} has {self.accumulators} accumulators a thread; "
                 f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES} "
                 "(fast_accum=True does not promote)"
             )
@@ -155,7 +156,7 @@ class GemmConfig:
             if self.sums == 2 and (self.mma, self.cluster) != ("pingpong", (2, 1)):
                 raise ValueError(
                     "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
-                    f"bytes; got mma={self.mma!r}, cluster={_x(self.cluster)}"
+                    f"bytes; got mma={self.mma!r}, cluster={by(self.cluster)}"
                 )
         if self.own_last and self.is_swap_ab:
             raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={self.mma!r}")
@@ -416,33 +417,7 @@ class GemmConfig:
     @property
     def name(self) -> str:
         """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
-        parts = [
-            self.arch,
-            self.mma,
-            _x(self.tile),
-            "c" + _x(self.cluster),
-            self.in_dtype + (self.b_dtype or ""),
-        ]
-        parts += [f"o{self.out_dtype}"] if self.out_dtype != self.in_dtype else []
-        parts += [f"s{self.slot_dtype}"] if self.slot_dtype != self.in_dtype else []
-        parts += [f"a{self.a_major}b{self.b_major}"] if (self.a_major, self.b_major) != ("k", "k") else []
-        parts += [visitor.name for visitor in self.epilogue]
-        parts += (
-            [f"r{self.ring_stages}q{self.inflight}"] if (self.ring_stages, self.inflight) != (4, 2) else []
-        )
-        parts += ["fast"] if self.fast_accum else []
-        parts += [self.launch] if self.launch != "ordered" else []
-        parts += ["b" + "x".join(map(str, self.blocks))] if self.blocks else []
-        parts += ["own"] if self.own_last else []
-        parts += ["s1"] if self.sums == 1 else []
-        parts += ["pub"] if self.publisher else []
-        parts += [f"k{self.k_split}"] if self.k_split != 1 else []
-        parts += [f"g{self.raster_group}"] if self.raster_group != 8 else []
-        return "_".join(parts)
-
-
-def _x(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}x{pair[1]}"
+        return name_of(self)
 
 
 def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:
