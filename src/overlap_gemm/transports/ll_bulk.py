@@ -9,7 +9,14 @@ No word of a stage is `EMPTY`: stages hold sums that were rounded from fp32, and
 
 **Not covered by the memory model**: PTX has no rule for ordinary loads of what an asynchronous store is
 writing, and the emulator reports them as races. It is assumed that a word of 32 bits arrives as a whole,
-which is what the reader needs (`device.ll`): each word is waited for by itself. So it is for trials, by name.
+which is what the reader needs (`device.ll`): each word is waited for by itself. So it is for trials, by name;
+no GPU has answered yet (tests/gpu/test_ll_bulk.py).
+
+What reading finds to be in order: polling loads are ``ld.relaxed.sys``, which no L1 answers, as `ll`'s that
+have run on four GPUs; places are emptied by ordinary stores, and the lane that starts a later call's bulk
+stores fences the asynchronous proxy after the rule of :mod:`overlap_gemm.kernels.call`; the comm lane waits
+for no peer, and for all its stores before it ends; what is sent of a ragged tile are whole units, which are
+taken as such; each wait for a word is bounded.
 """
 
 from __future__ import annotations
@@ -47,3 +54,11 @@ class LLBulk(LL):
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
         """Both by one lane."""
         Transport.send_and_store(self, send, store)
+
+    def loads_in_flight(self, returns: bool) -> int:
+        """Words of large tiles are polled by warps with few registers: with more under way they spill."""
+        return 4 if returns else super().loads_in_flight(returns)
+
+    def copies_in_flight(self, chunks: int) -> int:
+        """Likewise."""
+        return min(4, chunks)
