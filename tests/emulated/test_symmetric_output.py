@@ -5,7 +5,11 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends.symmetric_output import gemm_all_gather_into, symmetric_output
+from overlap_gemm.backends.symmetric_output import (
+    gemm_all_gather_into,
+    gemm_all_reduce_into,
+    symmetric_output,
+)
 from overlap_gemm.kernels import symmetric_output as device
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec.sharding import Shards
@@ -71,7 +75,20 @@ class World:
             given = added[own].clone() if bias else None
             gemm_all_gather_into(output, x.clone(), weight[own].clone(), given)
         exact = x.double() @ weight.double().t() + (added.double() if bias else 0)
-        self.checks.append((outputs, exact, depth))
+        self.checks.append((outputs, exact, 2**-18 * depth))
+
+    def reduce(self, outputs, depth, bias=True):
+        """The same of an all-reduce; every rank's partials are rounded."""
+        self.seed += 1
+        draw = torch.Generator().manual_seed(self.seed)
+        rows, columns = outputs[0].tensor.shape
+        added, exact = torch.randn(columns, generator=draw).bfloat16(), torch.zeros(rows, columns)
+        for output in outputs:
+            x, weight = (torch.randn(n, depth, generator=draw).bfloat16() for n in (rows, columns))
+            exact = exact + x.double() @ weight.double().t()
+            gemm_all_reduce_into(output, x, weight, added.clone() if bias else None)
+        exact = exact + added.double() if bias else exact
+        self.checks.append((outputs, exact, 2**-9 * self.ranks * 6 * depth**0.5))
 
     def other(self, op, *sizes):
         """Queues a call of another op in between."""
@@ -81,11 +98,11 @@ class World:
     def run(self):
         """Runs everything; the last call into each output is what it holds."""
         self.world.synchronize()
-        for outputs, exact, depth in {
+        for outputs, exact, lost in {
             id(outputs): (outputs, *rest) for outputs, *rest in self.checks
         }.values():
             for output in outputs:
-                torch.testing.assert_close(output.tensor.double(), exact, rtol=2**-8, atol=2**-18 * depth)
+                torch.testing.assert_close(output.tensor.double(), exact, rtol=2**-8, atol=lost)
                 assert torch.equal(output.tensor, outputs[0].tensor)
 
 
@@ -106,6 +123,26 @@ def test_outputs_in_turn_among_other_calls(arch, ranks, mode, starved):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "sizes", "mode", "starved"),
+    [(2, (150, 200), "lazy", 0), (3, (70, 264), "random", 2), (4, (130, 72), "immediate", 1)],
+)
+@both
+def test_reduced_outputs_in_turn_among_other_calls(arch, ranks, sizes, mode, starved):
+    """Owners with few columns, or none; another call's slots are the same."""
+    with World(arch, ranks, mode=mode, starved=starved, sms=2) as world:
+        one, two = world.outputs(*sizes), world.outputs(33, 64 * ranks)
+        world.reduce(one, 72)
+        queued = world.other("gemm_all_reduce", 70, 72, 64 * ranks)
+        world.reduce(two, 64, bias=False)
+        if ranks == 3:
+            world.call(one, 64)
+        world.reduce(one, 64)
+        world.reduce(two, 72)
+        world.run()
+        assert judge(*queued, torch.bfloat16).holds
+
+
+@pytest.mark.parametrize(
     ("arch", "fields"),
     [
         pytest.param(arch, kind, id=f"{arch}-{kind['mma']}")
@@ -119,6 +156,12 @@ def test_every_kernel(arch, fields):
         world.call(outputs, 136)
         world.call(outputs, 712)
         world.run()
+        if fields["mma"] == "swap_ab":
+            with pytest.raises(ValueError, match="own_last"):
+                world.reduce(outputs, 136)
+        else:
+            world.reduce(outputs, 136)
+            world.run()
 
 
 def test_a_known_call_asks_the_device_for_nothing():
@@ -132,12 +175,12 @@ def test_a_known_call_asks_the_device_for_nothing():
         world.run()
 
 
-def read_what_was_gathered(arch, seed, starved):
-    """What was gathered is the next op's operand, whose last tiles a rank may read when its peer goes on."""
+def read_the_output(arch, call, seed, starved):
+    """An output is the next op's operand, whose last tiles a rank may read when its peer goes on."""
     with World(arch, 2, mode="lazy", seed=seed, starved=starved, sms=2) as world:
         outputs, results = world.outputs(130, 128), []
         for _ in range(3):
-            world.call(outputs, 64)
+            getattr(world, call)(outputs, 64)
             for rank, name in enumerate(world.world.names):
                 x, weight = outputs[rank].tensor, torch.eye(128).bfloat16()
                 results.append(overlap_gemm.gemm_reduce_scatter(x, weight, group=name, backend="fused"))
@@ -145,9 +188,13 @@ def read_what_was_gathered(arch, seed, starved):
         torch.testing.assert_close(torch.cat(results[-2:]), 2 * outputs[0].tensor)
 
 
+ops = pytest.mark.parametrize("call", ["call", "reduce"])
+
+
+@ops
 @both
-def test_results_are_read_by_the_next_call(arch):
-    read_what_was_gathered(arch, 0, 1)
+def test_results_are_read_by_the_next_call(arch, call):
+    read_the_output(arch, call, 0, 1)
 
 
 def without_entries(patch):
@@ -163,19 +210,33 @@ def told_by_every_warp(patch):
 
 
 @pytest.mark.usefixtures("changed_kernels")
-@pytest.mark.parametrize("mistake", [without_entries, without_the_last_word, told_by_every_warp])
+@pytest.mark.parametrize(
+    ("call", "mistake"),
+    [
+        ("call", without_entries),
+        ("call", without_the_last_word),
+        ("call", told_by_every_warp),
+        ("reduce", without_the_last_word),
+        ("reduce", told_by_every_warp),
+    ],
+)
 @both
-def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
+def test_what_is_taken_out_is_missed(arch, call, mistake, monkeypatch):
     mistake(monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012
         for seed, starved in enumerate((1, 0, 1)):
-            read_what_was_gathered(arch, seed, starved)
+            read_the_output(arch, call, seed, starved)
 
 
 def test_what_does_not_fit_is_said():
     with World("sm_90a", 2) as world:
         with pytest.raises(ValueError, match="must be multiples of 8"):
-            symmetric_output(64, 24, torch.bfloat16, group=world.world.names[0])
+            symmetric_output(64, 20, torch.bfloat16, group=world.world.names[0])
+        with pytest.raises(ValueError, match="a rank's 12 columns"):
+            world.call(world.outputs(64, 24), 8)
         outputs = world.outputs(64, 32)
+        with pytest.raises(ValueError, match="takes x and weight of"):
+            half = torch.zeros(16, 8).bfloat16()
+            gemm_all_reduce_into(outputs[0], torch.zeros(64, 8).bfloat16(), half)
         with pytest.raises(ValueError, match="takes x and weight of"):
             gemm_all_gather_into(outputs[0], torch.zeros(64, 8).bfloat16(), torch.zeros(8, 8).bfloat16())

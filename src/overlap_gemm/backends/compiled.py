@@ -81,17 +81,17 @@ def compiled_gather(
     return _from_cache(executor, (config, "gather", push, keep, puts, cooperative, sliced), build, puts=False)
 
 
-def compiled_symmetric_gather(executor: Executor, config: GemmConfig, world: int) -> Any:
-    """The GEMM all-gather of a configuration into symmetric outputs of ``world`` ranks."""
+def compiled_symmetric(executor: Executor, config: GemmConfig, world: int, pattern: str) -> Any:
+    """The kernel of a configuration and an exchange into symmetric outputs of ``world`` ranks."""
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_symmetric_kernel
         from ..transports import PeerBulk
 
-        return compile_kernel(make_symmetric_kernel(config, PeerBulk(), world, cooperative), OPTIONS)
+        return compile_kernel(make_symmetric_kernel(config, PeerBulk(), world, pattern, cooperative), OPTIONS)
 
     cooperative = _is_cooperative(executor, config, relayed=False)
-    return _from_cache(executor, (config, "symmetric", world, cooperative), build, puts=False)
+    return _from_cache(executor, (config, "symmetric", pattern, world, cooperative), build, puts=False)
 
 
 def compiled_relay(executor: Executor) -> Any:

@@ -112,6 +112,8 @@ class Plan:
         workspace: what is exchanged through; None in a group of one.
         exchange: where that is and what bounds waits (`kernels.exchange`), without what belongs to a call.
         gathering: what kernels take that gather an operand (`kernels.gathering`), likewise; else None.
+        into: the symmetric output (`symmetric_output.SymmetricOutput`) to which all ranks store; None: the
+            result is any memory of the caller's.
         travel: what leaves on a second stream; None where the kernel sends everything.
         gate: the compiled kernel (`kernels.gate`) that waits for a shard, and that ends a call of several
             products of which one could not be launched.
@@ -124,6 +126,7 @@ class Plan:
     workspace: Workspace | None = None
     exchange: Any = None
     gathering: Any = None
+    into: Any = None
     travel: Travel | None = None
     gate: Any = None
     signature: int = 0
@@ -131,7 +134,13 @@ class Plan:
     @property
     def is_open(self) -> bool:
         """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
-        return self.executor.is_open and (self.workspace is None or self.workspace.is_open)
+        return self.executor.is_open and all(workspace.is_open for workspace in self._workspaces)
+
+    @property
+    def _workspaces(self) -> tuple[Workspace, ...]:
+        """What a call needs, and a graph that has captured it."""
+        held = (self.workspace, None if self.into is None else self.into.workspace)
+        return tuple(workspace for workspace in held if workspace is not None)
 
     def launch(
         self,
@@ -179,7 +188,9 @@ class Plan:
         """With the order's lock held: the next call's `exchange`, after every other fused launch."""
         workspace, order = self.workspace, self.executor.order
         assert workspace is not None, "a group of one exchanges nothing"
-        workspace.captured |= order.follow(stream)
+        if order.follow(stream):
+            for held in self._workspaces:
+                held.captured = True
         signature = after_skipped(self.signature, workspace.group.progress.skipped)
         return self.exchange.of_call(order.next_call(), signature)
 
@@ -194,6 +205,10 @@ class Plan:
         """Launches the products; returns why not all of them. A call of which one was launched is ended."""
         assert self.workspace is not None
         given, last = exchange, len(self.products) - 1
+        if self.into is not None:
+            from ..kernels.symmetric_output import SymmetricOutputs  # which the DSL is loaded with
+
+            given = SymmetricOutputs(exchange, self.into.addresses)
         if self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
             given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat)

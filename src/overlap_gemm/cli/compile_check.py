@@ -24,7 +24,7 @@ from ..kernels.lint import (
     ptxas_findings,
 )
 from ..kernels.visitors import RowColumnScale
-from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, PATTERNS
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, PATTERNS, pattern_into
 from ..tuning.space import every_config
 from .console import rank_zero_console
 
@@ -73,7 +73,9 @@ def check(config: GemmConfig, op: str) -> Checked:
     elif op == SLICED:
         kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
     elif op == SYMMETRIC:
-        kernel = make_symmetric_kernel(config, PeerBulk(), SYMMETRIC_WORLD)
+        kernel = make_symmetric_kernel(
+            config, PeerBulk(), SYMMETRIC_WORLD, pattern_into(GEMM_ALL_GATHER.name)
+        )
     elif op in EXCHANGES:
         # As `backends.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()

@@ -58,7 +58,7 @@ from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.k_slices import SlicedGather
 from overlap_gemm.kernels.relay import Relay
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
-from overlap_gemm.kernels.symmetric_output import SymmetricGather, SymmetricOutputs
+from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports.base import Transport
 
@@ -113,17 +113,24 @@ def make_gather_kernel(
 
 
 def make_symmetric_kernel(
-    config: GemmConfig, transport: Transport, world: int, cooperative: bool = False
+    config: GemmConfig,
+    transport: Transport,
+    world: int,
+    pattern: str,
+    cooperative: bool = False,
 ) -> FusedGemm:
-    """Composes a GEMM all-gather into outputs that are symmetric; its ``exchange``: `SymmetricOutputs`.
+    """Composes an op's kernel into outputs that are symmetric; its ``exchange``: `SymmetricOutputs`.
 
     Args:
-        config: compile-time choices.
-        transport: raises flags at peers.
+        config: compile-time choices; where sums are stored, with ``own_last``.
+        transport: raises flags at peers, and sends them partials.
         world: ranks.
+        pattern: one that there is such a kernel of (`PatternSpec.into`).
         cooperative: as for `make_kernel`.
     """
-    return FusedGemm(_mainloop(config), SymmetricGather(config, transport, world), cooperative)
+    into = PATTERNS[pattern].into
+    assert into is not None, f"{pattern} has no kernel into symmetric outputs"
+    return FusedGemm(_mainloop(config), _named(into)(config, transport, world), cooperative)
 
 
 def _mainloop(config: GemmConfig) -> Mainloop:
@@ -167,7 +174,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather | SlicedGather):
         exchange = _fake_gathering(cfg, isinstance(kernel.op, AllGather) and kernel.op.keep)
-    if isinstance(kernel.op, SymmetricGather):
+    if isinstance(kernel.op, SymmetricGather | SymmetricAllReduce):
         exchange = SymmetricOutputs(_fake_exchange(), (Int64(0),) * kernel.op.world)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),

@@ -13,7 +13,6 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
-from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import send_role
@@ -53,20 +52,19 @@ class TileExchange(ABC):
         """See `surface.KernelOp`."""
 
     @abstractmethod
-    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
+    def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """See `surface.KernelOp`."""
 
     @final
-    def more_sources(self, mainloop: Any, exchange: Exchange) -> None:
+    def more_sources(self, mainloop: Any, exchange: Any) -> None:
         """A is all there is to load."""
         assert self.gate is None
 
     @abstractmethod
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+    def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """See `surface.KernelOp`."""
 
-    @final
-    def begin(self, exchange: Exchange, near: Any) -> Call:
+    def begin(self, exchange: Any, near: Any) -> Call:
         """Reads the epoch."""
         return Call.begin(exchange, near=self.transport.looks_up_in(near))
 
@@ -76,11 +74,10 @@ class TileExchange(ABC):
         """For failure records."""
 
     @abstractmethod
-    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> Any:
+    def sender(self, stages: Stages, work: Work, call: Call, output: Any) -> Any:
         """Where tiles go: a ``TileSender`` with attributes ``config`` and ``transport``."""
 
-    @final
-    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
         """See `surface.KernelOp`."""
         sent, own = self._sent(work), None
         if self.own_sums is not None:
@@ -88,7 +85,7 @@ class TileExchange(ABC):
         send_role(ring, self.sender(stages, sent, call, output), call, self.code, own)
 
     @final
-    def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Output) -> None:
+    def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
         """See `surface.KernelOp`."""
         self.transport.publish_all(ring, self.sender(stages, self._sent(work), call, output))
 
@@ -134,6 +131,6 @@ class PartialExchange(TileExchange):
         """An accumulator is no complete sum."""
         return Visits(self.config, ("partial",))
 
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+    def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """By ordinary stores."""
         return Output(None, out)
