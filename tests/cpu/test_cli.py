@@ -69,6 +69,9 @@ def test_explain_knows_operands_of_8_bits(dtype):
         code, said = explained("gemm_reduce_scatter", 64, 32, 64, "--dtype", dtype, *ranks)
         assert code == 0 and f"torch.{dtype} x torch.{dtype} to torch.bfloat16" in said
         assert "backward:" not in said, "there is no gradient"
+    code, said = explained("gemm_reduce_scatter", 64, 32, 272, "--dtype", dtype, "--block", 32)
+    assert code == 0 and "scales of blocks of 32 x 32" in said
+    assert explained("gemm_reduce_scatter", 64, 32, 272, "--dtype", dtype, "--block", 64)[0] == 2
     code, said = explained("gemm_reduce_scatter", 64, 32, 40, "--dtype", dtype)
     assert code != 0
 

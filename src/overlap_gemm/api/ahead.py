@@ -12,11 +12,10 @@ import torch
 from ..backends import ahead
 from ..backends.base import Problem
 from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
+from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named, scale_shapes
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
-from ..schedules import ceil_div
 from ..spec import OPS, op_named
 from ..spec.sharding import Shards
 from . import functional
@@ -74,11 +73,10 @@ def warmup(
         )
         scales: dict[str, Any] = {}
         if out_dtype is not None:
-            one_row, height, length = blocks if blocks and x.shape[1] > blocks[2] else (1, 1, x.shape[1] or 1)
-            along = max(ceil_div(x.shape[1], length), 1)
+            of_both = scale_shapes(x_shape, weight_shape, blocks)
             scales = {
-                name: torch.ones(ceil_div(len(matrix), rows), along, device=where)
-                for name, matrix, rows in (("scale_x", x, one_row), ("scale_w", weight, height))
+                name: torch.ones(shape, device=where)
+                for name, shape in zip(("scale_x", "scale_w"), of_both, strict=True)
             }
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         for extents in [said] if said == least else [said, least]:

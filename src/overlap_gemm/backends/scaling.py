@@ -67,6 +67,16 @@ def blocks_named(block: int | None, dtype: torch.dtype) -> Blocks | None:
     return found[block]
 
 
+def scale_shapes(
+    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of scales of operands of these shapes: of blocks, or of rows, which they are where K is one block."""
+    depth = x[1]
+    rows, height, length = blocks if blocks and depth > blocks[2] else (1, 1, depth or 1)
+    along = max(ceil_div(depth, length), 1)
+    return (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
+
+
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
     if scale.ndim == 1:

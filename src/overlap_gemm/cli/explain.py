@@ -10,7 +10,7 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
-from ..backends.scaling import FLOAT8
+from ..backends.scaling import FLOAT8, blocks_named, scale_shapes
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import group_name, resolve
@@ -34,6 +34,9 @@ def explain(
     ] = None,
     backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
     dtype: DTypeOption = None,
+    block: Annotated[
+        int | None, typer.Option(help="Of 8-bit operands: blocks of 128 or 32 share a scale. [default: rows]")
+    ] = None,
     device: DeviceOption = None,
 ) -> None:
     """Say which backend would carry out an op on this machine, and why not the others.
@@ -45,11 +48,18 @@ def explain(
     (name,) = chosen_ops([op], "OP")
     world = overlap_gemm.init(device=device)
     operand = getattr(torch, dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
+    try:
+        blocks = blocks_named(block, operand)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--block") from error
     workload = Workload("", name, m, n, k, operand)
     group = resolve(group_name(None))
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
-    scale = torch.ones((), device=world.device) if operand in FLOAT8 else None
-    how: dict[str, Any] = {"backend": backend, "scale_x": scale, "scale_w": scale, **workload.extents}
+    how: dict[str, Any] = {"backend": backend, **workload.extents}
+    if operand in FLOAT8:
+        shapes = scale_shapes(*workload.shapes(group), blocks) if blocks else ((), ())
+        scales = (torch.empty(shape, device=world.device) for shape in shapes)
+        how |= dict(zip(("scale_x", "scale_w"), scales, strict=True))
     choice = overlap_gemm.explain(name, x, weight, group=group.process_group, **how)
     if ranks not in (None, world.size):
         choice = _as_if(choice, ranks, world)
