@@ -246,7 +246,7 @@ class MainloopSm90:
             mma.partition_shape_C((cfg.tile[first], cfg.tile[second])), cutlass.Float32
         )
         k_tiles = split.num_k_tiles(self.config, ops.a)
-        num_blocks = cute.size(tCrA, mode=[2])
+        operands, num_blocks = (tCrA, tCrB), cute.size(tCrA, mode=[2])
         freed = read.clone()
 
         if cutlass.const_expr(pingpong):
@@ -258,13 +258,8 @@ class MainloopSm90:
             for step in cutlass.range(k_tiles, unroll=1):
                 ab.consumer_wait(read)
                 for number in cutlass.range_constexpr(parts):
-                    warpgroup.fence()
-                    mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for block in cutlass.range_constexpr(num_blocks // parts):
-                        at = (None, None, number * (num_blocks // parts) + block, read.index)
-                        cute.gemm(mma, done, tCrA[at], tCrB[at], done)
-                        mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
+                    blocks = range(number * num_blocks // parts, (number + 1) * num_blocks // parts)
+                    mma = _multiply(mma, done, operands, blocks, read)
                     factors = scales.at(rows, parts * step + number, column_blocks(cfg))
                     warpgroup.wait_group(0)
                     promote(acc, done, factors)
@@ -280,13 +275,7 @@ class MainloopSm90:
             for step in cutlass.range(k_tiles // cfg.k_step, unroll=1):
                 for under_way in sums:
                     ab.consumer_wait(read)
-                    warpgroup.fence()
-                    mma.set(warpgroup.Field.ACCUMULATE, False)
-                    for block in cutlass.range_constexpr(num_blocks):
-                        at = (None, None, block, read.index)
-                        cute.gemm(mma, under_way, tCrA[at], tCrB[at], under_way)
-                        mma.set(warpgroup.Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
+                    mma = _multiply(mma, under_way, operands, range(num_blocks), read)
                     read.advance()
                 for number, done in enumerate(sums):
                     factors = (
@@ -300,21 +289,11 @@ class MainloopSm90:
                     promote(acc, done, factors)
         else:
             ab.consumer_wait(read)
-            warpgroup.fence()
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for block in cutlass.range_constexpr(num_blocks):
-                at = (None, None, block, read.index)
-                cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
+            mma = _multiply(mma, acc, operands, range(num_blocks), read)
             read.advance()
             for _ in cutlass.range(1, k_tiles, unroll=1):
                 ab.consumer_wait(read)
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(num_blocks):
-                    at = (None, None, block, read.index)
-                    cute.gemm(mma, acc, tCrA[at], tCrB[at], acc)
-                warpgroup.commit_group()
+                mma = _multiply(mma, acc, operands, range(num_blocks), read, adds=True)
                 warpgroup.wait_group(1)
                 ab.consumer_release(freed)
                 freed.advance()
@@ -414,3 +393,23 @@ class MainloopSm90:
             utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
             utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),
         )
+
+
+def _multiply(
+    mma: Any, into: cute.Tensor, operands: tuple[Any, Any], blocks: range, read: Any, adds: bool = False
+) -> Any:
+    """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
+
+    Returns ``mma``, whose field it sets: a loop around the call sees that by the name's being bound again.
+    """
+    a, b = operands
+    warpgroup.fence()
+    if not adds:
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+    for block in blocks:
+        at = (None, None, block, read.index)
+        cute.gemm(mma, into, a[at], b[at], into)
+        if not adds:
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    return mma
