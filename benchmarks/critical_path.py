@@ -23,6 +23,11 @@ import overlap_gemm
 from cute_emulator import Emulator
 from cute_emulator.instructions.emit import BLOCK
 from cute_emulator.run.scheduler import Scheduler
+from overlap_gemm.backends.symmetric_output import (
+    gemm_all_gather_into,
+    gemm_all_reduce_into,
+    symmetric_output,
+)
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.tuning.settings import configured
@@ -39,11 +44,22 @@ OPS: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
     "GEMM-AR two-shot": ("gemm_all_reduce", (512, 1024, 64), {"algorithm": "two_shot"}),
     "GEMM-AG": ("gemm_all_gather", (512, 1024, 64), {}),
     "AG-GEMM sending": ("all_gather_gemm", (1024, 512, 64), {"transport": "peer_bulk"}),
+    "AG-GEMM in slices": ("all_gather_gemm", (1024, 512, 1024), {"transport": "k_slices"}),
 }
 """How each is called: op, (M, N, K) over all ranks, ways."""
 
-PUBLISHED = [name for name in OPS if name != "AG-GEMM sending"]
+PUBLISHED = [name for name in OPS if not name.startswith("AG-GEMM")]
 """Those whose tiles have flags."""
+
+INTO = {"gemm_all_gather": gemm_all_gather_into, "gemm_all_reduce": gemm_all_reduce_into}
+"""How an op is called whose output is symmetric."""
+
+OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "publisher": (PUBLISHED, {"publisher": True}),
+    "own last": (["GEMM-RS", "GEMM-AR two-shot"], {"own_last": True}),
+    "symmetric": (["GEMM-AR two-shot", "GEMM-AG"], {"into": True}),
+}
+"""What is not the default: of which ops, and how it is asked for."""
 
 RANKS, SMS = 2, 4
 
@@ -82,7 +98,7 @@ STRETCHES = (
     Stretch(
         STAGE_TO_STORE,
         re.compile(r"mbarrier\.try_wait"),
-        re.compile(r"cp\.async\.bulk\.global"),
+        re.compile(r"cp\.async\.bulk\.(tensor\.\dd\.)?global"),
     ),
     Stretch(
         HANDED_TO_FLAG,
@@ -91,7 +107,8 @@ STRETCHES = (
     ),
 )
 
-BULK_STORE = re.compile(r"cp\.async\.bulk\.global")
+BULK_STORE = re.compile(r"cp\.async\.bulk\.(tensor\.\dd\.)?global")
+ACCESS = re.compile(r"(ld|st)\.(relaxed\.sys\.)?global\.(v[24]|b128)")
 RELEASE = re.compile(r"(st\.release|fence\.acq_rel)\.sys")
 
 
@@ -126,11 +143,13 @@ class CriticalPaths:
         found: name of a stretch -> what it cost, each time.
         stores: bulk stores.
         fences: releases at system scope by warps that had issued some: what they stand in.
+        accesses: ordinary loads and stores of 16 bytes a lane: sums and copies.
     """
 
     found: dict[str, list[Cost]] = field(default_factory=dict)
     stores: int = 0
     fences: int = 0
+    accesses: int = 0
     _running: dict[tuple[int, str], Cost] = field(default_factory=dict, repr=False)
     _sending: set[int] = field(default_factory=set, repr=False)
 
@@ -139,6 +158,7 @@ class CriticalPaths:
         if BULK_STORE.match(opcode):
             self.stores += 1
             self._sending.add(id(warp))
+        self.accesses += bool(ACCESS.match(opcode))
         self.fences += id(warp) in self._sending and bool(RELEASE.match(opcode))
         for stretch in STRETCHES:
             key = (id(warp), stretch.name)
@@ -215,9 +235,14 @@ def worst(paths: CriticalPaths) -> dict[str, dict[str, int]]:
 
 
 def call(
-    arch: str, name: str, listener: Callable[[Any, str], None], ranks: int = RANKS, **fields: Any
+    arch: str,
+    name: str,
+    listener: Callable[[Any, str], None],
+    ranks: int = RANKS,
+    into: bool = False,
+    **fields: Any,
 ) -> None:
-    """Calls an op on all ranks, and tells ``listener`` what they execute."""
+    """Calls an op on all ranks, perhaps ``into`` a symmetric output; tells ``listener`` what they execute."""
     op, (m, n, k), ways = OPS[name]
     case, layout = Case(op, m, n, k, torch.bfloat16, bias=False), LAYOUTS[op]
     given = operands(case)
@@ -231,6 +256,9 @@ def call(
         for rank, group in enumerate(world.names):
             x = layout.part(given.x, layout.x, rank, ranks)
             weight = layout.part(given.weight, layout.weight, rank, ranks)
+            if into:
+                INTO[op](symmetric_output(m, n, x.dtype, group=group), x, weight)
+                continue
             getattr(overlap_gemm, op)(x, weight, group=group, backend="fused", **lengths)
         world.synchronize()
 
@@ -244,7 +272,7 @@ def main() -> None:
     for arch in KERNELS:
         for name, way, fields in [
             *((name, name, {}) for name in OPS),
-            *((name, f"{name}, publisher", {"publisher": True}) for name in PUBLISHED),
+            *((name, f"{name}, {option}", asked) for option, (of, asked) in OPTIONS.items() for name in of),
         ]:
             paths = paths_of(arch, name, **fields)
             found[f"{arch} {way}"] = worst(paths)
@@ -253,8 +281,8 @@ def main() -> None:
                 print(f"{arch:8} {way:28} {stretch:34} {counts}", flush=True)
             if name in PUBLISHED:
                 sent = {"stores": paths.stores, "fences": paths.fences}
-                found[f"{arch} {way}"]["sending warps"] = sent
-                print(f"{arch:8} {way:28} {'sending warps':34} {sent}", flush=True)
+                found[f"{arch} {way}"] |= {"sending warps": sent, "all warps": {"accesses": paths.accesses}}
+                print(f"{arch:8} {way:28} {'sending warps':34} {sent}, {paths.accesses=}", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
 

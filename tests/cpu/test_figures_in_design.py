@@ -33,7 +33,7 @@ def of_few_rows(result):
 
 def instructions():
     """From a flag that is seen to the first load, of kernels that receive tiles."""
-    every = [kernel for name, kernel in report("critical-path").items() if "sending" not in name]
+    every = [kernel for name, kernel in report("critical-path").items() if not re.search("AG-GEMM|,", name)]
     found = [kernel["flag acquired -> first load"]["instructions"] for kernel in every]
     return f"{min(found)} to {max(found)}"
 
@@ -85,9 +85,38 @@ def without_the_word(result):
     return re.fullmatch(r"gemm (8192|2048) 8192 2048", result["case"])
 
 
+COUNTED = {
+    "flag seen to first load": ("flag acquired -> first load", "instructions"),
+    "stage full to store": ("stage full -> store issued", "instructions"),
+    "bulk stores": ("sending warps", "stores"),
+    "fences of the lane that sends": ("sending warps", "fences"),
+    "16-byte accesses": ("all warps", "accesses"),
+}
+
+
+def counted(op, option):
+    """A row of the table of counts: the default, then the option, each on sm_90a and sm_100a."""
+    cells = []
+    for stretch, what in COUNTED.values():
+        default, other = (
+            " / ".join(
+                str(report("critical-path")[f"{arch} {name}"].get(stretch, {}).get(what, "none"))
+                for arch in ("sm_90a", "sm_100a")
+            )
+            for name in (op, option)
+        )
+        cells.append(default if default == other else f"{default} -> {other}")
+    return "| " + " | ".join((option, *cells)) + " |"
+
+
 NAMES = ("c-cu12-name", "d-cu13-name")
 FAST = "pingpong_128x128_c2x1_e4m3_obf16_sbf16_scale_fast"
 PROMOTED = [f"cooperative_128x128_c{clusters}_e4m3_obf16_sbf16_scale" for clusters in ("2x1", "1x1")]
+OPTIONS = {
+    "own last": ("GEMM-RS", "GEMM-AR two-shot"),
+    "publisher": ("GEMM-RS", "GEMM-AR two-shot", "GEMM-AG"),
+    "symmetric": ("GEMM-AR two-shot", "GEMM-AG"),
+}
 FIGURES = {
     "docs/design/tails.md": [
         lambda: f"now there are {instructions()} (`critical-path.json`",
@@ -102,6 +131,12 @@ FIGURES = {
         ),
         lambda: f"It takes {said(ratios('h200x2-publisher', 'publisher'))} of the default's time",
         lambda: f"{said(ratios('h200x2-symmetric-output', 'symmetric'))} of the default's time on two H200",
+        *(
+            lambda op=op, option=option: counted(op, f"{op}, {option}")
+            for option, every in OPTIONS.items()
+            for op in every
+        ),
+        lambda: counted("AG-GEMM sending", "AG-GEMM in slices"),
     ],
     "docs/design/all-gather.md": [
         lambda: "{:.2f} of the time with four virtual ranks".format(

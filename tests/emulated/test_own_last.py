@@ -239,6 +239,7 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind, select):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @both
 def test_every_weakened_flag_and_bulk_wait_of_sums_that_go_on_shows(arch):
     """Of two-shot: flags of partials and of sums."""

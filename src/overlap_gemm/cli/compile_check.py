@@ -24,7 +24,7 @@ from ..kernels.lint import (
     ptxas_findings,
 )
 from ..kernels.visitors import RowColumnScale
-from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, PATTERNS, pattern_into
+from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
 from .console import rank_zero_console
 
@@ -33,11 +33,14 @@ ARCHS = ("sm_90a", "sm_100a")
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
 SLICED = f"{ALL_GATHER_GEMM.label} in slices"
-SYMMETRIC = f"{GEMM_ALL_GATHER.label} symmetric"
+SYMMETRIC = {f"{p.label} symmetric": name for name, p in PATTERNS.items() if p.into}
 SYMMETRIC_WORLD = 8
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, SYMMETRIC)
+OWN_LAST = {f"{p.label} own last": name for name, p in PATTERNS.items() if p.cut and not p.to_all}
+PUBLISHER = {f"{p.label} publisher": name for name, p in PATTERNS.items() if p.cut == "columns"}
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *SYMMETRIC, *OWN_LAST, *PUBLISHER)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards, or send slices of K, or store in `SYMMETRIC_WORLD` outputs.
+whether its warps send and keep shards, or send slices of K, or store in `SYMMETRIC_WORLD` outputs, or how
+tiles are exchanged by options that are not the default.
 """
 
 
@@ -72,10 +75,13 @@ def check(config: GemmConfig, op: str) -> Checked:
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
     elif op == SLICED:
         kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
-    elif op == SYMMETRIC:
-        kernel = make_symmetric_kernel(
-            config, PeerBulk(), SYMMETRIC_WORLD, pattern_into(GEMM_ALL_GATHER.name)
-        )
+    elif op in SYMMETRIC:
+        summing = replace(config, own_last=PATTERNS[SYMMETRIC[op]].returns)
+        kernel = make_symmetric_kernel(summing, PeerBulk(), SYMMETRIC_WORLD, SYMMETRIC[op])
+    elif op in OWN_LAST:
+        kernel = make_kernel(replace(config, own_last=True), PeerBulk(), pattern=OWN_LAST[op])
+    elif op in PUBLISHER:
+        kernel = make_kernel(replace(config, publisher=True), PeerBulk(), pattern=PUBLISHER[op])
     elif op in EXCHANGES:
         # As `backends.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
@@ -89,8 +95,15 @@ def check(config: GemmConfig, op: str) -> Checked:
 
 
 def takes(config: GemmConfig, op: str) -> bool:
-    """Whether there is such a kernel: by slices, or into symmetric outputs, operands have no scales."""
-    return op not in (SLICED, SYMMETRIC) or not config.visits_rows
+    """Whether there is such a kernel.
+
+    By slices, or into symmetric outputs, operands have no scales. What is its own flag is neither published
+    nor summed by the epilogue.
+    """
+    if config.visits_rows and op in (SLICED, *SYMMETRIC):
+        return False
+    summed = op in OWN_LAST or (op in SYMMETRIC and PATTERNS[SYMMETRIC[op]].returns)
+    return not (config.is_swap_ab and (summed or op in PUBLISHER))
 
 
 def figures_of(checked: Checked) -> dict[str, int]:
