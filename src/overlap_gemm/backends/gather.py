@@ -290,7 +290,10 @@ def _make_plan(
         travel = copies_of(workspace, full, nbytes)
     signature = signature_of(dtype, row_bytes, shards, sliced)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
-    return Plan(executor, pattern, products, workspace, exchange, gathering, travel, gate, signature)
+    return Plan(
+        executor, pattern, products, workspace, exchange,
+        gathering=gathering, travel=travel, gate=gate, signature=signature,
+    )  # fmt: skip
 
 
 def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, sliced: bool = False) -> int:

@@ -7,7 +7,7 @@ second stream                               what travels alongside      copy eng
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -112,12 +112,12 @@ class Plan:
         workspace: what is exchanged through; None in a group of one.
         exchange: where that is and what bounds waits (`kernels.exchange`), without what belongs to a call.
         gathering: what kernels take that gather an operand (`kernels.gathering`), likewise; else None.
-        into: the symmetric output (`symmetric_output.SymmetricOutput`) to which all ranks store; None: the
-            result is any memory of the caller's.
         travel: what leaves on a second stream; None where the kernel sends everything.
         gate: the compiled kernel (`kernels.gate`) that waits for a shard, and that ends a call of several
             products of which one could not be launched.
         signature: what the ranks' calls have in common (`runtime.identity`).
+        into: the symmetric output (`symmetric_output.SymmetricOutput`) to which all ranks store; None: the
+            result is any memory of the caller's.
     """
 
     executor: Executor
@@ -125,11 +125,12 @@ class Plan:
     products: tuple[Product, ...] = ()
     workspace: Workspace | None = None
     exchange: Any = None
+    _: KW_ONLY
     gathering: Any = None
-    into: Any = None
     travel: Travel | None = None
     gate: Any = None
     signature: int = 0
+    into: Any = None
 
     @property
     def is_open(self) -> bool:
