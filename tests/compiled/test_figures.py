@@ -71,7 +71,7 @@ def test_kernels_for_few_rows_are_checked_as_they_run(name):
 
 @pytest.mark.parametrize("pattern", ["two_shot", "output_gather"])
 def test_polling_words_of_large_tiles_spills_nowhere(pattern):
-    """With all loads of a unit under way it spilled 40 and 104 bytes."""
+    """With all loads of a unit under way two-shot spilled 40 bytes; output gather does not today."""
     kernel = make_kernel(CONFIGS["sm_90a_pingpong_128x128_c1x1_bf16"], LLBulk(), pattern=pattern)
     assert not inspect(partial(compile_kernel, kernel)).report.spill_bytes
 
