@@ -8,6 +8,7 @@ import pytest
 
 from cute_emulator.errors import EmulatorError
 from cute_emulator.units import smem_desc, tcgen05, tma, tmem
+from cute_emulator.units.block_scale import Scaling
 from cute_emulator.units.tma_encode import encode_tiled
 
 from .handwritten import aligned, run
@@ -371,3 +372,11 @@ def test_an_address_without_a_quarter_means_the_warps_own():
     np.testing.assert_array_equal(out, np.arange(128))
     with pytest.raises(EmulatorError, match="this warp reaches lanes"):
         run(QUARTERS.replace("OTHER", str(1 << 21)), [out], smem, block=(128, 1, 1))
+
+
+@pytest.mark.parametrize("factor", [np.nan, 2.0**-100, 2.0**100, 2.0])
+def test_factors_of_any_size_are_multiplied_with(factor):
+    """Memory that nothing was written to has NaN in all of them."""
+    operand = np.full((4, 64), 3.0, np.float32)
+    scaled = Scaling(32, "ue8m0", 0, 0).apply(operand, np.full((4, 2), factor, np.float32))
+    np.testing.assert_array_equal(scaled, np.full((4, 64), 3.0 * factor))

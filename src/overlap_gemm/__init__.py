@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .api.ahead import reserve, warmup
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
-    from .api.quantization import quantize_rows
+    from .api.quantization import quantize_rows, swizzle_scales
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
     from .runtime.order import CaptureError
@@ -63,6 +63,7 @@ __all__ = [
     "init",
     "quantize_rows",
     "reserve",
+    "swizzle_scales",
     "warmup",
     "workspace_bytes",
 ]

@@ -44,6 +44,7 @@ SIGNATURES = {
         "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
     ),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
+    "swizzle_scales": ("scale",),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "block=None", "device=None", "bias=False",
         "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",

@@ -97,6 +97,30 @@ def test_blocks_of_32_are_torchs_on_no_device():
     assert "blocks of 32 x 32 have not been timed" in (Fused().why_slower(measured) or "")
 
 
+E8M0 = torch.float8_e8m0fnu
+MX_REFUSED = {
+    "of the weight": ({"scale_w": torch.ones(512).to(E8M0)}, r"scale_w must be \[1024\] .* got \[512\]"),
+    "one of two": (
+        {"scale_w": torch.ones(1, 136)},
+        r"scale_w must be \[1024\] .* got \[1, 136\]",
+    ),
+    "K": ({"x": X[:, :16], "weight": WEIGHT[:, :16]}, "K .* a multiple of 32, got 16"),
+    "dim": ({"x": torch.ones(2, 3, 64).to(E4M3), "dim": 1}, "dim must be its first; got dim=1"),
+}
+
+
+@pytest.mark.parametrize("what", MX_REFUSED)
+def test_scales_of_mx_types_fill_whole_atoms(what):
+    change, words = MX_REFUSED[what]
+    given = {"x": torch.ones(6, 64).to(E4M3), "weight": torch.ones(136, 64).to(E4M3)}
+    given |= {"scale_x": torch.full((512,), 0.5).to(E8M0), "scale_w": torch.full((1024,), 0.25).to(E8M0)}
+    assert (gemm_reduce_scatter(**given) == 8).all()
+    with pytest.raises(ValueError, match="not of blocks of 1 x 32|no F.scaled_mm"):
+        gemm_reduce_scatter(**given, backend="torch")
+    with pytest.raises(ValueError, match=words):
+        gemm_reduce_scatter(**given | change)
+
+
 @pytest.mark.parametrize("which", ["scale_x", "bias", "weight"])
 @pytest.mark.parametrize("way", ["plain", "compiled"])
 def test_training_is_refused_at_the_call(which, way):

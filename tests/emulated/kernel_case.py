@@ -3,15 +3,18 @@
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator
+from overlap_gemm.api.quantization import swizzle_scales
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
+from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.schedules import owned_rows
 
 TORCH = {
@@ -64,6 +67,8 @@ class KernelCase:
             (-(-self.rows // rows), -(-self.depth // width)),
             (-(-self.cols // columns), -(-self.depth // width)),
         ]
+        if self.config.blocks == MX:  # powers of two
+            return [2.0 ** torch.randint(-3, 4, shape, generator=generator) for shape in blocks]
         return [2 ** (4 * torch.rand(shape, generator=generator) - 2) for shape in blocks]
 
     def dequantised(self, rank):
@@ -105,7 +110,10 @@ class KernelCase:
         clusters = min(num_clusters, self.shape.num_clusters(self.config))
         for rank, exchange in enumerate(exchanges):
             extras = [extra for of_visitor in self.extras[rank] for extra in of_visitor]
-            scales = tuple(_matrix(scale) for scale in self.scales[rank])
+            scales = tuple(map(_matrix, self.scales[rank]))
+            if self.config.blocks == MX:
+                steps = (self.shape.shard if len(exchanges) > 1 else self.rows), self.cols
+                scales = tuple(_atoms(*given) for given in zip(self.scales[rank], steps, strict=True))
             with emulator.rank(rank):
                 compiled(
                     _matrix(self.a[rank]),
@@ -198,6 +206,14 @@ class Workspaces:
             )
             for rank in range(case.world)
         ]
+
+
+def _atoms(scales, step):
+    """Of `mx`: those of every `step` rows in atoms of their own, filled up with what must not be read."""
+    full = lambda part: (0, -part.shape[1] % 4, 0, -len(part) % 128)  # noqa: E731
+    parts = [swizzle_scales(F.pad(part, full(part), value=torch.nan)) for part in scales.split(step)]
+    words = torch.cat([part.view(torch.uint8).view(torch.int16) for part in parts])
+    return _matrix(words.view(-1, -(-scales.shape[1] // 4) * 256))
 
 
 def _matrix(tensor):

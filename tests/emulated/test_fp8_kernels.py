@@ -114,10 +114,7 @@ def test_long_sums_need_the_promotion():
             {"tile": (128, 128)},
             "128 accumulators a thread; where sums are promoted .* room for 64",
         ),
-        (
-            {"blocks": (1, 64, 128)},
-            r"blocks must be one of \(1, 128, 128\), \(1, 32, 32\); got \(1, 64, 128\)",
-        ),
+        ({"blocks": (1, 64, 128)}, r"blocks must be one of .*; got \(1, 64, 128\)"),
         ({"blocks": BLOCKS, "fast_accum": True}, "for kernels that promote, .* fast_accum=True"),
         ({"blocks": BLOCKS, "mma": "swap_ab", "tile": (32, 64)}, "not swap_ab; got mma='swap_ab'"),
         ({"blocks": BLOCKS, "arch": "sm_100a", "mma": "1cta", "tile": (128, 128)}, "kernels that promote"),

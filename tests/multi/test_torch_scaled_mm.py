@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 import overlap_gemm
-from overlap_gemm import gemm_reduce_scatter, quantize_rows
+from overlap_gemm import gemm_reduce_scatter, quantize_rows, swizzle_scales
 from overlap_gemm.integrations.torch_scaled_mm import scaled_mm
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS
@@ -60,6 +60,36 @@ def test_is_torchs_product_of_every_rank_summed(ranks, world):
     ranks(world).run(sums)
 
 
+MX, SWIZZLED = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+
+
+def mx_types(rank, ranks):
+    """Against float64 of the dequantised operands: torch has no such product on CPUs."""
+    m, n, k = 9, 40, 32 * 5 * ranks
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        quantize_rows(torch.randn(r, k, generator=generator), block=32, power_of_two=True) for r in (m, n)
+    )
+    wide_x, wide_w = (q.values.double() * q.scale.double().repeat_interleave(32, 1) for q in (x, w))
+    exact = wide_x @ wide_w.t()
+    for name, layout in LAYOUTS.items():
+        part = lambda whole, dim: layout.part(whole, dim, rank, ranks)  # noqa: B023, E731
+        values = [part(q.values.view(torch.uint8), d) for q, d in ((x, layout.x), (w, layout.weight))]
+        a, b = (one.view(E4M3) for one in values)
+        scale_a, scale_b = (swizzle_scales(part(q.scale, d)) for q, d in ((x, layout.x), (w, layout.weight)))
+        for backend in ("sequential", "decomposed"):
+            found = scaled_mm(
+                getattr(overlap_gemm, name), a, b.t(), scale_a, MX, scale_b.view(-1, 16), MX, SWIZZLED,
+                SWIZZLED, output_dtype=torch.float32, backend=backend,
+            )  # fmt: skip
+            torch.testing.assert_close(found.double(), part(exact, layout.out), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_mx_types_are_dequantised_where_no_tensor_core_takes_them(ranks, world):
+    ranks(world).run(mx_types)
+
+
 def test_fast_accumulation_is_asked_for_as_torch_asks():
     seen = []
 
@@ -99,6 +129,12 @@ REFUSED = {
     ),
     "swizzled": ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b .* SWIZZLE_32_4_4"),
     "two levels": ({"scale_recipe_b": [ROW, TENSOR]}, ValueError, "one level of scales"),
+    "unswizzled": (
+        {"scale_recipe_a": MX, "scale_recipe_b": MX},
+        ValueError,
+        "swizzle_a must be SWIZZLE_32_4_4 with BlockWise1x32, got None",
+    ),
+    "one of MX types": ({"scale_recipe_a": MX}, ValueError, "or both BlockWise1x32"),
     "rows": ({"scale_recipe_a": TENSOR}, ValueError, r"one element \(TensorWise\), got \[16, 1\]"),
     "columns": ({"scale_b": torch.ones(32, 1)}, ValueError, r"scale_b must be \[1, 32\] .* got \[32, 1\]"),
     "contraction": ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim must be empty"),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..backends.mx import atoms_of
 from ..backends.scaling import FLOAT8
 
 LEAST_SCALE = 2.0**-60
@@ -78,6 +79,27 @@ def quantize_rows(
         scale = _up_to_power_of_two(scale)
     values = (wide / scale).clamp(-largest, largest).to(dtype)
     return Quantized(values.flatten(-2)[..., :width].contiguous(), scale.squeeze(-1))
+
+
+def swizzle_scales(scale: Tensor) -> Tensor:
+    """Scales of blocks of 32 as Blackwell's tensor cores read them (torch's `SwizzleType.SWIZZLE_32_4_4`).
+
+    ``values, scale = quantize_rows(x, block=32, power_of_two=True)``, then ``scale_x=swizzle_scales(scale)``
+    with the values.
+
+    Args:
+        scale: `[rows, ceil(K / 32)]`, of powers of two from 2^-127 to 2^127, or NaN; others are rounded.
+
+    Returns:
+        `torch.float8_e8m0fnu`, one-dimensional: atoms of 128 rows and 128 of K, 512 bytes each, those of the
+        same rows after each other; filled up with the least scale.
+
+    Raises:
+        ValueError: scale has not two dimensions.
+    """
+    if scale.ndim != 2:
+        raise ValueError(f"swizzle_scales: scale must be [rows, ceil(K / 32)], got {list(scale.shape)}")
+    return atoms_of(scale.to(torch.float8_e8m0fnu)).view(-1)
 
 
 def _up_to_power_of_two(scale: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.config import Blocks
 from ..kernels.geometry import ExchangeShape
+from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
 from ..schedules import shard_rows

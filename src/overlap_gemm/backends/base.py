@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.config import Blocks
+from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.arch import ARCHS, arch_of_capability
-from ..kernels.config import BLOCKS, Blocks
 from ..kernels.geometry import MAX_WORLD, ExchangeShape
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
@@ -32,7 +32,7 @@ from ..spec import (
 from ..spec.sharding import Shards
 from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
-from . import gather
+from . import gather, mx
 from .base import Problem
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
@@ -78,8 +78,12 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
 
 
 WITH_BLOCKS = {
-    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks, sums=1))
-    for blocks in BLOCKS
+    blocks: tuple(
+        name
+        for name in ARCHS
+        if every_config(name, "e4m3", blocks=blocks, sums=1 if blocks in PROMOTED else 2)
+    )
+    for blocks in (*PROMOTED, MX)
 }
 """Architectures that have kernels with scales of blocks, of each kind."""
 
@@ -153,7 +157,7 @@ class Fused:
             return "the ranks' GPUs have not been probed"
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
-        if problem.blocks not in (None, BLOCKS[0]):
+        if problem.blocks not in (None, PROMOTED[0]):
             return f"kernels with scales of {in_words(problem.blocks)} have not been timed"
         return constants(problem.reach.arch).why_untimed_bytes() if problem.is_scaled else None
 
@@ -193,7 +197,7 @@ class Fused:
             out = x.new_empty(written, columns, dtype=out_dtype)
             extras = None if bias is None else (bias,)
             if scales:
-                extras = (*_vectors(x, weight, scales), *(extras or ()))
+                extras = (*_vectors(plan, x, weight, scales), *(extras or ()))
             plan.launch(x, (weight,), (out,), (extras,))
             return out if whole else out[own]
 
@@ -238,7 +242,7 @@ class Fused:
         plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
-        extras = _vectors(x, weight, scales)
+        extras = _vectors(plan, x, weight, scales)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)
         plan.launch(a, (b,), (out,), (extras or None,))
@@ -269,11 +273,14 @@ class Fused:
         return gather.all_gather_gemm(x, weights, biases, shards, group, keep=True)
 
 
-def _vectors(x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """An element for each row and for each column of the product, as `RowColumnScale` reads them.
 
-    Or what they are of blocks, K contiguous.
+    Or what they are of blocks, K contiguous; those of MX types by the shards that a plan's tiles begin with.
     """
+    if scales and scales[0].dtype == mx.SCALE:
+        each = zip(scales, (x, weight), plan.steps, strict=True)
+        return tuple(mx.words_of(scale, rows.shape, step) for scale, rows, step in each)
     if any(scale.ndim == 2 for scale in scales):
         return tuple(scale if scale.stride(1) == 1 else scale.contiguous() for scale in scales)
     return tuple(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.config import Blocks
 from ..kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
@@ -25,6 +24,7 @@ from ..kernels.geometry import (
     ExchangeShape,
     shard_puts,
 )
+from ..kernels.scale_blocks import MX, Blocks
 from ..runtime.executor import CudaExecutor
 from ..runtime.group import Group
 from ..runtime.identity import call_signature
@@ -36,7 +36,7 @@ from ..spec.sharding import Shards
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
-from . import plans
+from . import mx, plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Copies, Plan, Product, Relayed, Travel
@@ -120,12 +120,17 @@ def all_gather_gemm(
     used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
     operands = [aligned(weight) for weight in used]
     outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
-    if scales and not alone:
+    if blocks == MX:
+        own = aligned(x) if alone else mx.rows_and_scales(x, scales[0], shards.chunk)
+    elif scales and not alone:
         own = rows_with_scales(x, scales[0])
     else:
         own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
-    if scales:
+    if blocks == MX:
+        words = mx.words_of(scales[0], x.shape) if alone else mx.scales_after(own, shards.chunk)
+        vectors = [(words, mx.words_of(one, w.shape)) for one, w in zip(scales[1], weights, strict=True)]
+    elif scales:
         vectors = _blocks(own, scales, alone) if blocks else _vectors(x, own, used, scales, alone)
     if biases:
         found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
@@ -224,7 +229,12 @@ def _make_plan(
     executor, group = peers.executor, peers.group
     row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes
+    after = mx.num_scales(chunk, depth) if blocks == MX else 0  # all rows of a shard: bytes
+    if after:
+        row_bytes = depth
+    nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes + after
+    if after and nbytes:
+        nbytes = full
     workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
     arch, puts = peers.agreed.arch, way.puts
     push = nbytes < constants(arch).copy_bytes if asked is None else not asked.by_host
@@ -272,10 +282,11 @@ def _make_plan(
     buffer = memory.local[size.zeroed :].view(dtype)
     pitch = row_bytes // dtype.itemsize
     extents = (shards.total, depth, 1) if sliced else (chunk, depth, owners)
-    gathered = buffer.as_strided(extents, (pitch, 1, chunk * pitch), buffer.storage_offset())
+    gathered = buffer.as_strided(extents, (pitch, 1, full // dtype.itemsize), buffer.storage_offset())
     exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1)
+    scales = mx.gathered_scales(buffer, owners, full, after, depth) if after else None
+    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales)
     gate = None
     if len(products) > 1:
         gate = peers.prepare(
@@ -288,7 +299,7 @@ def _make_plan(
         travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, nbytes)
     elif nbytes and not push:
         travel = copies_of(workspace, full, nbytes)
-    signature = signature_of(dtype, row_bytes, shards, sliced)
+    signature = signature_of(dtype, row_bytes, shards, sliced, after)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -296,13 +307,18 @@ def _make_plan(
     )  # fmt: skip
 
 
-def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, sliced: bool = False) -> int:
+def signature_of(
+    dtype: torch.dtype, row_bytes: int, shards: Shards, sliced: bool = False, after: int = 0
+) -> int:
     """Of a call, also by `copies`: where shards lie in a gather buffer, and whether they come by slices.
+
+    `after`: bytes of a full shard after its rows.
 
     How they travel else is a rank's own.
     """
     facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, "row_bytes": row_bytes}
     facts |= {"sliced": True} if sliced else {}
+    facts |= {"after": after} if after else {}
     return call_signature("gather", **facts, dtype=dtype)
 
 

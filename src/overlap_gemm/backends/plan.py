@@ -18,7 +18,7 @@ from ..kernels.geometry import END, FLAG_BYTES, Puts
 from ..runtime.executor import Executor
 from ..runtime.identity import after_skipped
 from ..runtime.workspace import Workspace
-from ..spec import OPS
+from ..spec import OPS, PATTERNS
 
 
 class Product(NamedTuple):
@@ -142,6 +142,13 @@ class Plan:
         """What a call needs, and a graph that has captured it."""
         held = (self.workspace, None if self.into is None else self.into.workspace)
         return tuple(workspace for workspace in held if workspace is not None)
+
+    @property
+    def steps(self) -> tuple[int | None, int | None]:
+        """Rows of A, and of B, after which tiles begin anew, with another owner's; None: nowhere."""
+        pattern = PATTERNS[self.pattern]
+        step = None if self.workspace is None or pattern.to_all else self.exchange.shard_rows
+        return step if pattern.cut == "rows" else None, step if pattern.cut == "columns" else None
 
     def launch(
         self,

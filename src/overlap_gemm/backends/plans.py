@@ -14,12 +14,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..kernels.config import Blocks, GemmConfig
+from ..kernels.config import GemmConfig
 from ..kernels.geometry import (
     ExchangeShape,
     Puts,
     tile_puts,
 )
+from ..kernels.scale_blocks import PROMOTED, Blocks
 from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
@@ -130,7 +131,9 @@ def kind_of(
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
     kind = DTYPES[out_dtype]
-    fields: dict[str, Any] = {"blocks": blocks, "sums": 1} if blocks else {}
+    fields: dict[str, Any] = {"blocks": blocks} if blocks else {}
+    if blocks in PROMOTED:
+        fields |= {"sums": 1}
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}

@@ -2,8 +2,8 @@
 
 Scales are float32 vectors: of x an element per row, of the weight one per row (so per column of the product),
 or a single element. Or they are of blocks, matrices: with b = 128 or 32 of x `[M, ceil(K / b)]`, of the
-weight `[ceil(N / b), ceil(K / b)]`. A rank's scales are those of its own operands, and belong to its partial
-sums.
+weight `[ceil(N / b), ceil(K / b)]`. Or they are those of MX types (`mx`), a vector of 8-bit elements. A
+rank's scales are those of its own operands, and belong to its partial sums.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.config import BLOCKS, Blocks
 from ..kernels.geometry import SCALE_BYTES
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..schedules import ceil_div
 from ..tuning.settings import settings
+from . import mx
 from .operands import ROW_BYTES, aligned_vector
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ DEPTH = 16
 CUBLAS_ROWS = ROW_BYTES // 4
 """Scales of blocks that cuBLAS reads together, so that their leading extents are multiples of it."""
 
-BLOCK = BLOCKS[0][2]
+BLOCK = PROMOTED[0][2]
 """Elements of K that share a scale of a block, and rows of a weight, as most checkpoints have it."""
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
@@ -47,9 +48,13 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
     """Which blocks scales of an operand `[..., K]` are of, of which K has several; None: they are of rows.
 
-    The number of scales along K tells it: blocks of 128 and of 32 are as many only where that is one.
+    The number of scales along K tells it: blocks of 128 and of 32 are as many only where that is one. A
+    vector of several e8m0 is of MX types.
     """
-    found = (kind for kind in BLOCKS if depth > kind[2] and scale.shape[-1:] == (ceil_div(depth, kind[2]),))
+    if scale.dtype == mx.SCALE and scale.ndim == 1 and scale.numel() != 1:
+        return MX
+    kinds = PROMOTED
+    found = (kind for kind in kinds if depth > kind[2] and scale.shape[-1:] == (ceil_div(depth, kind[2]),))
     return next(found, None) if scale.ndim > 1 else None
 
 
@@ -61,7 +66,7 @@ def blocks_named(block: int | None, dtype: torch.dtype) -> Blocks | None:
     """
     found: dict[int | None, Blocks | None] = {None: None}
     if dtype in FLOAT8:
-        found |= {kind[2]: kind for kind in BLOCKS}
+        found |= {kind[2]: kind for kind in PROMOTED}
     if block not in found:
         raise ValueError(f"block must be one of {', '.join(map(str, found))} of {dtype}, got {block}")
     return found[block]
@@ -79,6 +84,9 @@ def scale_shapes(
 
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
+    if scale.dtype == mx.SCALE:
+        wide = mx.rows_of(scale, *matrix.shape).float()
+        return matrix.float() * wide.repeat_interleave(mx.WIDTH, 1)[:, : matrix.shape[1]]
     if scale.ndim == 1:
         return matrix.float() * scale[:, None]
     rows, depth = matrix.shape
@@ -277,8 +285,8 @@ def why_no_product(
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(torch.nn.functional, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
-    if blocks not in (None, BLOCKS[0]):
-        return f"{name} has scales of {in_words(BLOCKS[0])}, not of {in_words(blocks)}"
+    if blocks not in (None, PROMOTED[0]):
+        return f"{name} has scales of {in_words(PROMOTED[0])}, not of {in_words(blocks)}"
     if device == "cuda":  # by what its documentation and source say; a call would disturb a capture
         capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
         if capability < (9, 0):

@@ -14,7 +14,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ..kernels.config import BLOCKS, GemmConfig
+from ..kernels.config import GemmConfig
 from ..kernels.lint import (
     PtxasReport,
     count_instructions,
@@ -23,6 +23,7 @@ from ..kernels.lint import (
     ptx_findings,
     ptxas_findings,
 )
+from ..kernels.scale_blocks import BLOCKS, PROMOTED
 from ..kernels.visitors import RowColumnScale
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
@@ -100,7 +101,7 @@ def takes(config: GemmConfig, op: str) -> bool:
     By slices, or into symmetric outputs, operands have no scales. What is its own flag is neither published
     nor summed by the epilogue.
     """
-    if config.visits_rows and op in (SLICED, *SYMMETRIC):
+    if (config.visits_rows or config.blocks) and op in (SLICED, *SYMMETRIC):
         return False
     summed = op in OWN_LAST or (op in SYMMETRIC and PATTERNS[SYMMETRIC[op]].returns)
     return not (config.is_swap_ab and (summed or op in PUBLISHER))
@@ -146,7 +147,9 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    blocked = [every_config(arch, "e4m3", blocks=blocks, sums=1) for blocks in BLOCKS]
+    blocked = [
+        every_config(arch, "e4m3", blocks=blocks, sums=1 if blocks in PROMOTED else 2) for blocks in BLOCKS
+    ]
     return sum(blocked, every_config(arch) + scaled)
 
 

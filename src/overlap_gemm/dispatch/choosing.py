@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends.base import Problem
 from ..backends.select import announce, choose
-from ..kernels.config import Blocks
+from ..kernels.scale_blocks import Blocks
 from ..runtime import agree
 from ..runtime.group import resolve
 from ..spec import OpSpec

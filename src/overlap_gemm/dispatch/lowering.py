@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backends import mx
 from ..backends.scaling import (
     DEPTH,
     FLOAT8,
@@ -17,7 +18,7 @@ from ..backends.scaling import (
     of_blocks,
 )
 from ..backends.select import check_name
-from ..kernels.config import BLOCKS, Blocks
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
@@ -27,6 +28,9 @@ from .options import CallOptions, Length
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
+
+SCALES = (torch.float32, mx.SCALE)
+"""Types of scales."""
 
 Scales: TypeAlias = tuple[Any, ...]
 """Those of x and of the weight, or of each weight in a list; empty where operands have none."""
@@ -56,8 +60,11 @@ class Lowered(NamedTuple):
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
-        """The scales as the op takes them: float32, vectors, or matrices of blocks' scales."""
-        blocks, scale_x = of_blocks(scale_x, self.flat[1]), scale_x.float()
+        """The scales as the op takes them: float32, vectors or matrices; or those of MX types."""
+        blocks = of_blocks(scale_x, self.flat[1])
+        if blocks == MX:
+            return scale_x, scale_w
+        scale_x = scale_x.float()
         scale_w = scale_w.float() if isinstance(scale_w, Tensor) else [scale.float() for scale in scale_w]
         if self.dim is not None and scale_x.numel() != 1:
             scale_x = scale_x.movedim(self.dim, 0)
@@ -305,14 +312,22 @@ def _check_scaled(
                 f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
                 f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
             )
-    if blocks := of_blocks(scale_x, x.shape[-1]):
+    if (blocks := of_blocks(scale_x, x.shape[-1])) == MX:
+        _check_mx(op, x, weights, scale_x, scales)
+        if x.ndim > 2 and options.dim not in (None, 0, -x.ndim):
+            raise ValueError(
+                f"{op}: scales of {mx.SCALE} lie in the order of x's rows, so dim must be its first; got "
+                f"dim={options.dim} of x {_shape(x)}"
+            )
+        return
+    if blocks:
         _check_blocks(op, x, weights, scale_x, scales, blocks)
         return
     rows = [*x.shape[:-1], 1]
     if scale_x.numel() != 1 and list(scale_x.shape) != rows:
         raise ValueError(
             f"{op}: scale_x must have one element, or be {rows}, one per row of x, or for "
-            f"{' or '.join(str(kind[2]) for kind in BLOCKS)} of K; got {_shape(scale_x)}"
+            f"{' or '.join(str(kind[2]) for kind in PROMOTED)} of K; got {_shape(scale_x)}"
         )
     for scale, weight in zip(scales, weights, strict=True):
         columns = weight.shape[0]
@@ -320,6 +335,25 @@ def _check_scaled(
             raise ValueError(
                 f"{op}: scale_w must have one element, or be [{columns}, 1] or [1, {columns}], one per row "
                 f"of weight {_shape(weight)}; got {_shape(scale)}"
+            )
+
+
+def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
+    """Numbers of scales of MX types."""
+    if x.shape[-1] % mx.WIDTH:
+        raise ValueError(
+            f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
+            f"{x.shape[-1]}"
+        )
+    for name, given, matrix in (
+        ("scale_x", scale_x, x),
+        *(("scale_w", scale, weight) for scale, weight in zip(scales, weights, strict=True)),
+    ):
+        wanted = mx.num_scales(matrix.shape[:-1].numel(), matrix.shape[-1])
+        if given.numel() != wanted or given.ndim != 1 or given.dtype != mx.SCALE:
+            raise ValueError(
+                f"{op}: {name} must be [{wanted}] of {mx.SCALE}, in atoms of 128 rows and 128 of K "
+                f"(SWIZZLE_32_4_4), for an operand {_shape(matrix)}; got {_shape(given)} of {given.dtype}"
             )
 
 

@@ -25,6 +25,9 @@ RECIPES = ("TensorWise", "RowWise")
 BLOCKWISE = ("BlockWise1x128", "BlockWise128x128")
 """Those of blocks, of both operands."""
 
+MX_TYPES, SWIZZLED = ("BlockWise1x32", "BlockWise1x32"), "SWIZZLE_32_4_4"
+"""Those of MX types, of both operands, and how their scales lie."""
+
 UNSWIZZLED = "NO_SWIZZLE"
 
 
@@ -55,9 +58,10 @@ def scaled_mm(
         scale_recipe_a: Of torch's `ScalingType`, or a list of one.
         scale_b: float32; one element, or `[1, N]`, or if BlockWise128x128, as `scale_recipe_a` is of blocks
             then, `[ceil(K / 128), ceil(N / 128)]`, with torch's rows up to a multiple of 4 or without; or a
-            list of it.
+            list of it. Both of float8_e8m0fnu, of any shape, if BlockWise1x32.
         scale_recipe_b: As `scale_recipe_a`.
-        swizzle_a: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one.
+        swizzle_a: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one; if BlockWise1x32
+            `SWIZZLE_32_4_4`.
         swizzle_b: The same.
         bias: `[N]`, of `output_dtype`; added once, after the sum where there is one.
         output_dtype: `torch.bfloat16`, `float16` or `float32`.
@@ -74,14 +78,17 @@ def scaled_mm(
         TypeError: Likewise of types; None of `output_dtype`, which to torch is the operands' type.
     """
     name = op_named(getattr(op, "__name__", op)).name
-    blocks = (_member(scale_recipe_a), _member(scale_recipe_b)) == BLOCKWISE
+    recipes = _member(scale_recipe_a), _member(scale_recipe_b)
+    blocks, of_mx_types = recipes in (BLOCKWISE, MX_TYPES), recipes == MX_TYPES
     for side, recipe, swizzle in (("a", scale_recipe_a, swizzle_a), ("b", scale_recipe_b, swizzle_b)):
         if (said := _member(recipe)) not in RECIPES and not blocks:
             raise ValueError(
                 f"{name}: scale_recipe_{side} must be ScalingType.{' or '.join(RECIPES)}, got {said}; or the "
-                f"two are {' and '.join(BLOCKWISE)}"
+                f"two are {' and '.join(BLOCKWISE)}, or both {MX_TYPES[0]}"
             )
-        if swizzle is not None and (said := _member(swizzle)) != UNSWIZZLED:
+        if of_mx_types and (said := _member(swizzle)) != SWIZZLED:
+            raise ValueError(f"{name}: swizzle_{side} must be {SWIZZLED} with {MX_TYPES[0]}, got {said}")
+        if not of_mx_types and swizzle is not None and (said := _member(swizzle)) != UNSWIZZLED:
             raise ValueError(f"{name}: swizzle_{side} must be None or {UNSWIZZLED}, got {said}")
     if len(contraction_dim):
         raise ValueError(f"{name}: contraction_dim must be empty, got {list(contraction_dim)}")
@@ -89,7 +96,9 @@ def scaled_mm(
         known = ", ".join(map(str, OUT_DTYPES))
         raise TypeError(f"{name}: output_dtype must be one of {known}, got {output_dtype}")
     scales = {"a": _single(scale_a), "b": _single(scale_b)}
-    if blocks:
+    if of_mx_types:
+        scales = {side: scale.reshape(-1) for side, scale in scales.items()}
+    elif blocks:
         scales = _of_blocks(name, mat_a, mat_b, scales)
     wanted = {"a": [*mat_a.shape[:-1], 1], "b": [1, mat_b.shape[-1]]}
     for side, recipe in () if blocks else (("a", scale_recipe_a), ("b", scale_recipe_b)):

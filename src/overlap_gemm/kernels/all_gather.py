@@ -30,7 +30,8 @@ word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "
 the arrival of this rank's flags, so copied from.
 
 **Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
-are readers of the gather buffer, too.
+are readers of the gather buffer, too. Those that the MMA multiplies with (:mod:`overlap_gemm.kernels.mx`)
+travel after all rows of their shard, whose atoms begin with it; the load role reads them with its tiles.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
@@ -47,6 +48,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.kernels import mx
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.epilogue import stage_layout
 from overlap_gemm.kernels.gathering import (
@@ -63,6 +65,7 @@ from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.product import OutputOp
+from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.schedules import OwnShardFirst, Place, ceil_div
 from overlap_gemm.transports.base import Transport
@@ -74,10 +77,12 @@ class Shards(NamedTuple):
     Attributes:
         tma: atom.
         tensor: coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
+        scales: atom and coordinate tensor of scales that the MMA multiplies with, or None.
     """
 
     tma: Any
     tensor: Any
+    scales: Any = None
 
 
 class GatherOutput(NamedTuple):
@@ -134,7 +139,11 @@ class AllGather(OutputOp):
 
     def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
         """The gather buffer."""
-        return Shards(*mainloop.tma_of_a(given.gathered))
+        scales = None
+        if self.config.blocks == MX:
+            scales = mx.tma_of(self.config, given.scales, self.config.scale_atoms[0])
+        tma, tensor = mainloop.tma_of_a(given.gathered)
+        return Shards(tma, tensor, scales)
 
     def output(self, out: cute.Tensor, given: Gathering) -> GatherOutput:
         """By TMA, from the ring's stages."""
@@ -219,6 +228,9 @@ class ArrivalGate:
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
             gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
+            if cutlass.const_expr(buffer.scales is not None):
+                tma, scales = buffer.scales
+                gathered = mx.with_gathered(gathered, ops.scales, tma, scales[(None, None, place.shard)])
             state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
         return state, Int32(place.shard)
 

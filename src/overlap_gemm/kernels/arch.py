@@ -54,6 +54,7 @@ class Arch:
             what is added over a long K must be promoted (docs/design/fp8.md).
         bytes_k_major: whether 8-bit operands must be contiguous along K (PTX ISA, wgmma: only 16-bit types
             may be transposed).
+        multiplies_scales: whether its MMA multiplies 8-bit operands by scales of 32 elements of K (`mx`).
         calls_keep_registers: whether a kernel may call functions that are not inlined. Where it moves
             registers between warps (``setmaxnreg``) the assembler ignores that as soon as there is a call.
     """
@@ -70,6 +71,7 @@ class Arch:
     ring_swizzle: str
     narrow_bytes: bool
     bytes_k_major: bool
+    multiplies_scales: bool
     calls_keep_registers: bool
 
 
@@ -94,6 +96,7 @@ SM_90A = Arch(
     ring_swizzle="sm90",
     narrow_bytes=True,
     bytes_k_major=True,
+    multiplies_scales=False,
     calls_keep_registers=False,
 )
 
@@ -116,6 +119,7 @@ SM_100A = Arch(
     ring_swizzle="sm100",
     narrow_bytes=False,
     bytes_k_major=False,
+    multiplies_scales=True,
     calls_keep_registers=True,
 )
 

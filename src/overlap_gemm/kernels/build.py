@@ -20,7 +20,7 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
     ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
     of one row, which stays untouched.
 ``extras``
-    A tuple: where operands have scales of blocks, these two matrices (`kernels.blocks`); then what the
+    A tuple: where operands have scales of blocks, these two matrices (`kernels.blocks`, `mx`); then what the
     epilogue's visitors read, in the order of ``config.epilogue_operands``: vectors, contiguous, 16-byte
     aligned, along rows as many elements as there are rows, along columns as columns, a multiple of 8. None
     where there is nothing.
@@ -45,6 +45,7 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernels import mx
 from overlap_gemm.kernels.all_gather import AllGather
 from overlap_gemm.kernels.arch import arch_of
 from overlap_gemm.kernels.blocks import NUM_OPERANDS
@@ -57,6 +58,7 @@ from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.k_slices import SlicedGather
 from overlap_gemm.kernels.relay import Relay
+from overlap_gemm.kernels.scale_blocks import MX, PROMOTED, Blocks
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
@@ -102,7 +104,7 @@ def make_gather_kernel(
     Raises:
         ValueError: what is asked for has no kernel by slices.
     """
-    if config.blocks is not None and config.sums != 1:
+    if config.blocks in PROMOTED and config.sums != 1:
         raise ValueError(f"an all-gather GEMM with scales of blocks spills unless sums=1; got {config.sums}")
     op: KernelOp = AllGather(config, transport, push, keep)
     if sliced:
@@ -165,7 +167,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
             DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
         )
 
-    scales = () if cfg.blocks is None else tuple(_fake_scales() for _ in range(NUM_OPERANDS))
+    scales = () if cfg.blocks is None else tuple(_fake_scales(cfg.blocks) for _ in range(NUM_OPERANDS))
     vectors = tuple(
         make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
         for operand in cfg.epilogue_operands
@@ -265,8 +267,10 @@ def _converted(value: Any) -> Any:
     return from_dlpack(value, assumed_align=16).mark_layout_dynamic(1 if value.stride(1) == 1 else 0)
 
 
-def _fake_scales() -> Any:
+def _fake_scales(blocks: Blocks) -> Any:
     """Scales of blocks: K contiguous."""
+    if blocks == MX:
+        return mx.fake_scales()
     extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64()
     return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=4)
 
@@ -284,4 +288,6 @@ def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     pitch, shard = cute.sym_int64(divisibility=whole), cute.sym_int64(divisibility=whole)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
-    return Gathering(_fake_exchange(), Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1))
+    scales = mx.fake_gathered() if config.blocks == MX else None
+    words = Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1)
+    return Gathering(_fake_exchange(), *words, scales)

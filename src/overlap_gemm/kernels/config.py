@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
 from overlap_gemm.kernels.naming import by, name_of
+from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, PROMOTED, Blocks, check_blocks
 from overlap_gemm.kernels.visitors import Operand, Visitor
 
 InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
@@ -31,9 +32,8 @@ CONTROL_WORDS = 16
 TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
-Blocks = tuple[int, int, int]
-BLOCKS: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
-"""(Rows of A, rows of B, elements of K) that may share a scale."""
+TMEM_COLUMNS = 512
+"""Of 128 lanes of 4 bytes: all tensor memory that an SM has (PTX ISA, tcgen05)."""
 
 PROMOTED_VALUES = 64
 """Most accumulators a thread has where they are promoted, since it then has three times as many."""
@@ -80,8 +80,8 @@ class GemmConfig:
         raster_group: tile rows per band of the raster (L2 locality).
         fast_accum: 8-bit types alone: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
             bits of them. By default they are promoted to fp32 after each k tile there.
-        blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale, with which
-            sums are multiplied as they are promoted (`kernels.blocks`); None: they have none of that kind.
+        blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale: `PROMOTED`
+            or `MX`; None: they have none of these kinds.
         sums: where sums are promoted, of how many k tiles they are under way at a time, 1 or 2: of two, one
             is promoted during the other's products, and other roles are left few registers.
         k_split: CTAs that share a tile, each of which multiplies a part of K (`kernels.split`).
@@ -143,21 +143,7 @@ class GemmConfig:
                 "(fast_accum=True does not promote)"
             )
         _require_in("sums", self.sums, (1, 2) if self.promotes else (2,))
-        if self.blocks is not None:
-            _require_in("blocks", self.blocks, BLOCKS)
-            if not self.promotes or self.is_swap_ab:
-                raise ValueError(
-                    f"blocks={self.blocks} are for kernels that promote, and not swap_ab; got "
-                    f"mma={self.mma!r} on {self.arch}, in_dtype={self.in_dtype!r}, "
-                    f"fast_accum={self.fast_accum}"
-                )
-            if self.blocks[2] < self.tile_k and self.sums != 1:
-                raise ValueError(f"blocks={self.blocks} are promoted one by one, sums=1; got {self.sums}")
-            if self.sums == 2 and (self.mma, self.cluster) != ("pingpong", (2, 1)):
-                raise ValueError(
-                    "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
-                    f"bytes; got mma={self.mma!r}, cluster={by(self.cluster)}"
-                )
+        check_blocks(self)
         if self.own_last and self.is_swap_ab:
             raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={self.mma!r}")
         splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
@@ -254,7 +240,7 @@ class GemmConfig:
     @property
     def visits_rows(self) -> bool:
         """Whether an epilogue warp reads something of each row."""
-        return self.blocks is not None or any(operand.along == "rows" for operand in self.epilogue_operands)
+        return self.blocks in PROMOTED or any(operand.along == "rows" for operand in self.epilogue_operands)
 
     @property
     def is_swap_ab(self) -> bool:
@@ -397,8 +383,27 @@ class GemmConfig:
 
     @property
     def ab_stage_bytes(self) -> int:
-        """Bytes of one A/B stage in one CTA (2-CTA: each CTA holds half of B)."""
-        return (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
+        """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`."""
+        return -(-self.ab_loaded_bytes // 1024) * 1024
+
+    @property
+    def ab_loaded_bytes(self) -> int:
+        """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
+        operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
+        return operands + sum(self.scale_atoms) * ATOM_BYTES
+
+    @property
+    def scale_atoms(self) -> tuple[int, int]:
+        """Atoms of scales of A and of B that a CTA has of a k tile."""
+        if self.blocks != MX:
+            return 0, 0
+        return self.cta_tile[0] // ATOM_ROWS, self.cta_tile[1] // ATOM_ROWS
+
+    @property
+    def acc_stages(self) -> int:
+        """Accumulators in tensor memory: two, or one where two leave no room for scales."""
+        columns = self.tile[self.mma_order[1]]
+        return 2 if 2 * columns + sum(self.scale_atoms) * ATOM_BYTES // 128 <= TMEM_COLUMNS else 1
 
     @property
     def ab_stages(self) -> int:

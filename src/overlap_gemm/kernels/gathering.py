@@ -53,6 +53,8 @@ class Gathering(NamedTuple):
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
         is_last: ``Int32``: whether it is the last one: it ends the call.
+        scales: where the MMA multiplies with them (`mx`) those of the shards in the gather buffer,
+            ``(atoms, words of K, owners)``: after as many rows as a full shard has. Else None.
     """
 
     exchange: Exchange
@@ -63,6 +65,7 @@ class Gathering(NamedTuple):
     gathered: cute.Tensor
     is_first: Int32
     is_last: Int32
+    scales: Any = None
 
 
 class GatherCall(NamedTuple):
@@ -83,10 +86,31 @@ class GatherCall(NamedTuple):
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
         """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
+        offset, nbytes = self.rows(source)
+        if self.given.scales is None:
+            return offset, nbytes
+        return (
+            offset + Int64(source) * self._scale_bytes,
+            cutlass.select_(nbytes > 0, self.full_bytes, Int64(0)),
+        )
+
+    def rows(self, source: Scalar) -> tuple[Any, Any]:
+        """(bytes of the rows in front of a shard's, bytes of these)."""
         given, rows = self.given, self.call.exchange.shard_rows
         first = Int32(source) * rows
         held = cutlass.min(given.rows - first, rows)
         return Int64(first) * given.row_bytes, Int64(held) * given.row_bytes
+
+    @property
+    def full_bytes(self) -> Any:
+        """Of a full shard."""
+        rows = Int64(self.call.exchange.shard_rows) * self.given.row_bytes
+        return rows if self.given.scales is None else rows + self._scale_bytes
+
+    @property
+    def _scale_bytes(self) -> Any:
+        atoms, words, _ = self.given.scales.shape
+        return Int64(atoms) * words * 2
 
     @property
     def owners(self) -> Any:
@@ -102,8 +126,7 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
     """
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, ALL_GATHER_GEMM.code, source)
-    full = Int64(call.call.exchange.shard_rows) * call.given.row_bytes
-    pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(full)))
+    pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(call.full_bytes)))
     transport.await_pieces(pieces, partial(await_piece, call.call, source))
     cute.arch.sync_warp()
 
@@ -199,10 +222,13 @@ class ShardRole:
             if source != exchange.rank:
                 await_shard(call, source, self.transport)
             offset, nbytes = call.shard(source)
+            kept = offset
+            if cutlass.const_expr(call.given.scales is not None):
+                kept, nbytes = call.rows(source)
             origin = cutlass.select_(source == exchange.rank, call.given.own, call.buffer + offset)
             copy_units(
                 self.config.copied_bytes,
-                call.given.kept.iterator.toint() + offset,
+                call.given.kept.iterator.toint() + kept,
                 origin,
                 nbytes,
                 first,

@@ -79,7 +79,7 @@ class SlicedGather(OutputOp):
 
     def __post_init__(self) -> None:
         """Raises ValueError for scales of A, which would have to come with the slices."""
-        if self.config.visits_rows:
+        if self.config.visits_rows or self.config.blocks is not None:
             raise ValueError("what comes by slices of K are rows without scales of their own")
 
     @property

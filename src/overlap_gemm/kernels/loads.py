@@ -52,6 +52,21 @@ class OperandLoads(NamedTuple):
         cute.copy(self.atom, self.source[(None, k)], target, tma_bar_ptr=full, mcast_mask=self.mask)
 
 
+class JointLoads(NamedTuple):
+    """The loads of an operand and of its scales, as one.
+
+    Attributes:
+        parts: `OperandLoads` of each.
+    """
+
+    parts: tuple[OperandLoads, ...]
+
+    def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
+        """Starts them all."""
+        for part in self.parts:
+            part.load(ab, state, k)
+
+
 def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int) -> tuple[Any, Any]:
     """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
     (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)

@@ -7,7 +7,9 @@
 | pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                   | stages   |
 |----------|---------------------------------|-------------------------------------------------|----------|
 | ab       | load warp: 1 + bytes of A and B | tcgen05.commit of every CTA that reads the tile | what fits |
-| acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2        |
+| acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2, or 1  |
+
+Scales that the MMA multiplies with come with A and B, in the same stages: :mod:`overlap_gemm.kernels.mx`.
 
 In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
 rows.
@@ -30,15 +32,15 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Fragment, Scalar
-from overlap_gemm.kernels import split
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels import mx, split
+from overlap_gemm.kernels.config import TMEM_COLUMNS, GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
+from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.work import Work
 
-NUM_ACC_STAGES = 2
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
 LOAD_WARP = 5
@@ -48,7 +50,7 @@ TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory al
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: pipelines, tensor memory, shared-memory tiles of A and B, a split tile's."""
+    """What the roles share: pipelines, tensor memory, stages of A and B, a split tile's, stages of scales."""
 
     ab: Any
     acc: Any
@@ -56,6 +58,7 @@ class Resources:
     sA: Any
     sB: Any
     parts: Any
+    scales: Any
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,15 @@ class MainloopSm100:
             OperandMajorMode.K if major == "k" else OperandMajorMode.MN
             for major in (cfg.a_major, cfg.b_major)
         ]
+        majors = major[first], major[second]
+        if cfg.blocks == MX:
+            return mx.tiled_mma(cfg, *majors)
         return utils.sm100.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtypes[first]],
             DTYPES[cfg.in_dtypes[second]],
-            major[first],
-            major[second],
+            *majors,
             cutlass.Float32,
-            tcgen05.CtaGroup.TWO if cfg.cta_group == 2 else tcgen05.CtaGroup.ONE,
+            mx.cta_group(cfg),
             self._mma_tile,
         )
 
@@ -130,7 +135,7 @@ class MainloopSm100:
     def num_barriers(self) -> int:
         """8-byte words of barrier storage ``setup`` needs."""
         split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
-        return 2 * self.config.ab_stages + 2 * NUM_ACC_STAGES + 2 + split_barriers
+        return 2 * self.config.ab_stages + 2 * self.config.acc_stages + 2 + split_barriers
 
     def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
         """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
@@ -143,20 +148,20 @@ class MainloopSm100:
             num_stages=cfg.ab_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, multicast),
-            tx_count=cfg.ab_stage_bytes * cfg.cta_group,
+            tx_count=cfg.ab_loaded_bytes * cfg.cta_group,
             cta_layout_vmnk=cluster,
             defer_sync=True,
         )
         barriers = barriers + 2 * cfg.ab_stages
         acc = pipeline.PipelineUmmaAsync.create(
             barrier_storage=barriers,
-            num_stages=NUM_ACC_STAGES,
+            num_stages=cfg.acc_stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * cfg.cta_group),
             cta_layout_vmnk=cluster,
             defer_sync=True,
         )
-        barriers = barriers + 2 * NUM_ACC_STAGES
+        barriers = barriers + 2 * cfg.acc_stages
         tmem = memory.TmemAllocator(
             cute.recast_ptr(barriers, dtype=Int32),
             barrier_for_retrieve=pipeline.NamedBarrier(TMEM_BARRIER, 32 * (EPILOGUE_WARPS + 1)),
@@ -168,7 +173,8 @@ class MainloopSm100:
         a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
         sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        return Resources(ab, acc, tmem, sA, sB, parts)
+        scales = mx.setup(cfg, mma, smem) if cfg.blocks == MX else None
+        return Resources(ab, acc, tmem, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """No register reallocation: 352 threads have enough each."""
@@ -189,8 +195,11 @@ class MainloopSm100:
         gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile, cfg.tile_k)
         columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
         roles, (of_a, of_b) = (part.partition_A, part.partition_B), cfg.mma_order
-        a = OperandLoads.shared(ops.tma_a, n, columns, res.sA, roles[of_a](gA), mask_a)
-        b = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
+        a: Any = OperandLoads.shared(ops.tma_a, n, columns, res.sA, roles[of_a](gA), mask_a)
+        b: Any = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
+        if cfg.blocks == MX:
+            first_row = row + m * tile[0] + v * cfg.cta_tile[0]
+            a, b = mx.with_their_scales(cfg, a, b, ops.scales, res.scales, first_row, col + n * tile[1])
         number = split.num_k_tiles(self.config, ops.a)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return a, b, first, number
@@ -216,11 +225,14 @@ class MainloopSm100:
         res.tmem.wait_for_alloc()
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         accumulators = cute.make_tensor(base, self._accumulator_layout(mma))
+        scales: Any = None
+        if cutlass.const_expr(self.config.blocks == MX):
+            scales = mx.in_tmem(self.config, mma, res.scales, base + self._accumulator_columns)
         stages, (first, second) = (res.sA, res.sB), self.config.mma_order
         tCrA, tCrB = mma.make_fragment_A(stages[first]), mma.make_fragment_B(stages[second])
         ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
-        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, NUM_ACC_STAGES)
-        k_tiles = split.num_k_tiles(self.config, ops.a)
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.acc_stages)
+        k_tiles, depth = split.num_k_tiles(self.config, ops.a), cute.size(ops.a, mode=[1])
         if self._place_in_cluster % self.config.cta_group == 0:
             for _ in cutlass.range(work.num_tiles, unroll=1):
                 tCtAcc = accumulators[(None, None, None, acc_state.index)]
@@ -228,15 +240,22 @@ class MainloopSm100:
                 mma.set(tcgen05.Field.ACCUMULATE, False)
                 for _k in cutlass.range(k_tiles, unroll=1):
                     res.ab.consumer_wait(ab_state)
+                    if cutlass.const_expr(scales is not None):
+                        scales.copy(ab_state.index)
                     for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                         at = (None, None, block, ab_state.index)
-                        cute.gemm(mma, tCtAcc, tCrA[at], tCrB[at], tCtAcc)
+                        if cutlass.const_expr(scales is not None):
+                            if MX[2] * block < depth - _k * self.config.tile_k:
+                                a, b = scales.scaled(tCrA[at], tCrB[at], block)
+                                cute.gemm(mma, tCtAcc, a, b, tCtAcc)
+                        else:
+                            cute.gemm(mma, tCtAcc, tCrA[at], tCrB[at], tCtAcc)
                         mma.set(tcgen05.Field.ACCUMULATE, True)
                     res.ab.consumer_release(ab_state)
                     ab_state.advance()
                 res.acc.producer_commit(acc_state)
                 acc_state.advance()
-            for _ in cutlass.range_constexpr(NUM_ACC_STAGES):
+            for _ in cutlass.range_constexpr(self.config.acc_stages):
                 res.acc.producer_acquire(acc_state)
                 acc_state.advance()
         res.tmem.relinquish_alloc_permit()
@@ -247,13 +266,13 @@ class MainloopSm100:
     def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> pipeline.PipelineState:
         """State of an epilogue thread at the start; waits until tensor memory is allocated."""
         res.tmem.wait_for_alloc()
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, NUM_ACC_STAGES)
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
     def accumulate(
         self, res: Resources, ops: Operands, state: pipeline.PipelineState, scales: None = None
     ) -> tuple[Accumulator, pipeline.PipelineState]:
         """Waits for the next finished accumulator."""
-        assert scales is None, "no configuration of this architecture has scales of blocks"
+        assert scales is None, "no configuration of this architecture promotes sums"
         copy, tmem, shape = self._accumulator_views(res, ops)
         res.acc.consumer_wait(state)
         tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
@@ -366,11 +385,15 @@ class MainloopSm100:
         )
 
     @property
+    def _accumulator_columns(self) -> int:
+        return self.config.acc_stages * self._mma_tile[1]
+
+    @property
     def _tmem_columns(self) -> int:
-        return NUM_ACC_STAGES * self._mma_tile[1]
+        return TMEM_COLUMNS if self.config.blocks == MX else self._accumulator_columns
 
     def _accumulator_layout(self, mma: cute.TiledMma) -> Any:
-        shape = cute.append(mma.partition_shape_C(self._mma_tile), NUM_ACC_STAGES)
+        shape = cute.append(mma.partition_shape_C(self._mma_tile), self.config.acc_stages)
         return mma.make_fragment_C(shape).layout
 
     def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:

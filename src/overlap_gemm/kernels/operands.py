@@ -19,6 +19,7 @@ class Operands(NamedTuple):
         a: A's coordinate tensor (M, K).
         tma_b: TMA load atom of B.
         b: B's coordinate tensor (N, K).
+        scales: those that the MMA multiplies with (`mx.MxScales`), or None.
     """
 
     mma: Any
@@ -26,6 +27,7 @@ class Operands(NamedTuple):
     a: Any
     tma_b: Any
     b: Any
+    scales: Any = None
 
 
 def as_accumulated(config: GemmConfig, subtile: Scalar) -> Any:

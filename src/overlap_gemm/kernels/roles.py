@@ -15,7 +15,9 @@ from cutlass import Int32, cute, pipeline
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernels.blocks import block_scales
 from overlap_gemm.kernels.loads import load_k_tiles
+from overlap_gemm.kernels.mx import of_shard
 from overlap_gemm.kernels.own import OwnTile
+from overlap_gemm.kernels.scale_blocks import PROMOTED
 from overlap_gemm.kernels.split import num_early
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import CtaTile, Work
@@ -36,7 +38,8 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
         else:
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, col), early)
+            given = of_shard(ops, place.shard, work)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, given, row, col), early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
     mainloop.load_tail(res, state)
@@ -74,7 +77,7 @@ def epilogue_role(
         ring_state.advance(group * cfg.subtiles)
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
         tile = CtaTile.at(cfg, work.place(op.order, j))
-        if cutlass.const_expr(cfg.blocks is None):
+        if cutlass.const_expr(cfg.blocks not in PROMOTED):
             acc, state = mainloop.accumulate(res, ops, state)
         row = tile.owner * work.shards.row_step + tile.row
         column = tile.owner * work.shards.col_step + tile.column
@@ -82,7 +85,7 @@ def epilogue_role(
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
             row, read = tile.row, gate.with_rows(tile, extras, call)
-        if cutlass.const_expr(cfg.blocks is not None):  # whose scales are read as sums are made
+        if cutlass.const_expr(cfg.blocks in PROMOTED):  # whose scales are read as sums are made
             scales = block_scales(cfg, read, row, column)
             acc, state = mainloop.accumulate(res, ops, state, scales)
         own = None

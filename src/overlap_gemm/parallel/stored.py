@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ..backends.scaling import DEPTH
-from ..kernels.config import BLOCKS
+from ..kernels.scale_blocks import PROMOTED
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
 from .styles import ColwiseForward, RowwiseForward
@@ -274,8 +274,8 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
 
 def _why_not_kept(module: Any, form: Form) -> str | None:
     forward = vars(module).get("forward")
-    if form.block is not None and (1, *form.block) not in BLOCKS:
-        known = " and ".join(f"{rows} x {columns}" for _, rows, columns in BLOCKS)
+    if form.block is not None and (1, *form.block) not in PROMOTED:
+        known = " and ".join(f"{rows} x {columns}" for _, rows, columns in PROMOTED)
         return f"of blocks the ops take those of {known}"
     if isinstance(forward, SharedHeadForward) or not isinstance(forward, (ColwiseForward, RowwiseForward)):
         return "it is no linear that is cut by rows or columns"

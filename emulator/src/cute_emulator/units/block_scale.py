@@ -92,7 +92,7 @@ class Scaling:
     def apply(self, operand: F32, factors: F32) -> NDArray[np.floating]:
         """An operand `[rows, k]` times its factors; in `float64` where they leave the range of `float32`."""
         magnitude = np.abs(factors)
-        if np.nanmax(magnitude) > 2.0**50 or np.nanmin(magnitude) < 2.0**-50:
+        if np.nanmax(magnitude, initial=1.0) > 2.0**50 or np.nanmin(magnitude, initial=1.0) < 2.0**-50:
             operand = operand.astype(np.float64)
         scaled: NDArray[np.floating] = operand * np.repeat(factors, self.block, axis=1)
         return scaled

@@ -1,0 +1,95 @@
+"""Scales of MX types: e8m0, one for 32 elements of K, in the order in which tensor cores read them.
+
+An *atom* is the scales of 128 rows and 128 elements of K, 512 bytes: row ``r``'s 4 are at
+``16 * (r % 32) + 4 * (r // 32)``. A matrix's are whole atoms, those of 128 rows after each other
+(`torch.nn.functional.SwizzleType.SWIZZLE_32_4_4`). Its shape is nobody's concern: its number of elements is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
+from ..schedules import ceil_div
+
+SCALE = torch.float8_e8m0fnu
+
+WIDTH = MX[2]
+"""Elements of K that share a scale."""
+
+ATOM_SCALES = ATOM_BYTES // ATOM_ROWS
+"""Of a row in an atom."""
+
+
+def num_scales(rows: int, depth: int) -> int:
+    """Elements of the scales of a matrix `[rows, depth]`, what fills up atoms among them."""
+    return ceil_div(rows, ATOM_ROWS) * ceil_div(depth, ATOM_SCALES * WIDTH) * ATOM_BYTES
+
+
+def atoms_of(scale: Tensor) -> Tensor:
+    """`[rows, ceil(K / 32)]` of 8 bits as `[atoms of rows, bytes]`, filled up with zero bytes."""
+    rows, width = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -width % ATOM_SCALES, 0, -rows % ATOM_ROWS))
+    atoms = padded.view(-1, ATOM_ROWS // 32, 32, padded.shape[1] // ATOM_SCALES, ATOM_SCALES)
+    return atoms.permute(0, 3, 2, 1, 4).flatten(1).view(scale.dtype)
+
+
+def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
+    """`[rows, ceil(depth / 32)]` of what `atoms_of` made of it, whatever its shape is now."""
+    atoms = scale.view(torch.uint8).view(
+        -1, ceil_div(depth, ATOM_SCALES * WIDTH), 32, ATOM_ROWS // 32, ATOM_SCALES
+    )
+    whole = atoms.permute(0, 3, 2, 1, 4).reshape(ceil_div(rows, ATOM_ROWS) * ATOM_ROWS, -1)
+    return whole[:rows, : ceil_div(depth, WIDTH)].view(scale.dtype)
+
+
+def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
+    """The scales of a matrix as kernels read them: int16 `[atoms of rows, words]`.
+
+    Args:
+        scale: `num_scales` of them.
+        shape: Of the matrix, `[rows, depth]`.
+        step: Rows after which tiles begin anew, and with them atoms; None: nowhere. Where an atom ends there
+            anyway nothing is copied.
+    """
+    rows, depth = shape
+    words = max(ceil_div(depth, ATOM_SCALES * WIDTH), 1) * ATOM_BYTES // 2
+    if not scale.numel():  # of a matrix without elements, which is not read, or is read as zeros
+        return scale.new_zeros(2 * words, dtype=torch.uint8).view(torch.int16).view(1, words)
+    if step is not None and step < rows and step % ATOM_ROWS:
+        scale = torch.cat([atoms_of(part) for part in rows_of(scale, rows, depth).split(step)])
+    elif not scale.is_contiguous() or scale.data_ptr() % 16:
+        scale = scale.clone(memory_format=torch.contiguous_format)
+    return scale.view(torch.uint8).view(-1).view(torch.int16).view(-1, words)
+
+
+def rows_and_scales(x: Tensor, scale: Tensor, chunk: int) -> Tensor:
+    """`x` `[rows, depth]` as kernels send a shard: `[chunk, depth]`, and in memory after it the scales."""
+    rows, depth = x.shape
+    nbytes = num_scales(chunk, depth)
+    packed = x.new_zeros(chunk * depth + nbytes, dtype=torch.uint8)
+    packed[: rows * depth] = x.view(torch.uint8).reshape(-1)
+    packed[chunk * depth :][: scale.numel()] = scale.view(torch.uint8).reshape(-1)
+    return packed.view(x.dtype)[: chunk * depth].view(chunk, depth)
+
+
+def scales_after(shard: Tensor, chunk: int) -> Tensor:
+    """The scales of what `rows_and_scales` made, as `words_of` has them."""
+    depth, nbytes = shard.shape[1], num_scales(chunk, shard.shape[1])
+    words = shard.view(torch.uint8).as_strided((nbytes,), (1,), chunk * depth).view(torch.int16)
+    return words.view(ceil_div(chunk, ATOM_ROWS), -1)
+
+
+def gathered_scales(buffer: Tensor, owners: int, full: int, nbytes: int, depth: int) -> Tensor:
+    """Those in a gather buffer of shards of `full` bytes, of which the last `nbytes` are scales.
+
+    int16 `[atoms of a shard's rows, words, owners]`.
+    """
+    words = ceil_div(depth, ATOM_SCALES * WIDTH) * ATOM_BYTES // 2
+    flat = buffer.view(torch.int16)
+    extents = nbytes // (2 * words), words, owners
+    return flat.as_strided(extents, (words, 1, full // 2), flat.storage_offset() + (full - nbytes) // 2)

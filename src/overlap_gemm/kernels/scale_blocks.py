@@ -1,0 +1,57 @@
+"""What elements of 8-bit operands may share a scale, and which kernels there are for it.
+
+Imports neither the DSL nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from overlap_gemm.kernels.naming import by
+
+if TYPE_CHECKING:
+    from overlap_gemm.kernels.config import GemmConfig
+
+Blocks = tuple[int, int, int]
+"""(Rows of A, rows of B, elements of K) that share a scale."""
+
+PROMOTED: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
+"""Those of `kernels.blocks`: fp32 scales, with which sums are multiplied as they are promoted."""
+
+MX: Blocks = (1, 1, 32)
+"""Those of `kernels.mx`: e8m0 scales, with which the MMA multiplies its operands."""
+
+BLOCKS = (*PROMOTED, MX)
+
+ATOM_ROWS = 128
+"""Rows whose scales of 128 elements of K lie together: an atom, of `ATOM_BYTES`."""
+
+ATOM_BYTES = 512
+
+
+def check_blocks(config: GemmConfig) -> None:
+    """Raises ValueError, naming the rule, for blocks that a configuration has no kernel for."""
+    if config.blocks not in (None, *BLOCKS):
+        raise ValueError(f"blocks must be one of {', '.join(map(str, BLOCKS))}; got {config.blocks}")
+    if config.blocks == MX:
+        on_mma = config.has_bytes and config.on.multiplies_scales and config.cta_tile[0] == ATOM_ROWS
+        if not on_mma or config.is_swap_ab or config.tile[1] % ATOM_ROWS:
+            raise ValueError(
+                f"blocks={MX} are for 8-bit types where the MMA multiplies scales, in tiles of "
+                f"{ATOM_ROWS} rows a CTA and multiples of {ATOM_ROWS} columns, not swapped; got "
+                f"tile={by(config.tile)}, mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}"
+            )
+    if config.blocks in PROMOTED:
+        if not config.promotes or config.is_swap_ab:
+            raise ValueError(
+                f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
+                f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
+                f"fast_accum={config.fast_accum}"
+            )
+        if config.blocks[2] < config.tile_k and config.sums != 1:
+            raise ValueError(f"blocks={config.blocks} are promoted one by one, sums=1; got {config.sums}")
+        if config.sums == 2 and (config.mma, config.cluster) != ("pingpong", (2, 1)):
+            raise ValueError(
+                "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
+                f"bytes; got mma={config.mma!r}, cluster={by(config.cluster)}"
+            )
