@@ -3,7 +3,8 @@
 import pytest
 
 from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.config import K_SPLITS, GemmConfig, may_split
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.rules import K_SPLITS, may_split
 from overlap_gemm.kernels.send import Destination
 
 from .op_runs import SMALL, run

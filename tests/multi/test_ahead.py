@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.dispatch import ops
+from overlap_gemm.dispatch import choosing
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 
@@ -32,7 +32,7 @@ def warmed_up(rank, size, op):
     overlap_gemm.warmup(op, (M, N, K), (4, 4, 4), dtype=torch.float32, backward=True)
     never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
     with (
-        mock.patch.object(ops, "choose", never),
+        mock.patch.object(choosing, "choose", never),
         mock.patch.object(dist, "isend", never),
         mock.patch("overlap_gemm.dispatch.lowering._check", never),
     ):
@@ -55,7 +55,7 @@ def warmed_up_in_8_bits(rank, size, op):
     x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
     given = {"bias": torch.ones(weight[0], dtype=torch.bfloat16), **OPS[op].arguments(m, n, k)}
     given |= {"scale_x": torch.ones(x[0], 1), "scale_w": torch.ones(weight[0], 1)}
-    with mock.patch.object(ops, "choose", never), mock.patch("overlap_gemm.dispatch.lowering._check", never):
+    with mock.patch.object(choosing, "choose", never), mock.patch("overlap_gemm.dispatch.lowering._check", never):
         getattr(overlap_gemm, op)(torch.ones(x).to(e4m3), torch.ones(weight).to(e4m3), **given)
     with pytest.raises(TypeError, match="have no gradients"):
         overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, backward=True)

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..backends.plans import DTYPES
-from ..kernels.config import GemmConfig, InDtype
+from ..kernels.config import GemmConfig
 from ..kernels.geometry import ExchangeShape
+from ..kernels.rules import InDtype
 from ..kernels.visitors import Bias
 from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports_of
 from ..testing.cases import Case

@@ -12,7 +12,8 @@ from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .calls import is_plain, keep, layouts, needs_grad, state
-from .lowering import Lowered, Scales, is_capturing
+from .lowering import Lowered, is_capturing
+from .operands import Scales
 from .options import CallOptions
 from .registered import Bound, Registered
 from .scaled import NO_GRADIENT

@@ -2,38 +2,21 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..backends import mx
-from ..backends.scaling import (
-    DEPTH,
-    FLOAT8,
-    OUT_DTYPES,
-    SCALE_DTYPES,
-    in_words,
-    of_blocks,
-)
+from ..backends.scaling import of_blocks
 from ..backends.select import check_name
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..kernels.scale_blocks import MX
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
+from .operands import Scales, check_operands, check_scaled, shape_of
 from .options import CallOptions, Length
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""float64 is for gradient checks; the portable backends alone carry it."""
-
-SCALES = (torch.float32, mx.SCALE)
-"""Types of scales."""
-
-Scales: TypeAlias = tuple[Any, ...]
-"""Those of x and of the weight, or of each weight in a list; empty where operands have none."""
 
 
 class Lowered(NamedTuple):
@@ -207,14 +190,14 @@ def _check(
     """
     dim = options.dim
     try:
-        _check_operands(op, x, weights, biases, scales)
+        check_operands(op, x, weights, biases, scales)
         if scales:
-            _check_scaled(op, x, weights, biases, options, *scales)
+            check_scaled(op, x, weights, biases, options, *scales)
         elif options.out_dtype is not None:
             raise ValueError(f"{op}: out_dtype={options.out_dtype} is for operands with scales")
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
-                f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {_shape(x)}, got {dim}"
+                f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"
             )
         if not torch.compiler.is_compiling():
             ranks = resolve(group)
@@ -229,159 +212,6 @@ def _check(
         agree.report(op, resolve(group), error)
         raise
     return dim % x.ndim
-
-
-def _check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales) -> None:
-    if not weights:
-        raise ValueError(f"{op}: weight is an empty list")
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"{op}: {len(weights)} weights need as many biases or none, got {len(biases)}")
-    named = [("x", x), *(("weight", weight) for weight in weights), *(("bias", bias) for bias in biases)]
-    if scales:
-        named += [("scale_x", scales[0]), *(("scale_w", scale) for scale in _each(scales[1]))]
-    for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-        if not torch.compiler.is_compiling() and tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {name} must be a strided tensor, got one of layout {tensor.layout}")
-        if tensor.device != x.device or (tensor.dtype != x.dtype and not scales):
-            raise TypeError(
-                f"{op}: operands must share dtype and device, got x {x.dtype} on {x.device} and "
-                f"{name} {tensor.dtype} on {tensor.device}"
-            )
-        if not torch.compiler.is_compiling() and _has_tangent(tensor):
-            raise TypeError(f"{op}: {name} has a tangent, but there is no forward mode AD of it")
-    if x.dtype not in (FLOAT8 if scales else DTYPES):
-        hint = "; of 8 bits with scale_x and scale_w alone" if x.dtype in FLOAT8 else ""
-        those = "with scales must be one of" if scales else "must be one of"
-        known = ", ".join(map(str, FLOAT8 if scales else DTYPES))
-        raise TypeError(f"{op}: dtype {those} {known}, got {x.dtype}{hint}")
-    if x.ndim < 2:
-        raise ValueError(f"{op}: x must be [M, ..., K], got {_shape(x)}")
-    for weight in weights:
-        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"{op}: weight must be [N, K] as in nn.Linear with K={x.shape[-1]} of x {_shape(x)}, "
-                f"got {_shape(weight)}"
-            )
-    for bias, weight in zip(biases, weights, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{op}: bias must be [{weight.shape[0]}] for weight {_shape(weight)}, got {_shape(bias)}"
-            )
-
-
-def _each(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _check_scaled(
-    op: str,
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    options: CallOptions,
-    scale_x: Tensor,
-    scale_w: Any,
-) -> None:
-    """What operands with scales must be in addition to all that `_check_operands` asks of any."""
-    scales = _each(scale_w)
-    if len(scales) != len(weights):
-        raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
-    if options.out_dtype not in OUT_DTYPES:
-        raise TypeError(
-            f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {options.out_dtype}"
-        )
-    for name, given, dtypes in (
-        ("weight", weights, tuple(FLOAT8)),
-        ("bias", biases, (options.out_dtype,)),
-        ("scale_x", [scale_x], SCALE_DTYPES),
-        ("scale_w", scales, SCALE_DTYPES),
-    ):
-        for tensor in given:
-            if tensor.dtype not in dtypes:
-                raise TypeError(
-                    f"{op}: {name} must be {' or '.join(map(str, dtypes))} where x is {x.dtype} and out_dtype"
-                    f" {options.out_dtype}, got {tensor.dtype}"
-                )
-    if x.shape[-1] % DEPTH:
-        raise ValueError(f"{op}: K of operands with scales must be a multiple of {DEPTH}, got {x.shape[-1]}")
-    for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
-        if matrix.numel() and matrix.stride(-1) != 1:
-            raise ValueError(
-                f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
-                f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
-            )
-    if (blocks := of_blocks(scale_x, x.shape[-1])) == MX:
-        _check_mx(op, x, weights, scale_x, scales)
-        if x.ndim > 2 and options.dim not in (None, 0, -x.ndim):
-            raise ValueError(
-                f"{op}: scales of {mx.SCALE} lie in the order of x's rows, so dim must be its first; got "
-                f"dim={options.dim} of x {_shape(x)}"
-            )
-        return
-    if blocks:
-        _check_blocks(op, x, weights, scale_x, scales, blocks)
-        return
-    rows = [*x.shape[:-1], 1]
-    if scale_x.numel() != 1 and list(scale_x.shape) != rows:
-        raise ValueError(
-            f"{op}: scale_x must have one element, or be {rows}, one per row of x, or for "
-            f"{' or '.join(str(kind[2]) for kind in PROMOTED)} of K; got {_shape(scale_x)}"
-        )
-    for scale, weight in zip(scales, weights, strict=True):
-        columns = weight.shape[0]
-        if scale.numel() != 1 and list(scale.shape) not in ([columns, 1], [1, columns]):
-            raise ValueError(
-                f"{op}: scale_w must have one element, or be [{columns}, 1] or [1, {columns}], one per row "
-                f"of weight {_shape(weight)}; got {_shape(scale)}"
-            )
-
-
-def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
-    """Numbers of scales of MX types."""
-    if x.shape[-1] % mx.WIDTH:
-        raise ValueError(
-            f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
-            f"{x.shape[-1]}"
-        )
-    for name, given, matrix in (
-        ("scale_x", scale_x, x),
-        *(("scale_w", scale, weight) for scale, weight in zip(scales, weights, strict=True)),
-    ):
-        wanted = mx.num_scales(matrix.shape[:-1].numel(), matrix.shape[-1])
-        if given.numel() != wanted or given.ndim != 1 or given.dtype != mx.SCALE:
-            raise ValueError(
-                f"{op}: {name} must be [{wanted}] of {mx.SCALE}, in atoms of 128 rows and 128 of K "
-                f"(SWIZZLE_32_4_4), for an operand {_shape(matrix)}; got {_shape(given)} of {given.dtype}"
-            )
-
-
-def _check_blocks(
-    op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
-) -> None:
-    """Shapes of scales of blocks."""
-    along_k = scale_x.shape[-1]
-    for name, given, matrix, wanted in (
-        ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
-        *(
-            ("scale_w", scale, weight, [-(-weight.shape[0] // blocks[1]), along_k])
-            for scale, weight in zip(scales, weights, strict=True)
-        ),
-    ):
-        if list(given.shape) != wanted:
-            raise ValueError(
-                f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {_shape(matrix)}, "
-                f"as scale_x has an element for {blocks[2]} of K; got {_shape(given)}"
-            )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
 
 
 def total_extent(

@@ -34,7 +34,7 @@ from ..api.functional import all_gather_gemm, gemm_reduce_scatter
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name
-from ..dispatch.lowering import DTYPES
+from ..dispatch.operands import DTYPES
 from ..runtime.group import group_rank, group_size
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
 from ..tuning.settings import configured

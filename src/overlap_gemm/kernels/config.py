@@ -1,4 +1,4 @@
-"""The configuration of a fused GEMM kernel: every compile-time choice, and what is legal.
+"""The configuration of a fused GEMM kernel: every compile-time choice; what is legal is said by `rules`.
 
 Imports neither the DSL nor torch, so planning, tuning and the command line can use it on any machine.
 """
@@ -6,24 +6,15 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
-from overlap_gemm.kernels.naming import by, name_of
-from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, PROMOTED, Blocks, check_blocks
+from overlap_gemm.kernels.naming import name_of
+from overlap_gemm.kernels.rules import BARRIER_BYTES, PROMOTED_VALUES, InDtype, Launch, OutDtype, check
+from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, PROMOTED, Blocks
 from overlap_gemm.kernels.visitors import Operand, Visitor
 
-InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
-OutDtype = Literal["bf16", "f16", "f32"]
-Launch = Literal["ordered", "dependent", "dependent_weights"]
-
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
-
-BARRIER_BYTES = 2048
-"""Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
-
-MAX_WORLD = 112
-"""Ranks that a workspace and a kernel's table of addresses have room for."""
 
 CONTROL_WORDS = 16
 """Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
@@ -35,9 +26,6 @@ TILE_K_BYTES = 128
 TMEM_COLUMNS = 512
 """Of 128 lanes of 4 bytes: all tensor memory that an SM has (PTX ISA, tcgen05)."""
 
-PROMOTED_VALUES = 64
-"""Most accumulators a thread has where they are promoted, since it then has three times as many."""
-
 PUBLISHER_STAGES = 4
 """Tiles that may be written and not published, where a warp does that: one fence may serve so many."""
 
@@ -46,14 +34,6 @@ UNIT_BYTES = 4096
 
 TILE_UNITS = 4
 """Least parts of a slot: so many warps finish a small tile together, each with one round of loads."""
-
-K_SPLITS = (1, 2, 4)
-"""Into how many parts K may be cut where `may_split`."""
-
-
-def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
-    """Whether K may be cut: what the first part collects must leave it stages for its loads."""
-    return mma == "swap_ab" and tile[0] <= 64
 
 
 @dataclass(frozen=True)
@@ -119,53 +99,7 @@ class GemmConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
-        _require_in(f"mma on {self.arch}", self.mma, tuple(self.on.mma))
-        _require_in(f"tile for mma={self.mma!r}", self.tile, self.kind.tiles)
-        _require_in(f"cluster for mma={self.mma!r}", self.cluster, self.kind.clusters)
-        _require_in("in_dtype", self.in_dtype, get_args(InDtype))
-        others = tuple(t for t in ("e4m3", "e5m2") if self.has_bytes and t != self.in_dtype)
-        _require_in(f"b_dtype beside in_dtype={self.in_dtype!r}", self.b_dtype, (None, *others))
-        halves = ("bf16", "f16") if self.has_bytes else (self.in_dtype,)
-        for name in ("out_dtype", "slot_dtype"):
-            wide = halves if self.is_swap_ab else (*halves, "f32")
-            _require_in(f"{name} for mma={self.mma!r}", getattr(self, name), wide)
-        majors = ("k",) if self.has_bytes and self.on.bytes_k_major else ("k", "m", "n")
-        launches = get_args(Launch) if self.is_swap_ab else get_args(Launch)[:2]
-        _require_in(f"launch for mma={self.mma!r}", self.launch, launches)
-        for name, other in (("a_major", "n"), ("b_major", "m")):
-            _require_in(name, getattr(self, name), tuple(major for major in majors if major != other))
-        if self.fast_accum and not self.has_bytes:
-            raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={self.in_dtype!r}")
-        if self.promotes and self.accumulators > PROMOTED_VALUES:
-            raise ValueError(
-                f"tile {by(self.tile)} of mma={self.mma!r} has {self.accumulators} accumulators a thread; "
-                f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES} "
-                "(fast_accum=True does not promote)"
-            )
-        _require_in("sums", self.sums, (1, 2) if self.promotes else (2,))
-        check_blocks(self)
-        if self.own_last and self.is_swap_ab:
-            raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={self.mma!r}")
-        splits = K_SPLITS if may_split(self.mma, self.tile) else (1,)
-        _require_in(f"k_split for mma={self.mma!r}, tile={self.tile}", self.k_split, splits)
-        if not 0 < self.inflight < self.ring_stages:
-            raise ValueError(
-                f"inflight={self.inflight} bulk groups must be at least 1 and fewer than "
-                f"ring_stages={self.ring_stages}, or the epilogue waits for a stage that is never freed"
-            )
-        if self.raster_group < 1:
-            raise ValueError(f"raster_group={self.raster_group} must be at least 1")
-        words = 2 * (self.ab_stages + self.ring_stages) + self.control_words + MAX_WORLD + 1
-        if 8 * words > BARRIER_BYTES:
-            raise ValueError(
-                f"{self.ring_stages} ring stages and {self.ab_stages} A/B stages have, with addresses and "
-                f"control words, {8 * words} bytes of barriers; there is room for {BARRIER_BYTES}"
-            )
-        if self.ab_stages < 2:
-            raise ValueError(
-                f"{self.ring_stages} ring stages of {self.stage_bytes} bytes leave room for {self.ab_stages} "
-                f"A/B stages of {self.ab_stage_bytes} bytes; at least 2 are needed"
-            )
+        check(self)
 
     @property
     def on(self) -> Arch:
@@ -423,8 +357,3 @@ class GemmConfig:
     def name(self) -> str:
         """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
         return name_of(self)
-
-
-def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value}")

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from overlap_gemm.device.traced import Scalar
-from overlap_gemm.kernels.config import MAX_WORLD as MAX_WORLD
 from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
+from overlap_gemm.kernels.rules import MAX_WORLD as MAX_WORLD
 from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
 from overlap_gemm.spec import PATTERNS, PatternSpec
 

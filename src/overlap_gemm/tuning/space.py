@@ -11,8 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from ..kernels.arch import MmaKind, arch_of
-from ..kernels.config import DTYPE_BYTES, K_SPLITS, GemmConfig, may_split
+from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import ExchangeShape
+from ..kernels.rules import K_SPLITS, may_split
 from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
