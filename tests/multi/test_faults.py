@@ -52,7 +52,7 @@ def other_width(rank, size):
         rank,
         size,
         lambda: overlap_gemm.all_gather_gemm(torch.ones(2, 3 + (rank == 0)), torch.ones(5, 3 + (rank == 0))),
-        r"disagree on features: rank 0 has 4, rank 1 2 has 3",
+        r"disagree on k: rank 0 has 4, rank 1 2 has 3",
     )
 
 
