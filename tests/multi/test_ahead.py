@@ -55,7 +55,10 @@ def warmed_up_in_8_bits(rank, size, op):
     x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
     given = {"bias": torch.ones(weight[0], dtype=torch.bfloat16), **OPS[op].arguments(m, n, k)}
     given |= {"scale_x": torch.ones(x[0], 1), "scale_w": torch.ones(weight[0], 1)}
-    with mock.patch.object(choosing, "choose", never), mock.patch("overlap_gemm.dispatch.lowering._check", never):
+    with (
+        mock.patch.object(choosing, "choose", never),
+        mock.patch("overlap_gemm.dispatch.lowering._check", never),
+    ):
         getattr(overlap_gemm, op)(torch.ones(x).to(e4m3), torch.ones(weight).to(e4m3), **given)
     with pytest.raises(TypeError, match="have no gradients"):
         overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, backward=True)

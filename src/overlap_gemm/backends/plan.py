@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -135,9 +136,14 @@ class Plan:
     @property
     def is_open(self) -> bool:
         """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
-        return self.executor.is_open and all(workspace.is_open for workspace in self._workspaces)
+        if not self.executor.is_open:
+            return False
+        for workspace in self._workspaces:  # noqa: SIM110 (asked in every call; `all` enters more functions)
+            if not workspace.is_open:
+                return False
+        return True
 
-    @property
+    @cached_property
     def _workspaces(self) -> tuple[Workspace, ...]:
         """What a call needs, and a graph that has captured it."""
         held = (self.workspace, None if self.into is None else self.into.workspace)
