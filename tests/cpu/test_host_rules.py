@@ -102,7 +102,7 @@ def tiles(device, space, launched):
 
 def gathered(device, space, launched):
     product = Product(GemmConfig("sm_100a"), lambda *_: launched.append(1), 1)
-    plan = Plan(device, "input_gather", (product,), space, Given(), Given(), COPIES)
+    plan = Plan(device, "input_gather", (product,), space, Given(), gathering=Given(), travel=COPIES)
     return lambda: plan.launch(X, [WEIGHT], [X], [None])
 
 

@@ -55,7 +55,7 @@ def run(arch, way, age, network=False, ranks=2, starved=1):
     assert made == [age + 5] * ranks, "one workspace a rank, for small calls and large ones"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("way", "age"),
     [

@@ -45,7 +45,7 @@ def test_little_stands_between_a_wait_and_its_purpose(arch, name):
 
 
 @pytest.mark.parametrize("name", critical_path.PUBLISHED)
-@pytest.mark.parametrize("arch", critical_path.KERNELS)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_lane_that_sends_stands_in_no_fence_where_a_warp_publishes(arch, name):
     """Else in one for each tile."""
     alone, published = (critical_path.paths_of(arch, name, publisher=way) for way in (False, True))

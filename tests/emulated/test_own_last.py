@@ -66,7 +66,9 @@ def test_sums_that_go_on_have_the_bits_of_slots(arch, ranks, sizes, mode):
 
 
 @pytest.mark.parametrize("op", [SCATTER, REDUCE])
-@pytest.mark.parametrize("kind", LARGER, ids=name)
+@pytest.mark.parametrize(
+    "kind", [LARGER[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in LARGER[1:])], ids=name
+)
 def test_larger_tiles_and_clusters(kind, op):
     arch, fields = kind
     found = [

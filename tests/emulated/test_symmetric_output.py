@@ -220,7 +220,7 @@ def told_by_every_warp(patch):
         ("reduce", told_by_every_warp),
     ],
 )
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_what_is_taken_out_is_missed(arch, call, mistake, monkeypatch):
     mistake(monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012
