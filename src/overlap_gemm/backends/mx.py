@@ -27,7 +27,12 @@ ATOM_SCALES = ATOM_BYTES // ATOM_ROWS
 
 def num_scales(rows: int, depth: int) -> int:
     """Elements of the scales of a matrix `[rows, depth]`, what fills up atoms among them."""
-    return ceil_div(rows, ATOM_ROWS) * ceil_div(depth, ATOM_SCALES * WIDTH) * ATOM_BYTES
+    return ceil_div(rows, ATOM_ROWS) * atoms_along(depth) * ATOM_BYTES
+
+
+def atoms_along(depth: int) -> int:
+    """Atoms in which the scales of so many elements of K lie."""
+    return ceil_div(depth, ATOM_SCALES * WIDTH)
 
 
 def atoms_of(scale: Tensor) -> Tensor:
@@ -40,9 +45,7 @@ def atoms_of(scale: Tensor) -> Tensor:
 
 def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
     """`[rows, ceil(depth / 32)]` of what `atoms_of` made of it, whatever its shape is now."""
-    atoms = scale.view(torch.uint8).view(
-        -1, ceil_div(depth, ATOM_SCALES * WIDTH), 32, ATOM_ROWS // 32, ATOM_SCALES
-    )
+    atoms = scale.view(torch.uint8).view(-1, atoms_along(depth), 32, ATOM_ROWS // 32, ATOM_SCALES)
     whole = atoms.permute(0, 3, 2, 1, 4).reshape(ceil_div(rows, ATOM_ROWS) * ATOM_ROWS, -1)
     return whole[:rows, : ceil_div(depth, WIDTH)].view(scale.dtype)
 
@@ -57,7 +60,7 @@ def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Te
             anyway nothing is copied.
     """
     rows, depth = shape
-    words = max(ceil_div(depth, ATOM_SCALES * WIDTH), 1) * ATOM_BYTES // 2
+    words = max(atoms_along(depth), 1) * ATOM_BYTES // 2
     if not scale.numel():  # of a matrix without elements, which is not read, or is read as zeros
         return scale.new_zeros(2 * words, dtype=torch.uint8).view(torch.int16).view(1, words)
     if step is not None and step < rows and step % ATOM_ROWS:
@@ -89,7 +92,7 @@ def gathered_scales(buffer: Tensor, owners: int, full: int, nbytes: int, depth: 
 
     int16 `[atoms of a shard's rows, words, owners]`.
     """
-    words = ceil_div(depth, ATOM_SCALES * WIDTH) * ATOM_BYTES // 2
+    words = atoms_along(depth) * ATOM_BYTES // 2
     flat = buffer.view(torch.int16)
     extents = nbytes // (2 * words), words, owners
     return flat.as_strided(extents, (words, 1, full // 2), flat.storage_offset() + (full - nbytes) // 2)
