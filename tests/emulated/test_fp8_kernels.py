@@ -44,7 +44,7 @@ def test_rows_and_columns_are_scaled(config, world):
 BLOCKS = (1, 128, 128)
 BLOCKED = [
     GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=BLOCKS),
-    GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong", in_dtype="e5m2", blocks=BLOCKS, sums=1),
+    GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong", in_dtype="e5m2", blocks=BLOCKS),
     GemmConfig(
         "sm_90a",
         (128, 128),
@@ -53,10 +53,9 @@ BLOCKED = [
         in_dtype="e4m3",
         blocks=BLOCKS,
         epilogue=(Bias("bf16"),),
-        sums=1,
     ),
-    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32), sums=1),
-    GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32), sums=1),
+    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32)),
+    GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32)),
 ]
 
 
@@ -118,9 +117,6 @@ def test_long_sums_need_the_promotion():
         ({"blocks": BLOCKS, "fast_accum": True}, "for kernels that promote, .* fast_accum=True"),
         ({"blocks": BLOCKS, "mma": "swap_ab", "tile": (32, 64)}, "not swap_ab; got mma='swap_ab'"),
         ({"blocks": BLOCKS, "arch": "sm_100a", "mma": "1cta", "tile": (128, 128)}, "kernels that promote"),
-        ({"blocks": BLOCKS, "mma": "cooperative", "tile": (128, 128)}, "sums=2 .* got mma='cooperative'"),
-        ({"blocks": (1, 32, 32)}, r"blocks=\(1, 32, 32\) are promoted one by one, sums=1; got 2"),
-        ({"sums": 1, "in_dtype": "bf16"}, "sums must be one of 2; got 1"),
         ({"b_dtype": "e4m3"}, "b_dtype where in_dtype='e4m3' must be one of None, e5m2; got e4m3"),
         ({"in_dtype": "bf16", "b_dtype": "e4m3"}, "b_dtype where in_dtype='bf16' must be one of None; got"),
         ({"a_major": "m"}, "a_major must be one of k; got m"),

@@ -20,7 +20,7 @@ from ..kernels.geometry import (
     Puts,
     tile_puts,
 )
-from ..kernels.scale_blocks import PROMOTED, Blocks
+from ..kernels.scale_blocks import Blocks
 from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
@@ -132,8 +132,6 @@ def kind_of(
         return DTYPES[dtype], {"epilogue": epilogue}
     kind = DTYPES[out_dtype]
     fields: dict[str, Any] = {"blocks": blocks} if blocks else {}
-    if blocks in PROMOTED:
-        fields |= {"sums": 1}
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}

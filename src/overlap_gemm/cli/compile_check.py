@@ -23,7 +23,7 @@ from ..kernels.lint import (
     ptx_findings,
     ptxas_findings,
 )
-from ..kernels.scale_blocks import BLOCKS, PROMOTED
+from ..kernels.scale_blocks import BLOCKS
 from ..kernels.visitors import RowColumnScale
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
@@ -147,9 +147,7 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    blocked = [
-        every_config(arch, "e4m3", blocks=blocks, sums=1 if blocks in PROMOTED else 2) for blocks in BLOCKS
-    ]
+    blocked = [every_config(arch, "e4m3", blocks=blocks) for blocks in BLOCKS]
     return sum(blocked, every_config(arch) + scaled)
 
 

@@ -16,7 +16,6 @@ from overlap_gemm.kernels.call import Tally, near_table
 from overlap_gemm.kernels.config import PUBLISHER_STAGES, GemmConfig
 from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_early, wait_for_kernel_before
 from overlap_gemm.kernels.epilogue import allocate_stages
-from overlap_gemm.kernels.mx import with_scales
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
 from overlap_gemm.kernels.split import part_of_k
@@ -62,7 +61,7 @@ class FusedGemm:
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
-        ops = with_scales(cfg, self.mainloop.operands(a, b), extras)
+        ops = self.mainloop.operands(a, b, extras)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),

@@ -35,10 +35,20 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
-from overlap_gemm.device.memory import DTYPES
-from overlap_gemm.device.traced import Fragment, Scalar
+from overlap_gemm.device.memory import DTYPES, LANES
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import column_blocks, promote, promotions, rows_of
+from overlap_gemm.kernels.blocks import (
+    NUM_OPERANDS,
+    BlockScales,
+    StageScales,
+    first_slot,
+    promote,
+    promotions,
+    rows_of,
+    share_of,
+    slots_of,
+)
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
@@ -49,21 +59,23 @@ LOAD_WARP = 0
 COMM_WARP = 1
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
+GROUP_WARPS = 4
 PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
 CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
-PROMOTING_REGISTERS = (72, 216)  # where consumers hold three sums of 64 accumulators
+PROMOTING_REGISTERS = (72, 216)
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: A/B pipeline and stages, barriers that make turns alternate, a split tile's."""
+    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, slots of scales."""
 
     ab: Any
     turn: Scalar
     sA: Any
     sB: Any
     parts: Any
+    scales: Any
 
 
 @dataclass(frozen=True)
@@ -105,15 +117,16 @@ class MainloopSm90:
             major[second],
             cutlass.Float32,
             (cfg.epilogue_threads // 128, 1, 1),
-            (64, cfg.tile[second]),
+            (64, cfg.tile[second] // cfg.sum_parts),
         )
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
-        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         cfg = self.config
         _, b_layout = self._smem_layouts()
+        scales = None if cfg.blocks is None else BlockScales(*extras[:NUM_OPERANDS])
         return Operands(
-            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0])
+            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0]), scales
         )
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
@@ -145,23 +158,25 @@ class MainloopSm90:
         ab = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=cfg.ab_stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 1 + LANES * (cfg.blocks is not None)
+            ),
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, multicast * cfg.epilogue_threads // 32
             ),
-            tx_count=cfg.ab_stage_bytes,
+            tx_count=cfg.ab_loaded_bytes,
             cta_layout_vmnk=cute.make_layout((1, *cfg.cluster, 1)),
             defer_sync=True,
         )
         turn = None
         if cfg.epilogue_groups > 1:
-            thread, _, _ = cute.arch.thread_idx()
             turn = pipeline.PipelineOrder.create(
                 barrier_storage=barriers + 2 * cfg.ab_stages,
                 depth=NUM_TURNS,
                 length=cfg.epilogue_groups,
-                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP) // 4,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.epilogue_threads // 32),
+                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP)
+                // GROUP_WARPS,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, GROUP_WARPS),
                 defer_sync=True,
             )
         parts = None
@@ -171,7 +186,8 @@ class MainloopSm90:
         a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
         sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        return Resources(ab, turn, sA, sB, parts)
+        scales = None if cfg.blocks is None else slots_of(cfg, smem)
+        return Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """Moves registers from the producer warp group to the two that hold accumulators.
@@ -203,9 +219,12 @@ class MainloopSm90:
         mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
         mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
         gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile, cfg.tile_k)
-        a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
-        b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
+        a: Any = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
+        b: Any = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
         number = split.num_k_tiles(self.config, ops.a)
+        if cfg.blocks is not None:
+            first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col, number)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return a, b, first, number
 
@@ -229,9 +248,7 @@ class MainloopSm90:
         return ConsumerState(ab, turn)
 
     @cute.jit
-    def accumulate(
-        self, res: Resources, ops: Operands, state: ConsumerState, scales: Any = None
-    ) -> tuple[Any, ConsumerState]:
+    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
         """Computes this group's next tile into registers, in its turn."""
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1
@@ -251,42 +268,53 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        if cutlass.const_expr(promotions(cfg) > 1):
+        scales: Any = None
+        if cfg.blocks is not None:
+            last = cute.ceil_div(cute.size(ops.a, mode=[1]), cfg.blocks[2]) - 1
+            first_chunk = first_slot(cfg, read.count, k_tiles)
+            scales = StageScales(res.scales, rows_of(part, cfg.tile), first_chunk, last)
+        if cutlass.const_expr(cfg.promotes and cfg.sums == 1):
             acc.fill(0.0)
-            done = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            rows, parts = rows_of(part, cfg.tile), promotions(cfg)
+            done = cute.make_rmem_tensor(
+                mma.partition_shape_C((cfg.tile[0], cfg.tile[1] // cfg.sum_parts)), cutlass.Float32
+            )
+            parts = promotions(cfg)
+            ab.consumer_wait(read)
             for step in cutlass.range(k_tiles, unroll=1):
-                ab.consumer_wait(read)
+                following = read.clone()
+                following.advance()
                 for number in cutlass.range_constexpr(parts):
                     blocks = range(number * num_blocks // parts, (number + 1) * num_blocks // parts)
-                    mma = _multiply(mma, done, operands, blocks, read)
-                    factors = scales.at(rows, parts * step + number, column_blocks(cfg))
-                    warpgroup.wait_group(0)
-                    promote(acc, done, factors)
-                ab.consumer_release(freed)
-                freed.advance()
+                    factors: Any = None
+                    for column in cutlass.range_constexpr(cfg.sum_parts):
+                        mma = _multiply(mma, done, operands, blocks, read, column=column)
+                        if cutlass.const_expr(number == 0 and column == 0):  # noqa: SIM102
+                            if step + 1 < k_tiles:  # here, where it costs nothing; of two stages one is free
+                                ab.consumer_wait(following)
+                        if cutlass.const_expr(column == 0 and scales is not None):
+                            factors = scales.factors(cfg, step, number)
+                        warpgroup.wait_group(0)
+                        if cutlass.const_expr(number == parts - 1 and column == cfg.sum_parts - 1):
+                            ab.consumer_release(read)
+                        promote(acc[(None, 0, column)], done, share_of(factors, column, cfg.sum_parts))
                 read.advance()
         elif cutlass.const_expr(cfg.promotes):
             # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
             # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
             acc.fill(0.0)
             sums = [cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(cfg.k_step)]
-            rows = rows_of(part, cfg.tile)
-            for step in cutlass.range(k_tiles // cfg.k_step, unroll=1):
-                for under_way in sums:
-                    ab.consumer_wait(read)
+            is_full = self._is_full(ab, read)
+            for _ in cutlass.range(k_tiles // cfg.k_step, unroll=1):
+                for number, under_way in enumerate(sums):
+                    ab.consumer_wait(read, is_full if number == 0 else None)
                     mma = _multiply(mma, under_way, operands, range(num_blocks), read)
                     read.advance()
+                is_full = self._is_full(ab, read)
                 for number, done in enumerate(sums):
-                    factors = (
-                        None
-                        if scales is None
-                        else scales.at(rows, cfg.k_step * step + number, column_blocks(cfg))
-                    )
                     warpgroup.wait_group(cfg.k_step - 1 - number)
                     ab.consumer_release(freed)
                     freed.advance()
-                    promote(acc, done, factors)
+                    promote(acc, done, None)
         else:
             ab.consumer_wait(read)
             mma = _multiply(mma, acc, operands, range(num_blocks), read)
@@ -347,10 +375,13 @@ class MainloopSm90:
         cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))
+        fragments = []
         for index in range(cfg.subtiles):
             # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's
             # (swapped: its columns are the tile's rows).
-            fragment = cute.make_tensor(acc.iterator + index * values, layout)
+            fragments.append(cute.make_tensor(acc.iterator + index * values, layout))
+            writer.visit(fragments[-1], index)  # of all of them first: all loads are under way at once
+        for index, fragment in enumerate(fragments):
             ring_state = writer.write(fragment, index, ring_state)
         return ring_state
 
@@ -375,6 +406,10 @@ class MainloopSm90:
 
     # -- details
 
+    def _is_full(self, ab: Any, state: pipeline.PipelineState) -> Any:
+        """Whether a stage is full, asked without waiting."""
+        return cute.arch.mbarrier_test_wait(ab.producer_get_barrier(state), state.phase)
+
     @cute.jit
     def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
@@ -396,7 +431,13 @@ class MainloopSm90:
 
 
 def _multiply(
-    mma: Any, into: cute.Tensor, operands: tuple[Any, Any], blocks: range, read: Any, adds: bool = False
+    mma: Any,
+    into: cute.Tensor,
+    operands: tuple[Any, Any],
+    blocks: range,
+    read: Any,
+    adds: bool = False,
+    column: int | None = None,
 ) -> Any:
     """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
 
@@ -408,7 +449,10 @@ def _multiply(
         mma.set(warpgroup.Field.ACCUMULATE, False)
     for block in blocks:
         at = (None, None, block, read.index)
-        cute.gemm(mma, into, a[at], b[at], into)
+        columns = b[at]
+        if column is not None:
+            columns = cute.append_ones(b[(None, column, block, read.index)], up_to_rank=2)
+        cute.gemm(mma, into, a[at], columns, into)
         if not adds:
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -22,7 +22,6 @@ def name_of(config: GemmConfig) -> str:
     parts += [config.launch] if config.launch != "ordered" else []
     parts += ["b" + "x".join(map(str, config.blocks))] if config.blocks else []
     parts += ["own"] if config.own_last else []
-    parts += ["s1"] if config.sums == 1 else []
     parts += ["pub"] if config.publisher else []
     parts += [f"k{config.k_split}"] if config.k_split != 1 else []
     parts += [f"g{config.raster_group}"] if config.raster_group != 8 else []

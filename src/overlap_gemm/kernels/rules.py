@@ -25,7 +25,10 @@ MAX_WORLD = 112
 """Ranks that a workspace and a kernel's table of addresses have room for."""
 
 PROMOTED_VALUES = 64
-"""Most accumulators a thread has where they are promoted, since it then has three times as many."""
+"""Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
+
+WIDE_COLUMNS = 256
+"""Columns of a tile that is promoted by halves."""
 
 K_SPLITS = (1, 2, 4)
 """Into how many parts K may be cut where `may_split`."""
@@ -55,13 +58,12 @@ def check(config: GemmConfig) -> None:
         _require_in(name, getattr(config, name), tuple(major for major in majors if major != other))
     if config.fast_accum and not config.has_bytes:
         raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={config.in_dtype!r}")
-    if config.promotes and config.accumulators > PROMOTED_VALUES:
+    if config.promotes and config.accumulators > PROMOTED_VALUES and config.tile[1] != WIDE_COLUMNS:
         raise ValueError(
             f"tile {by(config.tile)} of mma={config.mma!r} has {config.accumulators} accumulators a thread; "
-            f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES} "
-            "(fast_accum=True does not promote)"
+            f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES}, or twice as many of "
+            f"{WIDE_COLUMNS} columns, by halves (fast_accum=True does not promote)"
         )
-    _require_in("sums", config.sums, (1, 2) if config.promotes else (2,))
     check_blocks(config)
     if config.own_last and config.is_swap_ab:
         raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={config.mma!r}")

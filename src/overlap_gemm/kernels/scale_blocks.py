@@ -41,17 +41,9 @@ def check_blocks(config: GemmConfig) -> None:
                 f"{ATOM_ROWS} rows a CTA and multiples of {ATOM_ROWS} columns, not swapped; got "
                 f"tile={by(config.tile)}, mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}"
             )
-    if config.blocks in PROMOTED:
-        if not config.promotes or config.is_swap_ab:
-            raise ValueError(
-                f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
-                f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
-                f"fast_accum={config.fast_accum}"
-            )
-        if config.blocks[2] < config.tile_k and config.sums != 1:
-            raise ValueError(f"blocks={config.blocks} are promoted one by one, sums=1; got {config.sums}")
-        if config.sums == 2 and (config.mma, config.cluster) != ("pingpong", (2, 1)):
-            raise ValueError(
-                "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
-                f"bytes; got mma={config.mma!r}, cluster={by(config.cluster)}"
-            )
+    if config.blocks in PROMOTED and (not config.promotes or config.is_swap_ab):
+        raise ValueError(
+            f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
+            f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
+            f"fast_accum={config.fast_accum}"
+        )
