@@ -83,7 +83,7 @@ def epilogue_role(
             row, read = tile.row, gate.with_rows(tile, extras, call)
         own = None
         if cutlass.const_expr(op.own_sums is not None):
-            own = OwnTile(op.own_sums, call, work, out, extras, tile)
+            own = OwnTile.begin(op.own_sums, call, work, out, extras, tile, thread)
         writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column, own)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
@@ -136,7 +136,7 @@ class SubtileWriter:
         stage = self.stages.tiled[(None, None, state.index)]
         self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)
         if cutlass.const_expr(self.own is not None):
-            self.own.finish(self.stages.flat[(None, state.index)], subtile, self.thread)
+            self.own.finish(self.stages.flat[(None, state.index)], subtile)
         self.ring.commit(state)
         state.advance()
         return state
