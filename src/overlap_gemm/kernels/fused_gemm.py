@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,40 +116,32 @@ class FusedGemm:
         if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
             sent = work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
 
-        if (
-            warp < mainloop.first_epilogue_warp
-            or warp >= mainloop.first_epilogue_warp + mainloop.num_epilogue_warps
-        ):
+        if _is_one_of(warp, self._epilogue_warps):
+            mainloop.adjust_registers(is_epilogue=True)
+            group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
+            if cutlass.const_expr(self._epilogue_ends):
+                cast(Any, op.gate).end(call)
+        else:
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
                 load_role(mainloop, op, res, ops, more, work, call)
-                if cutlass.const_expr(op.gate is not None):
-                    op.end(call, tally, self._ending_warps)
             for private_warp, role in mainloop.private_roles():
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
                 let_next_kernel_go(cfg)
                 op.comm_role(ring, stages, sent, call, output)
-                if cutlass.const_expr(self._is_counted):
-                    op.end(call, tally, self._ending_warps)
-            if cutlass.const_expr(receive is not None):  # noqa: SIM102
-                if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
-                    if cutlass.const_expr(self._publishes):  # noqa: SIM102
-                        if warp == cfg.first_receive_warp:  # which receives when all is published
-                            cast(Any, op.publish_role)(ring, stages, sent, call, output)
-                    receive(call, work, tally, out, extras)
-                    op.end(call, tally, self._ending_warps)
-        else:
-            mainloop.adjust_registers(is_epilogue=True)
-            group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
-            if cutlass.const_expr(self._epilogue_ends):
-                cast(Any, op.gate).end(call)
-                op.end(call, tally, self._ending_warps)
-            if cutlass.const_expr(receive is not None and receive.with_epilogue):
+            if cutlass.const_expr(self._publishes):  # noqa: SIM102
+                if warp == cfg.first_receive_warp:  # which receives when all is published
+                    cast(Any, op.publish_role)(ring, stages, sent, call, output)
+        # Once in the code, so with the registers of those that have the fewest: `sass` looks.
+        if cutlass.const_expr(receive is not None):  # noqa: SIM102
+            if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
-                op.end(call, tally, self._ending_warps)
+        if cutlass.const_expr(self._is_counted):  # noqa: SIM102
+            if _is_one_of(warp, self._ending_warps):
+                op.end(call, tally, len(self._ending_warps))
         if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
             cute.arch.sync_warp()
             cute.arch.cluster_arrive()
@@ -197,10 +190,29 @@ class FusedGemm:
         return self.op.gate is not None and self.config.visits_rows
 
     @property
-    def _ending_warps(self) -> int:
+    def _epilogue_warps(self) -> range:
+        """The mainloop's epilogue warps."""
+        first = self.mainloop.first_epilogue_warp
+        return range(first, first + self.mainloop.num_epilogue_warps)
+
+    @property
+    def _receiving_warps(self) -> list[int]:
+        """Warps that finish what arrives: those of their own, and the epilogue's after their last tile."""
+        first, receive = self.config.first_receive_warp, self.op.receive
+        if receive is None:
+            return []
+        joining = self._epilogue_warps if receive.with_epilogue else ()
+        return [*range(first, first + self.config.receive_warps), *joining]
+
+    @property
+    def _ending_warps(self) -> set[int]:
         """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
-        receive = self.op.receive
-        warps = 1 + (self.op.gate is not None) + self._epilogue_ends * self.mainloop.num_epilogue_warps
-        if receive is not None:
-            warps += self.config.receive_warps + receive.with_epilogue * self.mainloop.num_epilogue_warps
-        return warps
+        warps = {self.mainloop.comm_warp, *self._receiving_warps}
+        if self.op.gate is not None:
+            warps.add(self.mainloop.load_warp)
+        return warps.union(self._epilogue_warps if self._epilogue_ends else ())
+
+
+def _is_one_of(warp: Int32, warps: Iterable[int]) -> Any:
+    """Whether a warp is one of these, fewer than 32 of a CTA."""
+    return ((Int32(sum(1 << number for number in warps)) >> warp) & 1) != 0
