@@ -93,6 +93,13 @@ def test_a_way_that_is_not_known_is_an_error(line):
         sass_findings(program(line, "EXIT"))
 
 
+def test_a_text_that_is_not_understood_is_an_error():
+    lost = "  /*0000*/  { NOP ;\n  /*0010*/  EXIT ;"
+    with pytest.raises(RuntimeError, match="0 instructions are read before"):
+        instructions(lost)
+    assert sass_findings(instructions("  /*0000*/  EXIT ;")) == ["no registers are given away"]
+
+
 def test_without_a_disassembler_nothing_is_said_to_be_clean(compiled, monkeypatch):
     monkeypatch.setattr(sass, "find_nvidia_binary_utility", lambda name: None)
     with pytest.raises(RuntimeError, match="nvidia-cuda-nvdisasm"):

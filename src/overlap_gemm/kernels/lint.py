@@ -61,8 +61,8 @@ class Inspected:
         Raises:
             RuntimeError: warps move registers, and there is no nvdisasm to read what they do then.
         """
-        code = disassemble(self.cubin) if "setmaxnreg" in self.ptx else []
-        return ptx_findings(self.ptx, exchanges) + ptxas_findings(self.report) + sass_findings(code)
+        used = sass_findings(disassemble(self.cubin)) if "setmaxnreg" in self.ptx else []
+        return ptx_findings(self.ptx, exchanges) + ptxas_findings(self.report) + used
 
 
 def inspect(build: Callable[[str], Any], options: str = "") -> Inspected:

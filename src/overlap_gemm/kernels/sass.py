@@ -26,7 +26,8 @@ ENDS = ("BPT.TRAP", "EXIT", "RET")
 """Never go on to the next one; of a call it is the caller that goes on."""
 
 LABEL = re.compile(r"([.$\w]+):")
-INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;.*")
+INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;.*")
+INSTRUCTION_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,20 @@ def disassemble(cubin: bytes) -> list[Instruction]:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Those of a disassembled section."""
+    """Those of a disassembled section.
+
+    Raises:
+        RuntimeError: an instruction does not follow the one before: a line of the text was not understood.
+    """
     labels: dict[str, int] = {}
     found: list[tuple[str, str, str]] = []
     for line in text.splitlines():
         if label := LABEL.fullmatch(line):
             labels[label[1]] = len(found)
         elif one := INSTRUCTION.fullmatch(line):
-            found.append((one[2], one[3], one[1] or ""))
+            if int(one[1], 16) != len(found) * INSTRUCTION_BYTES:
+                raise RuntimeError(f"{len(found)} instructions are read before {line.strip()}")
+            found.append((one[3], one[4], one[2] or ""))
     return [
         Instruction(*one, tuple(labels[name] for name in re.findall(r"`\(([.$\w]+)\)", one[1])))
         for one in found
@@ -90,7 +97,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def sass_findings(code: Sequence[Instruction]) -> list[str]:
-    """What producers do that takes registers they gave away; empty if nothing is.
+    """What is wrong with a kernel whose producers give registers away; empty if nothing is.
 
     A group of up to 8 registers begins at a multiple of its length, and counts are multiples of 8: so the
     group's first one tells. Larger groups are the MMA's, which must not be there.
@@ -98,16 +105,16 @@ def sass_findings(code: Sequence[Instruction]) -> list[str]:
     Raises:
         ValueError: an instruction leads elsewhere in a way that is not known here.
     """
-    findings = []
-    for index, instruction in enumerate(code):
-        if instruction.opcode.startswith("USETMAXREG.DEALLOC"):
-            count = int(instruction.operands, 16)
-            ran = [code[i] for i in reached(code, index)]
-            highest = max((number for one in ran for number in one.registers), default=0)
-            if highest >= count:
-                findings.append(f"producers keep {count} registers; what they run uses R{highest}")
-            if any(one.root.endswith("GMMA") for one in ran):
-                findings.append("producers run into an MMA")
+    given = [index for index, one in enumerate(code) if one.opcode.startswith("USETMAXREG.DEALLOC")]
+    findings = [] if given else ["no registers are given away"]
+    for index in given:
+        count = int(code[index].operands, 16)
+        ran = [code[i] for i in reached(code, index)]
+        highest = max((number for one in ran for number in one.registers), default=0)
+        if highest >= count:
+            findings.append(f"producers keep {count} registers; what they run uses R{highest}")
+        if any(one.root.endswith("GMMA") for one in ran):
+            findings.append("producers run into an MMA")
     return findings
 
 
