@@ -95,6 +95,8 @@ def takes(config: GemmConfig, op: str) -> bool:
     """
     if (config.visits_rows or config.blocks) and op in (SLICED, *SYMMETRIC):
         return False
+    if op in GATHERS and not config.gathers_rows:
+        return False
     summed = op in OWN_LAST or (op in SYMMETRIC and PATTERNS[SYMMETRIC[op]].returns)
     return not (config.is_swap_ab and (summed or op in PUBLISHER))
 

@@ -159,6 +159,16 @@ class StageScales(NamedTuple):
         return [[row * column for row in of_rows] for column in of_columns]
 
 
+def tile_scales(
+    config: GemmConfig, slots: Any, a: cute.Tensor, part: Any, count: Scalar, k_tiles: Scalar
+) -> StageScales | None:
+    """What a partition's thread reads of a tile's, whose first k tile is number ``count``; None: no blocks."""
+    if config.blocks is None:
+        return None
+    last = cute.ceil_div(cute.size(a, mode=[1]), config.blocks[2]) - 1
+    return StageScales(slots, rows_of(part, config.tile), first_slot(config, count, k_tiles), last)
+
+
 def slots_of(config: GemmConfig, smem: Any) -> Any:
     """Allocates the slots."""
     layout = cute.make_layout((CHUNK_WORDS, config.scale_lines, config.ab_stages))

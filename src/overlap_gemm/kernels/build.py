@@ -57,7 +57,9 @@ from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.k_slices import SlicedGather
+from overlap_gemm.kernels.naming import by
 from overlap_gemm.kernels.relay import Relay
+from overlap_gemm.kernels.rules import PROMOTED_VALUES
 from overlap_gemm.kernels.scale_blocks import MX, Blocks
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
@@ -102,8 +104,13 @@ def make_gather_kernel(
         sliced: whether the kernel's warps send by slices of K instead (`k_slices`), which keeps nothing.
 
     Raises:
-        ValueError: what is asked for has no kernel by slices.
+        ValueError: what is asked for has no kernel by slices, or none that gathers rows' scales.
     """
+    if not config.gathers_rows:
+        raise ValueError(
+            f"an all-gather GEMM with scales of rows promotes tiles of up to {PROMOTED_VALUES} accumulators "
+            f"a thread, where others spill 900 bytes; got tile={by(config.tile)}, mma={config.mma!r}"
+        )
     op: KernelOp = AllGather(config, transport, push, keep)
     if sliced:
         if keep:

@@ -154,6 +154,11 @@ class GemmConfig:
         return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
 
     @property
+    def gathers_rows(self) -> bool:
+        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers left."""
+        return self.sum_parts == 1 or not self.visits_rows
+
+    @property
     def keeping(self) -> GemmConfig:
         """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
         return replace(self, cluster=(1, 1)) if self.receives_with_few else self

@@ -41,13 +41,11 @@ from overlap_gemm.kernels import split
 from overlap_gemm.kernels.blocks import (
     NUM_OPERANDS,
     BlockScales,
-    StageScales,
-    first_slot,
     promote,
     promotions,
-    rows_of,
     share_of,
     slots_of,
+    tile_scales,
 )
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
@@ -63,6 +61,7 @@ GROUP_WARPS = 4
 PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
 CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
 PROMOTING_REGISTERS = (72, 216)
+VISITED = 4  # subtiles whose operands are loaded at once
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
@@ -268,11 +267,7 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        scales: Any = None
-        if cfg.blocks is not None:
-            last = cute.ceil_div(cute.size(ops.a, mode=[1]), cfg.blocks[2]) - 1
-            first_chunk = first_slot(cfg, read.count, k_tiles)
-            scales = StageScales(res.scales, rows_of(part, cfg.tile), first_chunk, last)
+        scales: Any = tile_scales(cfg, res.scales, ops.a, part, read.count, k_tiles)
         if cutlass.const_expr(cfg.promotes and cfg.sums == 1):
             acc.fill(0.0)
             done = cute.make_rmem_tensor(
@@ -375,14 +370,14 @@ class MainloopSm90:
         cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))
-        fragments = []
-        for index in range(cfg.subtiles):
-            # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's
-            # (swapped: its columns are the tile's rows).
-            fragments.append(cute.make_tensor(acc.iterator + index * values, layout))
-            writer.visit(fragments[-1], index)  # of all of them first: all loads are under way at once
-        for index, fragment in enumerate(fragments):
-            ring_state = writer.write(fragment, index, ring_state)
+        # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's (swapped:
+        # its columns are the tile's rows).
+        fragments = [cute.make_tensor(acc.iterator + i * values, layout) for i in range(cfg.subtiles)]
+        for first in range(0, cfg.subtiles, VISITED):
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                writer.visit(fragments[index], index)
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                ring_state = writer.write(fragments[index], index, ring_state)
         return ring_state
 
     def store_to_stage(

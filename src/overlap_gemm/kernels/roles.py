@@ -12,6 +12,7 @@ from typing import Any, cast
 import cutlass
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.device.registers import computed_here
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.own import OwnTile
@@ -84,7 +85,8 @@ def epilogue_role(
         own = None
         if cutlass.const_expr(op.own_sums is not None):
             own = OwnTile.begin(op.own_sums, call, work, out, extras, tile, thread)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column, own)
+        place = computed_here(thread)  # else what follows from it takes registers from the accumulators
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column, own)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
