@@ -246,9 +246,8 @@ def _make_plan(
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
         name, fields = kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
-        facts = Facts(
-            ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, name, group.size, chunk
-        )
+        extents = shards.total, columns * group.size, depth
+        facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         config = config.keeping if keep else config
         tile_m, tile_n = config.cluster_tile

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.geometry import SCALE_BYTES
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from ..schedules import ceil_div
 from ..tuning.settings import settings
 from . import mx
@@ -82,6 +82,17 @@ def scale_shapes(
     return (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
 
 
+def unit_scales(
+    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Scales of operands of these shapes as callers pass them, all of them one."""
+    if blocks == MX:
+        one = torch.tensor(1.0, device=device).to(mx.SCALE)
+        return one.expand(mx.num_scales(*x)).clone(), one.expand(mx.num_scales(*weight)).clone()
+    of_x, of_weight = (torch.ones(shape, device=device) for shape in scale_shapes(x, weight, blocks))
+    return of_x, of_weight
+
+
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
     if scale.dtype == mx.SCALE:
@@ -94,11 +105,6 @@ def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     assert blocks is not None, (matrix.shape, scale.shape)
     wide = scale if len(scale) == rows else scale.repeat_interleave(blocks[1], 0)[:rows]
     return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
-
-
-def in_words(blocks: Blocks | None) -> str:
-    """For messages."""
-    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
 
 
 def scale_bytes(depth: int, blocks: Blocks | None) -> int:

@@ -13,6 +13,7 @@ import overlap_gemm
 
 from ..backends.plans import DTYPES
 from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES
+from ..kernels.scale_blocks import PROMOTED, Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards
@@ -93,7 +94,13 @@ class Workload:
 
     def facts(self, ranks: int) -> Facts:
         """The same for the model."""
-        return Facts(self.op, self.m, self.n, self.k, (DTYPES | FLOAT8).get(self.dtype, "f32"), ranks)
+        kind = (DTYPES | FLOAT8).get(self.dtype, "f32")
+        return Facts(self.op, self.m, self.n, self.k, kind, ranks, blocks=self.blocks)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which blocks the scales are of; None: of rows, or of all of an operand."""
+        return PROMOTED[0] if self.scales == "blocks" else None
 
     def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
         """Those of this rank's x and weight."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import mx
-from ..backends.scaling import DEPTH, FLOAT8, OUT_DTYPES, SCALE_DTYPES, in_words, of_blocks
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..backends.scaling import DEPTH, FLOAT8, OUT_DTYPES, SCALE_DTYPES, of_blocks
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from .options import CallOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -5,7 +5,7 @@ Imports neither the DSL nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from overlap_gemm.kernels.naming import by
 
@@ -27,6 +27,20 @@ ATOM_ROWS = 128
 """Rows whose scales of 128 elements of K lie together: an atom, of `ATOM_BYTES`."""
 
 ATOM_BYTES = 512
+
+
+def fields_of(blocks: Blocks | None) -> dict[str, Any]:
+    """Fields of a configuration whose scales are of these blocks; None: of rows."""
+    if blocks is None:
+        return {}
+    # A small ring leaves room for one more stage of A and B than the scales would (docs/design/fp8.md).
+    ring = {"ring_stages": 2, "inflight": 1} if blocks in PROMOTED else {}
+    return {"blocks": blocks, **ring}
+
+
+def in_words(blocks: Blocks | None) -> str:
+    """For messages."""
+    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
 
 
 def check_blocks(config: GemmConfig) -> None:
