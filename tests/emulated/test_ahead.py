@@ -60,8 +60,9 @@ def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block)
         def held(**how):
             return [overlap_gemm.reserve(op, group=g.name, device=CPU, **how) for g in world.ranks]
 
-        m, n, k = (32, 64, 64) if block is None else (32, 256, 512)
-        reserved = held(max_rows=m, columns=n if OPS[op].sums else k, dtype=torch.float8_e4m3fn, block=block)
+        m, n, k = (32, 64, 58) if block is None else (32, 256, 512)
+        columns = k if OPS[op].gathers_operand else n
+        reserved = held(max_rows=m, columns=columns, dtype=torch.float8_e4m3fn, block=block)
         assert all(reserved) and overlap_gemm.workspace_bytes() == sum(reserved)
         for group in world.ranks:
             shapes = OPS[op].shapes(m, n, k, lambda extent: extent // 2)
@@ -78,15 +79,20 @@ def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block)
 
 
 def test_rows_of_8_bits_are_gathered_with_their_scales():
-    """A MiB of rows, which the smallest gather buffer holds, and scales, which it does not."""
-    held = {}
-    for dtype, rows in ((torch.bfloat16, 512), (torch.float8_e4m3fn, 1008), (torch.float8_e4m3fn, 1024)):
+    """A MiB of rows, which the smallest gather buffer holds, and scales, which it does not.
+
+    Of 1012 rows it would hold them with K = 1009, not with K padded to 1024.
+    """
+    held, e4m3 = [], torch.float8_e4m3fn
+    for dtype, rows, k in (
+        (torch.bfloat16, 512, 1024), (e4m3, 1008, 1024), (e4m3, 1024, 1024), (e4m3, 1012, 1009)
+    ):  # fmt: skip
         with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
             group = world.ranks[0]
             out = None if dtype == torch.bfloat16 else torch.bfloat16
-            held[dtype, rows] = reserve(group, CPU, dtype, ["all_gather_gemm"], rows, 1024, out)
-    small, still_small, large = held.values()
-    assert still_small == small < large
+            held.append(reserve(group, CPU, dtype, ["all_gather_gemm"], rows, k, out))
+    small, still_small, large, padded = held
+    assert still_small == small < large == padded
 
 
 def test_blocks_that_there_are_not_cannot_be_reserved():

@@ -16,7 +16,7 @@ from ..spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible
-from . import gather
+from .operands import padded
 from .plans import kind_of, peers_for
 from .scaling import scale_bytes
 from .ways import wanted
@@ -78,7 +78,7 @@ def reserve(
                 zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
                 needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if any(OPS[op].gathers_operand for op in ops):
-        depth = gather.padded(width)
+        depth = padded(width, dtype.itemsize)
         row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
         gathered = group.size * shard_rows(rows, group.size) * row_bytes
         needed["gather"] = wanted(by_shards).shards_class(gathered)

@@ -38,7 +38,7 @@ from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import mx, plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major
+from .operands import ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major, padded
 from .plan import Copies, Plan, Product, Relayed, Travel
 from .plans import (
     both,
@@ -266,6 +266,7 @@ def _make_plan(
         "gather",
         dtype,
         out_dtype,
+        blocks,
         shards,
         depth,
         len(kinds),
@@ -340,11 +341,6 @@ def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     """Those of a result, contiguous; but of a virtual rank, whose kernels have not run yet, a view."""
     first = matrix[:, :columns]
     return first if group.is_virtual else first.contiguous()
-
-
-def padded(extent: int) -> int:
-    """Elements of a row, with what makes it whole 16 bytes of a 16-bit type; at least one 16."""
-    return max(ceil_div(extent, ROW_ELEMENTS), 1) * ROW_ELEMENTS
 
 
 def _padded(vector: Tensor, size: int) -> Tensor:

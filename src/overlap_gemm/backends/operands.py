@@ -15,6 +15,12 @@ ROW_ELEMENTS = 8
 """Of a 16-bit type."""
 
 
+def padded(extent: int, itemsize: int = 2) -> int:
+    """Elements of a row of so many, with what makes it whole 16 bytes; at least one 16."""
+    unit = ROW_BYTES // itemsize
+    return max(-(-extent // unit), 1) * unit
+
+
 def aligned(matrix: Tensor) -> Tensor:
     """`matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
 
@@ -23,11 +29,15 @@ def aligned(matrix: Tensor) -> Tensor:
     """
     if has_tma_strides(matrix) and matrix.data_ptr() % 16 == 0:
         return matrix
+    return widened(matrix)
+
+
+def widened(matrix: Tensor) -> Tensor:
+    """A contiguous copy of `matrix` `[rows, K]` with zeros appended along K to whole 16 bytes."""
     rows, depth = matrix.shape
-    unit = ROW_BYTES // matrix.itemsize
-    padded = matrix.new_zeros(rows, max(-(-depth // unit), 1) * unit)
-    padded[:, :depth] = matrix
-    return padded
+    wide = matrix.new_zeros(rows, padded(depth, matrix.itemsize))
+    wide[:, :depth] = matrix
+    return wide
 
 
 def has_tma_strides(matrix: Tensor) -> bool:

@@ -20,7 +20,7 @@ from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from ..schedules import ceil_div
 from ..tuning.settings import settings
 from . import mx
-from .operands import ROW_BYTES, aligned_vector
+from .operands import ROW_BYTES, aligned_vector, padded, widened
 
 if TYPE_CHECKING:
     from .base import Problem
@@ -32,7 +32,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Types of their products; the first is the default."""
 
 DEPTH = 16
-"""K of scaled operands is a multiple of this: rows of 16 bytes, as TMA and `torch._scaled_mm` want them."""
+"""What `torch._scaled_mm` wants K to be a multiple of, and on GPUs N."""
 
 
 CUBLAS_ROWS = ROW_BYTES // 4
@@ -114,14 +114,18 @@ def scale_bytes(depth: int, blocks: Blocks | None) -> int:
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scales."""
-    rows, depth = x.shape
+    """`x` `[rows, K]` as fused kernels send it: in memory after each row its scales.
+
+    Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes.
+    """
+    (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
     blocks = of_blocks(scale, depth)
     scales = scale.contiguous() if blocks else aligned_vector(scale, rows)[:, None]
-    packed = x.new_empty(max(rows, 1), depth + scale_bytes(depth, blocks)).view(torch.uint8)
+    packed = x.new_empty(max(rows, 1), width + scale_bytes(width, blocks)).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)
-    packed[:rows, depth : depth + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
-    return packed.view(x.dtype)[:, :depth]
+    packed[:rows, depth:width] = 0
+    packed[:rows, width : width + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
+    return packed.view(x.dtype)[:, :width]
 
 
 def as_words(rows: Tensor) -> Tensor:
@@ -217,6 +221,8 @@ def torchs_product(
         fast: `use_fast_accum`.
     """
     scale_a, scale_b = scales
+    if x.shape[1] % DEPTH:
+        x, weight = widened(x), widened(weight)
     if scale_a.ndim < 2 or scale_a.shape[1] == 1:
         return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     kinds = torch.nn.functional.ScalingType
