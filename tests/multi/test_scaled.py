@@ -178,6 +178,17 @@ def baselines_agree(rank, ranks, op):
     blocks = Workload("", op, 24, 256, 272 * ranks, E4M3, "blocks")  # of which torch has no product here
     product = baselines(blocks, blocks.operands(group, torch.device("cpu")), group)["product"]()
     assert len(product) == 24 and product.isfinite().all()
+    for m in (24, 128 * ranks):  # of MX types neither; a shard of x is whole atoms, or cannot be gathered
+        kind = Workload("", op, m, 32, 64 * ranks, E4M3, "mx")
+        operands = kind.operands(group, torch.device("cpu"))
+        calls = baselines(kind, operands, group)
+        assert calls["product"]().isfinite().all() and len(calls["product"]()) == m
+        if OPS[op].gathers_operand and m < 128:
+            with pytest.raises(ValueError, match="12 rows are no whole atoms of 128"):
+                calls["torch"]()
+        else:
+            calls["collective"]()
+            assert calls["torch"]().shape == kind.by("sequential", operands, group)().shape
 
 
 @pytest.mark.parametrize("op", OPS)

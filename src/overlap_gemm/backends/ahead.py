@@ -18,7 +18,7 @@ from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible
 from .operands import padded
 from .plans import kind_of, peers_for
-from .scaling import scale_bytes
+from .scaling import shard_bytes
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
@@ -78,10 +78,12 @@ def reserve(
                 zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
                 needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if any(OPS[op].gathers_operand for op in ops):
-        depth = padded(width, dtype.itemsize)
-        row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
-        gathered = group.size * shard_rows(rows, group.size) * row_bytes
-        needed["gather"] = wanted(by_shards).shards_class(gathered)
+        chunk, depth = shard_rows(rows, group.size), padded(width, dtype.itemsize)
+        shard = chunk * depth * dtype.itemsize
+        if out_dtype is not None:
+            each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
+            shard = max(chunk * of_row + after for of_row, after in each)
+        needed["gather"] = wanted(by_shards).shards_class(group.size * shard)
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 

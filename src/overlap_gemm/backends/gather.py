@@ -48,7 +48,7 @@ from .plans import (
     peers_for,
     resident_clusters,
 )
-from .scaling import as_words, of_blocks, rows_with_scales, scale_bytes
+from .scaling import as_words, of_blocks, rows_with_scales, shard_bytes
 from .ways import obtain_way, wanted
 
 
@@ -227,11 +227,10 @@ def _make_plan(
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    after = mx.num_scales(chunk, depth) if blocks == MX else 0  # all rows of a shard: bytes
-    if after:
-        row_bytes = depth
+    row_bytes, after = depth * dtype.itemsize, 0
+    if out_dtype is not None:
+        row_bytes, after = shard_bytes(chunk, depth, blocks)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes + after
     if after and nbytes:
         nbytes = full

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,38 +58,39 @@ def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
     return next(found, None) if scale.ndim > 1 else None
 
 
-def blocks_named(block: int | None, dtype: torch.dtype) -> Blocks | None:
-    """The blocks that a number stands for, of operands of this type.
+Block = int | Literal["mx"] | None
+"""What callers call blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
+
+
+def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
+    """The blocks that callers call so, of operands of this type.
 
     Raises:
         ValueError: There are no such ones.
     """
-    found: dict[int | None, Blocks | None] = {None: None}
+    found: dict[Block, Blocks | None] = {None: None}
     if dtype in FLOAT8:
-        found |= {kind[2]: kind for kind in PROMOTED}
+        found |= {kind[2]: kind for kind in PROMOTED} | {"mx": MX}
     if block not in found:
         raise ValueError(f"block must be one of {', '.join(map(str, found))} of {dtype}, got {block}")
     return found[block]
 
 
-def scale_shapes(
-    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of scales of operands of these shapes: of blocks, or of rows, which they are where K is one block."""
-    depth = x[1]
-    rows, height, length = blocks if blocks and depth > blocks[2] else (1, 1, depth or 1)
-    along = max(ceil_div(depth, length), 1)
-    return (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
-
-
 def unit_scales(
     x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Scales of operands of these shapes as callers pass them, all of them one."""
+    """Scales of operands of these shapes as callers pass them, all of them one.
+
+    Of blocks, or of rows, which they are where K is one block.
+    """
     if blocks == MX:
-        one = torch.tensor(1.0, device=device).to(mx.SCALE)
-        return one.expand(mx.num_scales(*x)).clone(), one.expand(mx.num_scales(*weight)).clone()
-    of_x, of_weight = (torch.ones(shape, device=device) for shape in scale_shapes(x, weight, blocks))
+        of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
+        return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
+    depth = x[1]
+    rows, height, length = blocks if blocks and depth > blocks[2] else (1, 1, depth or 1)
+    along = max(ceil_div(depth, length), 1)
+    shapes = (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
+    of_x, of_weight = (torch.ones(shape, device=device) for shape in shapes)
     return of_x, of_weight
 
 
@@ -111,6 +112,13 @@ def scale_bytes(depth: int, blocks: Blocks | None) -> int:
     """After each row of `rows_with_scales`: its scale or those of its blocks, a multiple of 16."""
     scales = ceil_div(depth, blocks[2]) if blocks else 1
     return ceil_div(4 * scales, SCALE_BYTES) * SCALE_BYTES
+
+
+def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
+    """Of a shard of 8-bit rows that is gathered: bytes of a row, and of what lies after all rows."""
+    if blocks == MX:
+        return depth, mx.num_scales(rows, depth)
+    return depth + scale_bytes(depth, blocks), 0
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
+from .workload import BlockOption, block_of
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
@@ -37,9 +38,7 @@ def plan(
         Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"],
         typer.Option(help="Of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
-    block: Annotated[
-        int | None, typer.Option(help="Of 8-bit operands: blocks of 128 or 32 share a scale. [default: rows]")
-    ] = None,
+    block: BlockOption = None,
     machine: Annotated[
         str | None, typer.Option(help="Constants: a file of `tune`, or h200, b200. [default: the arch's]")
     ] = None,
@@ -54,7 +53,7 @@ def plan(
     console = rank_zero_console(0)
     kind = getattr(torch, dtype)
     try:
-        blocks = blocks_named(block, kind)
+        blocks = blocks_named(block_of(block), kind)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--block") from error
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks, blocks=blocks)
