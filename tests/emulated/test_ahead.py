@@ -1,5 +1,6 @@
 """A workspace that is reserved serves every call up to its size, whichever kernel that gets."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,13 +12,16 @@ from overlap_gemm.backends import gather, plans, ways
 from overlap_gemm.backends.ahead import reserve
 from overlap_gemm.backends.plans import plan_for
 from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.scale_blocks import MX
+from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.spec import OPS, PATTERNS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for, save
+from overlap_gemm.tuning.model import efficiency_key
 from overlap_gemm.tuning.settings import configured
 
-CPU = torch.device("cpu")
+CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 RS, GATHER = "gemm_reduce_scatter", "all_gather_gemm"
 
 
@@ -147,3 +151,30 @@ def test_blocks_that_there_are_not_cannot_be_reserved():
         overlap_gemm.reserve(max_rows=8, columns=8, dtype=torch.float8_e4m3fn, block=64)
     with pytest.raises(ValueError, match="block must be one of None of torch.bfloat16, got 128"):
         overlap_gemm.warmup(RS, (8, 8, 8), block=128)
+
+
+def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch, tmp_path):
+    """Their kernels' own efficiencies decide, and that none of them is swapped: few rows are all-reduced."""
+    kernel, known = "pingpong 64x128 1x1", load("h200")
+    own = {**known.efficiencies(None), f"{kernel} b1x128x128": 0.9}
+    save(replace(known, efficiency=own), tmp_path / "mine.json")
+    monkeypatch.setenv(MACHINE_VARIABLE, str(tmp_path / "mine.json"))
+    for module in (plans, gather):
+        for name in {"compiled_kernel", "compiled_gather", "compiled_gate"} & vars(module).keys():
+            monkeypatch.setattr(module, name, lambda *_: None)
+    machine_for.cache_clear()
+    x, weights = torch.empty(8, 512, dtype=E4M3), [torch.empty(2048, 512, dtype=E4M3)]
+    chosen = []
+    with Emulator("sm_90a", 2, num_sms=132) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        for blocks in (None, PROMOTED[0]):
+            shape, how = ExchangeShape.even(16, 4096, 2, "reduce_scatter"), (torch.bfloat16, blocks)
+            for group in world.ranks:
+                scatter = plan_for(group, CPU, E4M3, shape, "k", "k", False, 8192, *how)
+                rows = gather.plan_for(group, x, 512, weights, False, Shards.even(16, 2), False, *how)
+                chosen.append(
+                    (scatter.pattern, *(efficiency_key(p.products[0].config) for p in (scatter, rows)))
+                )
+    machine_for.cache_clear()
+    assert chosen[0] == chosen[1] and chosen[2] == chosen[3], "on every rank"
+    assert chosen[0][0] == "reduce_scatter" and chosen[2][0] == "one_shot"
+    assert chosen[2][1:] == (f"{kernel} b1x128x128",) * 2 and not any("b1x" in key for key in chosen[0])
