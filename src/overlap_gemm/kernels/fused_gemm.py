@@ -116,13 +116,7 @@ class FusedGemm:
         if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
             sent = work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
 
-        if _is_one_of(warp, self._epilogue_warps):
-            mainloop.adjust_registers(is_epilogue=True)
-            group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
-            if cutlass.const_expr(self._epilogue_ends):
-                cast(Any, op.gate).end(call)
-        else:
+        if _is_one_of(warp, self._other_warps):
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
                 load_role(mainloop, op, res, ops, more, work, call)
@@ -135,6 +129,12 @@ class FusedGemm:
             if cutlass.const_expr(self._publishes):  # noqa: SIM102
                 if warp == cfg.first_receive_warp:  # which receives when all is published
                     cast(Any, op.publish_role)(ring, stages, sent, call, output)
+        else:
+            mainloop.adjust_registers(is_epilogue=True)
+            group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
+            if cutlass.const_expr(self._epilogue_ends):
+                cast(Any, op.gate).end(call)
         # Once in the code, so with the registers of those that have the fewest: `sass` looks.
         if cutlass.const_expr(receive is not None):  # noqa: SIM102
             if _is_one_of(warp, self._receiving_warps):
@@ -194,6 +194,11 @@ class FusedGemm:
         """The mainloop's epilogue warps."""
         first = self.mainloop.first_epilogue_warp
         return range(first, first + self.mainloop.num_epilogue_warps)
+
+    @property
+    def _other_warps(self) -> set[int]:
+        """All but those: load, comm, the mainloop's private ones, receive."""
+        return set(range(self.config.threads // 32)).difference(self._epilogue_warps)
 
     @property
     def _receiving_warps(self) -> list[int]:
