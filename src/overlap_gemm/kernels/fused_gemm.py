@@ -120,28 +120,35 @@ class FusedGemm:
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
                 load_role(mainloop, op, res, ops, more, work, call)
+                if cutlass.const_expr(op.gate is not None):
+                    op.end(call, tally, self._ending_warps)
             for private_warp, role in mainloop.private_roles():
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
                 let_next_kernel_go(cfg)
                 op.comm_role(ring, stages, sent, call, output)
+                if cutlass.const_expr(self._is_counted):
+                    op.end(call, tally, self._ending_warps)
             if cutlass.const_expr(self._publishes):  # noqa: SIM102
                 if warp == cfg.first_receive_warp:  # which receives when all is published
                     cast(Any, op.publish_role)(ring, stages, sent, call, output)
+            if cutlass.const_expr(receive is not None and not receive.with_epilogue):  # noqa: SIM102
+                if _is_one_of(warp, self._receiving_warps):
+                    receive(call, work, tally, out, extras)
+                    op.end(call, tally, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
             epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
+                op.end(call, tally, self._ending_warps)
         # Once in the code, so with the registers of those that have the fewest: `sass` looks.
-        if cutlass.const_expr(receive is not None):  # noqa: SIM102
+        if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
             if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
-        if cutlass.const_expr(self._is_counted):  # noqa: SIM102
-            if _is_one_of(warp, self._ending_warps):
-                op.end(call, tally, len(self._ending_warps))
+                op.end(call, tally, self._ending_warps)
         if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
             cute.arch.sync_warp()
             cute.arch.cluster_arrive()
@@ -210,12 +217,10 @@ class FusedGemm:
         return [*range(first, first + self.config.receive_warps), *joining]
 
     @property
-    def _ending_warps(self) -> set[int]:
+    def _ending_warps(self) -> int:
         """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
-        warps = {self.mainloop.comm_warp, *self._receiving_warps}
-        if self.op.gate is not None:
-            warps.add(self.mainloop.load_warp)
-        return warps.union(self._epilogue_warps if self._epilogue_ends else ())
+        warps = 1 + (self.op.gate is not None) + len(self._receiving_warps)
+        return warps + self._epilogue_ends * self.mainloop.num_epilogue_warps
 
 
 def _is_one_of(warp: Int32, warps: Iterable[int]) -> Any:
