@@ -104,7 +104,6 @@ class OwnSums:
         loaded = cute.make_rmem_tensor(
             (StageChunks(cfg).elements, self._chunks, self._sources), DTYPES[cfg.slot_dtype]
         )
-        loaded.fill(0.0)  # else what the tile before has left lives on through the mainloop
         return Part(warp, first, address, Int64(work.slots) * cfg.tile_bytes, window, loaded)
 
     @cute.jit
