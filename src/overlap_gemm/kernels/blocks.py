@@ -162,7 +162,7 @@ class StageScales(NamedTuple):
 def tile_scales(
     config: GemmConfig, slots: Any, a: cute.Tensor, part: Any, count: Scalar, k_tiles: Scalar
 ) -> StageScales | None:
-    """What a partition's thread reads of a tile's, whose first k tile is number ``count``; None: no blocks."""
+    """What a partition's thread reads of a tile, whose first k tile is number ``count``, or None."""
     if config.blocks is None:
         return None
     last = cute.ceil_div(cute.size(a, mode=[1]), config.blocks[2]) - 1

@@ -155,7 +155,7 @@ class GemmConfig:
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers left."""
+        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers."""
         return self.sum_parts == 1 or not self.visits_rows
 
     @property

@@ -12,9 +12,7 @@ are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be
 fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
 accumulator is the tile's transpose; that is undone on the way into the stage.
 
-8-bit operands: wgmma keeps 14 bits of what it adds, so by default the sum of each k tile (128 elements of K,
-4 instructions) is added to fp32 registers, while the tensor cores are at the next one: three sets of them.
-Where 32 elements of K share a scale, the sum of each instruction is, one after the other.
+8-bit operands: wgmma keeps 14 bits of what it adds, so by default sums are promoted (`kernels.promotion`).
 
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
@@ -38,18 +36,11 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES, LANES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import (
-    NUM_OPERANDS,
-    BlockScales,
-    promote,
-    promotions,
-    share_of,
-    slots_of,
-    tile_scales,
-)
+from overlap_gemm.kernels.blocks import NUM_OPERANDS, BlockScales, slots_of, tile_scales
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
+from overlap_gemm.kernels.promotion import accumulate_promoted, multiply
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
 
@@ -267,56 +258,16 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        scales: Any = tile_scales(cfg, res.scales, ops.a, part, read.count, k_tiles)
-        if cutlass.const_expr(cfg.promotes and cfg.sums == 1):
-            acc.fill(0.0)
-            done = cute.make_rmem_tensor(
-                mma.partition_shape_C((cfg.tile[0], cfg.tile[1] // cfg.sum_parts)), cutlass.Float32
-            )
-            parts = promotions(cfg)
-            ab.consumer_wait(read)
-            for step in cutlass.range(k_tiles, unroll=1):
-                following = read.clone()
-                following.advance()
-                for number in cutlass.range_constexpr(parts):
-                    blocks = range(number * num_blocks // parts, (number + 1) * num_blocks // parts)
-                    factors: Any = None
-                    for column in cutlass.range_constexpr(cfg.sum_parts):
-                        mma = _multiply(mma, done, operands, blocks, read, column=column)
-                        if cutlass.const_expr(number == 0 and column == 0):  # noqa: SIM102
-                            if step + 1 < k_tiles:  # here, where it costs nothing; of two stages one is free
-                                ab.consumer_wait(following)
-                        if cutlass.const_expr(column == 0 and scales is not None):
-                            factors = scales.factors(cfg, step, number)
-                        warpgroup.wait_group(0)
-                        if cutlass.const_expr(number == parts - 1 and column == cfg.sum_parts - 1):
-                            ab.consumer_release(read)
-                        promote(acc[(None, 0, column)], done, share_of(factors, column, cfg.sum_parts))
-                read.advance()
-        elif cutlass.const_expr(cfg.promotes):
-            # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
-            # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
-            acc.fill(0.0)
-            sums = [cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(cfg.k_step)]
-            is_full = self._is_full(ab, read)
-            for _ in cutlass.range(k_tiles // cfg.k_step, unroll=1):
-                for number, under_way in enumerate(sums):
-                    ab.consumer_wait(read, is_full if number == 0 else None)
-                    mma = _multiply(mma, under_way, operands, range(num_blocks), read)
-                    read.advance()
-                is_full = self._is_full(ab, read)
-                for number, done in enumerate(sums):
-                    warpgroup.wait_group(cfg.k_step - 1 - number)
-                    ab.consumer_release(freed)
-                    freed.advance()
-                    promote(acc, done, None)
+        if cutlass.const_expr(cfg.promotes):
+            scales = tile_scales(cfg, res.scales, ops.a, part, read.count, k_tiles)
+            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, k_tiles, scales)
         else:
             ab.consumer_wait(read)
-            mma = _multiply(mma, acc, operands, range(num_blocks), read)
+            mma = multiply(mma, acc, operands, range(num_blocks), read)
             read.advance()
             for _ in cutlass.range(1, k_tiles, unroll=1):
                 ab.consumer_wait(read)
-                mma = _multiply(mma, acc, operands, range(num_blocks), read, adds=True)
+                mma = multiply(mma, acc, operands, range(num_blocks), read, adds=True)
                 warpgroup.wait_group(1)
                 ab.consumer_release(freed)
                 freed.advance()
@@ -401,10 +352,6 @@ class MainloopSm90:
 
     # -- details
 
-    def _is_full(self, ab: Any, state: pipeline.PipelineState) -> Any:
-        """Whether a stage is full, asked without waiting."""
-        return cute.arch.mbarrier_test_wait(ab.producer_get_barrier(state), state.phase)
-
     @cute.jit
     def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
@@ -423,32 +370,3 @@ class MainloopSm90:
             utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
             utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),
         )
-
-
-def _multiply(
-    mma: Any,
-    into: cute.Tensor,
-    operands: tuple[Any, Any],
-    blocks: range,
-    read: Any,
-    adds: bool = False,
-    column: int | None = None,
-) -> Any:
-    """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
-
-    Returns ``mma``, whose field it sets: a loop around the call sees that by the name's being bound again.
-    """
-    a, b = operands
-    warpgroup.fence()
-    if not adds:
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-    for block in blocks:
-        at = (None, None, block, read.index)
-        columns = b[at]
-        if column is not None:
-            columns = cute.append_ones(b[(None, column, block, read.index)], up_to_rank=2)
-        cute.gemm(mma, into, a[at], columns, into)
-        if not adds:
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-    return mma

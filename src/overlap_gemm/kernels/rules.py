@@ -27,9 +27,6 @@ MAX_WORLD = 112
 PROMOTED_VALUES = 64
 """Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
 
-WIDE_COLUMNS = 256
-"""Columns of a tile that is promoted by halves."""
-
 K_SPLITS = (1, 2, 4)
 """Into how many parts K may be cut where `may_split`."""
 
@@ -58,11 +55,12 @@ def check(config: GemmConfig) -> None:
         _require_in(name, getattr(config, name), tuple(major for major in majors if major != other))
     if config.fast_accum and not config.has_bytes:
         raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={config.in_dtype!r}")
-    if config.promotes and config.accumulators > PROMOTED_VALUES and config.tile[1] != WIDE_COLUMNS:
+    if config.promotes and config.accumulators > PROMOTED_VALUES and not _by_halves(config):
         raise ValueError(
-            f"tile {by(config.tile)} of mma={config.mma!r} has {config.accumulators} accumulators a thread; "
-            f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES}, or twice as many of "
-            f"{WIDE_COLUMNS} columns, by halves (fast_accum=True does not promote)"
+            f"tile {by(config.tile)} of mma={config.mma!r} in clusters of {by(config.cluster)} has "
+            f"{config.accumulators} accumulators a thread; where sums are promoted to fp32 there is room for "
+            f"{PROMOTED_VALUES}, or for {2 * PROMOTED_VALUES} of cooperative kernels in clusters of two, by "
+            "halves (fast_accum=True does not promote)"
         )
     check_blocks(config)
     if config.own_last and config.is_swap_ab:
@@ -87,6 +85,11 @@ def check(config: GemmConfig) -> None:
             f"{config.ring_stages} ring stages of {config.stage_bytes} bytes leave room for "
             f"{config.ab_stages} A/B stages of {config.ab_stage_bytes} bytes; at least 2 are needed"
         )
+
+
+def _by_halves(config: GemmConfig) -> bool:
+    """Whether a wide tile may be promoted: one of two ping-pong groups would wait, a CTA alone spills."""
+    return config.epilogue_groups == 1 and config.cluster_size > 1
 
 
 def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:

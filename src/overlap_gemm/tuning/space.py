@@ -209,6 +209,8 @@ def _choose(
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
     if facts.m > machine.few_rows or facts.spec.gathers_operand:
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
+    if facts.spec.gathers_operand:  # with rows come their scales: `GemmConfig.gathers_rows`
+        fitting = [c for c in fitting if c.sum_parts == 1 or c.blocks] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
