@@ -73,10 +73,12 @@ def quantisers(rows: int, width: int) -> dict[str, Any]:
     """Times of one shape."""
     count = max(2, min(64, -(-ROTATED // (2 * rows * width))))
     inputs = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    fused = torch.compile(quantize_rows, dynamic=False)
+    torch._dynamo.reset()  # else the limit of recompilations is met, and the rest runs eagerly
+    fused, any_shape = (torch.compile(quantize_rows, dynamic=dynamic) for dynamic in (False, True))
     calls: dict[str, Call] = {
         "eager": quantize_rows,
         "compiled": fused,
+        "compiled for any shape": any_shape,
         "compiled 1x128": lambda x: fused(x, block=128),
         "compiled 1x128, powers of two": lambda x: fused(x, block=128, power_of_two=True),
         **others(),
@@ -104,6 +106,7 @@ def products(m: int, n: int, k: int) -> dict[str, Any]:
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     values, scale = quantize_rows(weight)
     ready = [quantize_rows(x) for x in inputs]
+    torch._dynamo.reset()
     fused = torch.compile(quantize_rows, dynamic=False)
 
     def multiplied(x: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def caller(workload: Workload, world: VirtualWorld, sets: list[Any]) -> Callable
 
     def call() -> list[Tensor]:
         given = zip(world.names, sets[next(turn) % SETS], strict=True)
-        outs = [op(x, weight, group=name, backend="fused", **extents) for name, (x, weight) in given]
+        outs = [op(o.x, o.weight, group=name, backend="fused", **extents) for name, o in given]
         for rank in range(len(world.names)):
             torch.cuda.current_stream().wait_stream(world.executor(rank).stream)  # type: ignore[attr-defined]
         return outs

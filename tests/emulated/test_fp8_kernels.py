@@ -136,7 +136,7 @@ def test_long_sums_need_the_promotion():
     [
         (
             {"tile": (128, 128)},
-            "clusters of 1x1 has 128 accumulators a thread; where sums are promoted .* room for 64, or for 128",
+            "1x1 has 128 accumulators a thread; where sums are promoted .* for 64, or for 128",
         ),
         ({"tile": (128, 256), "mma": "cooperative"}, "128 of cooperative kernels in clusters of two"),
         ({"tile": (64, 256), "cluster": (2, 1)}, "128 of cooperative kernels in clusters of two"),
