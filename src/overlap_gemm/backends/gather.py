@@ -107,7 +107,7 @@ def all_gather_gemm(
     scales: Sequence[Any] = (),
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
+    """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
     ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
     (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.

@@ -20,6 +20,7 @@ from ..backends.fused import Fused
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
 from ..runtime.group import LOCAL, Group, group_name, resolve
+from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.calibrate import calibrate
 from ..tuning.machine import (
@@ -169,7 +170,8 @@ class GpuProbe:
         x, weight = self._operands(m, n, k)
         shards = Shards.even(m, 1)
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
-            return self._seconds(lambda: Fused().gemm_reduce_scatter(x, weight, None, shards, ALONE))
+            op = GEMM_REDUCE_SCATTER
+            return self._seconds(lambda: Fused().call(op, x, weight, None, shards, ALONE))
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """See `Probe.fused`."""
