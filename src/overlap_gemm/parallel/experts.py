@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..dispatch.lowering import total_extent
 from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from .assignment import PAIRED, expert_shapes, features_dim
+from .layouts import as_output
 from .parts import SEQUENCE_DIM, LengthFor, Localized
 
 
@@ -48,10 +49,7 @@ def put_together(experts: Any) -> None:
 
 def _replace(experts: Any, local: Tensor, placement: Placement, whole: torch.Size) -> None:
     old = experts.gate_up_proj
-    stride = torch.empty(whole, device="meta").stride()
-    new = DTensor.from_local(
-        local.detach(), old.device_mesh, (placement,), run_check=False, shape=whole, stride=stride
-    )
+    new = as_output(local.detach(), whole, old.device_mesh, placement, use_local_output=False)
     experts.gate_up_proj = nn.Parameter(new, requires_grad=old.requires_grad)
 
 
