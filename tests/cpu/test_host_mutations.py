@@ -23,7 +23,7 @@ ONCE_SURVIVED = [
      "return settings(), torch._C._get_deterministic_algorithms()", RULES),
     ("schedules/orders.py", "Place((work.rank + t // tiles) % work.owners",
      "Place((work.rank + 1 + t // tiles) % work.owners", RULES),
-    ("integrations/torch_symm_mem.py", "A.shape[scatter_dim] % ranks:", "False:", RULES),
+    ("integrations/torch_symm_mem.py", "rows % (ranks := group_size(group)):", "False:", RULES),
     ("runtime/bootstrap.py", 'int(env["SLURM_JOB_ID"]) * 64 + int(env.get("SLURM_STEP_ID", 0))',
      'int(env["SLURM_JOB_ID"])', RULES),
     ("kernels/geometry.py", "ceil_div(shard, unit) * unit", "shard", RULES),

@@ -267,7 +267,7 @@ def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monk
         torch_symm_mem, "_torchs", lambda op, A, why: said.append(why) or (lambda *_: "torch's")
     )
     monkeypatch.setattr(torch_symm_mem, "gemm_reduce_scatter", lambda A, B, **_: A)
-    out = torch_symm_mem._matmul_reduce_scatter(torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g", "auto")
+    out = torch_symm_mem._matmul_reduce_scatter("auto", torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g")
     assert isinstance(out, torch.Tensor) == divides
     assert said == ([] if divides else [f"{rows} rows are not divisible by P=2"])
 
