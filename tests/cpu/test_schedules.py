@@ -13,10 +13,10 @@ from overlap_gemm.schedules import (
     TileGrid,
     WorkList,
     num_owners,
-    owned_rows,
     shard_rows,
 )
 from overlap_gemm.schedules.orders import grouped_raster
+from overlap_gemm.spec.sharding import Shards
 
 grids = st.builds(TileGrid, st.integers(1, 12), st.integers(1, 12))
 groups = st.integers(1, 5)
@@ -25,9 +25,8 @@ groups = st.integers(1, 5)
 @given(rows=st.integers(1, 300), world=st.integers(1, 12))
 def test_ownership_is_torch_chunk(rows, world):
     chunks = [len(c) for c in torch.arange(rows).chunk(world)]
-    assert [owned_rows(rows, shard_rows(rows, world), r) for r in range(world)] == chunks + [0] * (
-        world - len(chunks)
-    )
+    shards = Shards(rows, world, shard_rows(rows, world))
+    assert shards.sizes == chunks + [0] * (world - len(chunks))
     assert num_owners(rows, shard_rows(rows, world)) == len(chunks)
     assert shard_rows(rows, world) == chunks[0]
 

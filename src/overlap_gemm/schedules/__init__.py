@@ -13,7 +13,7 @@ from overlap_gemm.schedules.orders import (
     TileGrid,
     WorkList,
 )
-from overlap_gemm.schedules.shards import ceil_div, num_owners, owned_rows, shard_rows
+from overlap_gemm.schedules.shards import ceil_div, num_owners, shard_rows
 
 __all__ = [
     "DealtShards",
@@ -25,6 +25,5 @@ __all__ = [
     "WorkList",
     "ceil_div",
     "num_owners",
-    "owned_rows",
     "shard_rows",
 ]

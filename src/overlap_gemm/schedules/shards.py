@@ -26,8 +26,3 @@ def shard_rows(rows: Int, world: Int) -> Int:
 def num_owners(rows: Int, shard: Int) -> Int:
     """Ranks that own at least one row, with ``shard`` rows in a full shard; ``rows >= 1``."""
     return ceil_div(rows, shard)
-
-
-def owned_rows(rows: int, shard: int, rank: int) -> int:
-    """Rows of ``rank``'s shard (host only); 0 for a rank after the last owner."""
-    return max(0, min(shard, rows - rank * shard))
