@@ -13,7 +13,7 @@ from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
-from .collectives import all_gather_rows
+from .collectives import all_gather_rows, gemms
 from .reach import Reach, reach_of
 from .scaling import Operand, dequantised, in_words, with_scales
 
@@ -217,15 +217,16 @@ class Portable(ABC):
     def why_slower(self, problem: Problem) -> str | None:
         """See `Backend`."""
 
-    @abstractmethod
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
     ) -> tuple[Tensor, list[Tensor]]:
         """Gathers x `[shards.size(rank), K]` to `[M, K]` and multiplies it with each weight `[N_i, K]`.
 
         `biases` holds one `[N_i]` per weight, or nothing. Returns the gathered x (x itself in a group of one)
-        and the products `[M, N_i]`.
+        and the products `[M, N_i]`. Here the one after the other.
         """
+        gathered = all_gather_rows(x, shards, group)
+        return gathered, gemms(gathered, weights, biases)
 
     @abstractmethod
     def gemm_reduce_scatter(

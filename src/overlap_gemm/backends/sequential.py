@@ -1,13 +1,11 @@
 """First the collective, then the product (or the other way round), summed in rank order: the last resort."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
 from .base import Portable, Problem
-from .collectives import all_gather_rows, gemm, gemms, reduce_scatter_rows
+from .collectives import all_gather_rows, gemm, reduce_scatter_rows
 from .scaling import why_no_scaled_mm
 
 
@@ -21,13 +19,6 @@ class Sequential(Portable):
         if problem.is_scaled and why_no_scaled_mm(problem):
             return None
         return None if problem.deterministic else "its sums in rank order cost more than the collective's"
-
-    def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See `Portable.all_gather_gemm`."""
-        gathered = all_gather_rows(x, shards, group)
-        return gathered, gemms(gathered, weights, biases)
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group

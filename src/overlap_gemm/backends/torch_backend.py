@@ -8,15 +8,13 @@ equal blocks only. A product that is to be scattered is written into a padded te
 shard that is to be gathered is copied.
 """
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
 from .base import Portable, Problem
-from .collectives import all_gather_rows, collective, gemm, gemms
+from .collectives import collective, gemm
 from .scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.
@@ -40,13 +38,6 @@ class Torch(Portable):
     def why_slower(self, problem: Problem) -> str | None:
         """What every other way is compared with."""
         return None
-
-    def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See `Portable.all_gather_gemm`."""
-        gathered = all_gather_rows(x, shards, group)
-        return gathered, gemms(gathered, weights, biases)
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
