@@ -66,7 +66,7 @@ class AllToAll(TileExchange):
 
     def sender(self, stages: Any, work: Any, call: Any, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return OwnerSender(self, work, call, stages, call.epoch)
 
 
 @dataclass(frozen=True)

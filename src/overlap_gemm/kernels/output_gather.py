@@ -104,5 +104,4 @@ class OutputGather(TileExchange):
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> GatherSender:
         """Stores every tile, and sends it to everybody."""
-        given = (self.config, self.order, self.transport, work, call, stages, call.epoch)
-        return GatherSender(BroadcastSender(*given, to_itself=False), output)
+        return GatherSender(BroadcastSender(self, work, call, stages, call.epoch, to_itself=False), output)

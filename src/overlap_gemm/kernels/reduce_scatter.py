@@ -86,4 +86,4 @@ class ReduceScatter(PartialExchange):
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return OwnerSender(self, work, call, stages, call.epoch)
