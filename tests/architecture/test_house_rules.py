@@ -15,7 +15,7 @@ SOURCES = ("src", "emulator/src")
 LONGEST_FILE = 450
 """The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
 
-ROOMS, FLOORS, ARROWS = 16, 12, 63
+ROOMS, FLOORS, ARROWS = 15, 12, 59
 """The package's subpackages and modules, their layers, and the pairs of which one imports the other."""
 
 
@@ -84,7 +84,7 @@ PLANTED = {
     "overlap_gemm/runtime/order.py": "overlap_gemm.dispatch.ops",
     "overlap_gemm/kernels/config.py": "overlap_gemm.transports",
     "overlap_gemm/backends/base.py": "overlap_gemm.nn",
-    "overlap_gemm/schedules/orders.py": "nvshmem",
+    "overlap_gemm/kernels/orders.py": "nvshmem",
 }
 
 

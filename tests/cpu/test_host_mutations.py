@@ -21,7 +21,7 @@ ONCE_SURVIVED = [
      "if named and (machine := load(named)):", RULES),
     ("dispatch/calls.py", "return settings(), torch._C._get_deterministic_algorithms(), where",
      "return settings(), torch._C._get_deterministic_algorithms()", RULES),
-    ("schedules/orders.py", "Place((work.rank + t // tiles) % work.owners",
+    ("kernels/orders.py", "Place((work.rank + t // tiles) % work.owners",
      "Place((work.rank + 1 + t // tiles) % work.owners", RULES),
     ("integrations/torch_symm_mem.py", "rows % (ranks := group_size(group)):", "False:", RULES),
     ("runtime/bootstrap.py", 'int(env["SLURM_JOB_ID"]) * 64 + int(env.get("SLURM_STEP_ID", 0))',

@@ -17,11 +17,10 @@ from overlap_gemm.dispatch import calls, choosing
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
+from overlap_gemm.kernels.orders import OwnShardFirst, TileGrid, WorkList
 from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
-from overlap_gemm.schedules import TileGrid
-from overlap_gemm.schedules.orders import OwnShardFirst, WorkList
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.machine import machine_for

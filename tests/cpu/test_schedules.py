@@ -6,17 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_gemm.schedules import (
+from overlap_gemm.kernels.orders import (
     DealtShards,
     LinearOrder,
     OwnTilesLast,
     TileGrid,
     WorkList,
-    num_owners,
-    shard_rows,
+    grouped_raster,
 )
-from overlap_gemm.schedules.orders import grouped_raster
-from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.spec.sharding import Shards, num_owners, shard_rows
 
 grids = st.builds(TileGrid, st.integers(1, 12), st.integers(1, 12))
 groups = st.integers(1, 5)

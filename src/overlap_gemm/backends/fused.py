@@ -19,9 +19,8 @@ from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
-from ..schedules import shard_rows
 from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
-from ..spec.sharding import Shards
+from ..spec.sharding import Shards, shard_rows
 from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
 from . import gather, mx

@@ -61,10 +61,11 @@ from overlap_gemm.kernels.gemm import OutputSender, store_subtile
 from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.orders import OwnShardFirst, Place
 from overlap_gemm.kernels.product import output_store
 from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.kernels.work import CtaTile, Share, Work
-from overlap_gemm.schedules import OwnShardFirst, Place, ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 
 
 class Shards(NamedTuple):

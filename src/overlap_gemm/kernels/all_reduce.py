@@ -75,6 +75,7 @@ from overlap_gemm.kernels.copies import ResultCopies, Results, ResultSender
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.gemm import own_columns
+from overlap_gemm.kernels.orders import LinearOrder
 from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Part, Receiver
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
@@ -82,7 +83,6 @@ from overlap_gemm.kernels.send import BroadcastSender
 from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import LinearOrder
 from overlap_gemm.spec import GEMM_ALL_REDUCE
 
 

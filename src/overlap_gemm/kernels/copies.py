@@ -21,6 +21,7 @@ from overlap_gemm.device.traced import Address, Predicate, Scalar
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
+from overlap_gemm.kernels.orders import TileGrid, WorkList
 from overlap_gemm.kernels.receive import (
     ReceiveContext,
     Window,
@@ -29,7 +30,7 @@ from overlap_gemm.kernels.receive import (
 )
 from overlap_gemm.kernels.send import GatherSender, Placed
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
-from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 

@@ -37,8 +37,8 @@ from overlap_gemm.kernels.geometry import (
 )
 from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
-from overlap_gemm.schedules import ceil_div
 from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 

@@ -46,10 +46,11 @@ from overlap_gemm.kernels.gathering import (
 )
 from overlap_gemm.kernels.geometry import SENDER_BYTES, SENDERS_OFFSET, k_slice
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.orders import Place
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work, cta_number, num_ctas
-from overlap_gemm.schedules import Place, ceil_div
 from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 RUN_CHUNKS = 2

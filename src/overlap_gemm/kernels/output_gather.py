@@ -46,11 +46,11 @@ from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import own_columns
+from overlap_gemm.kernels.orders import LinearOrder
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, GatherSender
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import LinearOrder
 from overlap_gemm.spec import GEMM_ALL_GATHER
 
 

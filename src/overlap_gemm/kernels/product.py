@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits, stage_layout
+from overlap_gemm.kernels.orders import LinearOrder
 from overlap_gemm.kernels.surface import Output
-from overlap_gemm.schedules import LinearOrder
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
-from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 

@@ -57,13 +57,13 @@ from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.gemm import own_columns, store_subtile
 from overlap_gemm.kernels.geometry import READERS_OFFSET
+from overlap_gemm.kernels.orders import DealtShards, LinearOrder, OwnTilesLast
 from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
-from overlap_gemm.schedules import DealtShards, LinearOrder, OwnTilesLast
 from overlap_gemm.spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from overlap_gemm.transports.base import Transport
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ..kernels.config import GemmConfig
-from ..schedules import ceil_div
 from ..spec import GEMM_REDUCE_SCATTER
+from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
 from .model import Facts, efficiency_key, fused_time
 from .space import candidates
