@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..dispatch.lowering import total_extent
-from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from ..dispatch.moves import for_each_rank, keep_shard, sum_over_ranks
 from .assignment import PAIRED, expert_shapes, features_dim
 from .layouts import as_output
-from .parts import SEQUENCE_DIM, LengthFor, Localized
+from .parts import SEQUENCE_DIM, LengthFor, Localized, whole_sequence
 
 
 def placements(experts: Any) -> dict[str, Placement]:
@@ -114,10 +113,7 @@ class GatherTokens:
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Called by torch before the mixture."""
         own, *others = args
-        rows = own.shape[SEQUENCE_DIM]
-        facts = (("op", "a mixture of experts"),)
-        total = total_extent("a mixture of experts", "rows", self.length(), rows, own, self.group, facts)
-        return join_shards(own, SEQUENCE_DIM, total, self.group), *others
+        return whole_sequence("a mixture of experts", own, self.length(), self.group), *others
 
 
 class KeepTokens:
