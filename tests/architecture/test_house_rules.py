@@ -15,7 +15,7 @@ SOURCES = ("src", "emulator/src")
 LONGEST_FILE = 450
 """The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
 
-ROOMS, FLOORS, ARROWS = 15, 12, 59
+ROOMS, FLOORS, ARROWS = 15, 12, 58
 """The package's subpackages and modules, their layers, and the pairs of which one imports the other."""
 
 
