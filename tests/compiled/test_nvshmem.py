@@ -6,7 +6,7 @@ import pytest
 
 from overlap_gemm.kernels.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings
+from overlap_gemm.kernels.lint import inspect
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports import Staged
 
@@ -33,6 +33,5 @@ def test_the_sm90_gemm_stays_free_of_nvshmem(config, op):
     assert "nvshmem" not in seen.ptx
     # Small accumulators leave every warp what it is launched with.
     assert seen.ptx.count("setmaxnreg") == (0 if config.is_swap_ab else 2)
-    assert ptx_findings(seen.ptx, exchanges=True) == []
-    assert ptxas_findings(seen.report) == [], "C7506 and C7510 are what a linked NVSHMEM call brings"
+    assert seen.findings(exchanges=True) == [], "C7506 and C7510 are what a linked NVSHMEM call brings"
     assert seen.report.registers <= 168 if config.is_swap_ab else seen.report.registers == 168

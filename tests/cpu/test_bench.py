@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import overlap_gemm
+from overlap_gemm.backends import mx
 from overlap_gemm.cli import app, baselines
 from overlap_gemm.cli.bench import _those_that_work, read_shapes
 from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
@@ -95,7 +96,7 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize("scales", get_args(Scales))
 def test_operands_of_8_bits(scales, tmp_path):
     data = tmp_path / "out.json"
-    sizes = ["--m", 6, "--n", 272, "--k", 272, "--rounds", 1, "--op", "gemm_all_reduce", "--backends", "auto"]
+    sizes = ["--m", 6, "--n", 272, "--k", 288, "--rounds", 1, "--op", "gemm_all_reduce", "--backends", "auto"]
     result = bench(*sizes, "--dtype", "float8_e4m3fn", "--scales", scales, "--json", data)
     assert result.exit_code == 0, result.output
     (found,) = json.loads(data.read_text())["results"]
@@ -106,12 +107,15 @@ def test_operands_of_8_bits(scales, tmp_path):
 
 @pytest.mark.parametrize("scales", get_args(Scales))
 def test_8_bit_operands_are_those_of_16_bits_rounded(scales):
-    group, cpu, sizes = Group("", 0, 1), torch.device("cpu"), ("", "gemm_reduce_scatter", 70, 200, 272)
+    group, cpu, sizes = Group("", 0, 1), torch.device("cpu"), ("", "gemm_reduce_scatter", 70, 200, 288)
     halves = Workload(*sizes, torch.bfloat16).operands(group, cpu)
     found = Workload(*sizes, torch.float8_e4m3fn, scales).operands(group, cpu)
     wanted = {"rows": ((70, 1), (200, 1)), "tensor": ((1, 1), (1, 1)), "blocks": ((70, 3), (2, 3))}
+    wanted["mx"] = (3 * 512,), (2 * 3 * 512,)
     assert (found.scale_x.shape, found.scale_w.shape) == wanted[scales]
     for values, scale, exact in zip(found[:2], found[2:], halves[:2], strict=True):
+        if scales == "mx":
+            scale = mx.rows_of(scale, *values.shape).float().repeat_interleave(32, 1)
         for dim, extent in enumerate(values.shape):
             if scale.shape[dim] not in (1, extent):
                 scale = scale.repeat_interleave(128, dim).narrow(dim, 0, extent)

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from overlap_gemm.kernels.scale_blocks import PROMOTED
 from overlap_gemm.tuning.calibrate import COLLECTIVES, CURVE_BYTES, HOSTS, calibrate
 from overlap_gemm.tuning.machine import load
-from overlap_gemm.tuning.model import Facts, collective_seconds, fused_time, product_seconds
+from overlap_gemm.tuning.model import Facts, collective_seconds, efficiency_key, fused_time, product_seconds
+from overlap_gemm.tuning.space import candidates
 
 
 class ModelProbe:
@@ -31,7 +33,7 @@ class ModelProbe:
 
     def fused(self, config, m, n, k, world=None):
         self._may("fused")
-        facts = Facts("gemm_reduce_scatter", m, n, k, "bf16", world or self.world)
+        facts = Facts("gemm_reduce_scatter", m, n, k, config.in_dtype, world or self.world)
         return fused_time(config, facts, self.machine, self.sms).total
 
     def link(self):
@@ -51,6 +53,12 @@ def truth():
     machine = load("h200")
     efficiency = {name: round(0.9 * share, 3) for name, share in machine.efficiency.items()}
     efficiency["pingpong 128x128 2x1"] = 1.0
+    alone = {name: round(share + 0.1, 3) for name, share in efficiency.items() if "swap_ab" not in name}
+    with_blocks = {
+        efficiency_key(config): round(0.3 + 0.05 * i, 3)
+        for blocks in PROMOTED
+        for i, config in enumerate(candidates("sm_90a", "e4m3", machine, blocks))
+    }
     return replace(
         machine,
         sms=114,
@@ -62,8 +70,8 @@ def truth():
         launch=25e-6,
         arrival=9e-6,
         step=1e-4,
-        efficiency=efficiency,
-        one_wave={name: round(share + 0.1, 3) for name, share in efficiency.items() if "swap_ab" not in name},
+        efficiency=efficiency | with_blocks,
+        one_wave=alone | {name: round(share + 0.2, 3) for name, share in with_blocks.items()},
         host={way: (i + 1) * 1e-5 for i, way in enumerate(HOSTS)},
     )
 

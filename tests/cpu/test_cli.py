@@ -72,8 +72,10 @@ def test_explain_knows_operands_of_8_bits(dtype):
     code, said = explained("gemm_reduce_scatter", 64, 32, 272, "--dtype", dtype, "--block", 32)
     assert code == 0 and "scales of blocks of 32 x 32" in said
     assert explained("gemm_reduce_scatter", 64, 32, 272, "--dtype", dtype, "--block", 64)[0] == 2
-    code, said = explained("gemm_reduce_scatter", 64, 32, 40, "--dtype", dtype)
-    assert code != 0
+    assert explained("gemm_reduce_scatter", 64, 32, 40, "--dtype", dtype)[0] == 0
+    code, said = explained("gemm_reduce_scatter", 64, 32, 64, "--dtype", dtype, "--block", "mx")
+    assert code == 0 and "scales of blocks of 1 x 32" in said
+    assert explained("gemm_reduce_scatter", 64, 32, 40, "--dtype", dtype, "--block", "mx")[0] != 0
 
 
 def test_explain_refuses_what_cannot_be():

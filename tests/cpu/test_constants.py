@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from overlap_gemm.kernels.scale_blocks import PROMOTED
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
 from overlap_gemm.tuning.model import Facts
@@ -35,7 +36,7 @@ CALLS = [
         (2, 4),
         [(1, 4096, 4096), (16, 8192, 28672), (512, 4096, 1024), (2048, 4096, 2048), (8192, 8192, 8192)],
     )
-]
+] + [Facts(op, 8192, 8192, 8192, "e4m3", 2, blocks=PROMOTED[0]) for op in OPS]
 
 
 def predictions(machine: Machine) -> list[tuple[str, float]]:

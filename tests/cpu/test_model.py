@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.tuning.machine import load, machine_for, save
 from overlap_gemm.tuning.model import (
     Facts,
@@ -171,7 +172,8 @@ def test_a_choice_without_k_costs_little(world, m, n, k):
 
 
 def test_facts_hold_no_rank():
-    assert {field.name for field in fields(Facts)} == {"op", "m", "n", "k", "dtype", "world", "shard"}
+    names = {"op", "m", "n", "k", "dtype", "world", "shard", "blocks"}
+    assert {field.name for field in fields(Facts)} == names
 
 
 def test_ranks_can_compare_their_constants():
@@ -277,6 +279,61 @@ def test_every_architecture_has_constants_and_those_of_blackwell_are_called_expe
 def test_a_kernel_that_was_not_measured_is_expected_to_be_the_least_of_its_like():
     machine = load("h200")
     assert efficiency_of(GemmConfig("sm_90a", (64, 256), (1, 2), "pingpong"), machine) == 0.65
+
+
+BLOCKS = PROMOTED[0]
+ROWS_ALONE = replace(
+    load("h200"), efficiency=load("h200").efficiencies(None), blocks_rate=load("h200").bytes_rate
+)
+"""Of a machine on which no kernel with scales of blocks has been timed."""
+
+
+def of_blocks(machine, m=8192, blocks=BLOCKS):
+    call = Facts(RS, m, 8192, 8192, "e4m3", 4, blocks=blocks)
+    return predict_on(call, machine, "sm_90a", 132, captured=True)
+
+
+def test_kernels_with_scales_of_blocks_have_efficiencies_of_their_own():
+    """The key says the blocks; other calls, and torch's product, are not concerned."""
+    kernel, best = "cooperative 128x128 2x1", of_blocks(ROWS_ALONE)
+    assert efficiency_key(best.config) == f"{kernel} b1x128x128" and best.config.sums == 1
+    halved = ROWS_ALONE.efficiency[kernel] / 2
+    own = replace(ROWS_ALONE, efficiency={**ROWS_ALONE.efficiency, f"{kernel} b1x128x128": halved})
+    slower = of_blocks(own)
+    assert slower.config == best.config, "the only one that was timed is the only candidate"
+    assert 1.9 * best.fused.waves < slower.fused.waves < 2 * best.fused.waves, "an epilogue stays as it is"
+    assert slower.ways["torch"] == best.ways["torch"]
+    assert of_blocks(own, blocks=None) == replace(of_blocks(ROWS_ALONE, blocks=None), machine=own)
+    alone = replace(best.config, cluster=(1, 1))
+    assert efficiency_of(alone, own) == halved, "the least of its tile"
+    assert efficiency_of(replace(alone, blocks=None), own) == ROWS_ALONE.efficiency["cooperative 128x128 1x1"]
+    fresh = replace(own, one_wave={**own.one_wave, f"{kernel} b1x128x128": 0.9})
+    assert (efficiency_of(best.config, own, True), efficiency_of(best.config, fresh, True)) == (halved, 0.9)
+
+
+def test_kernels_with_scales_of_blocks_that_were_not_timed_are_those_with_scales_of_rows():
+    assert {c.blocks for c in candidates("sm_90a", "e4m3", ROWS_ALONE, BLOCKS)} == {BLOCKS}
+    for m in (16, 512, 8192):
+        rows, blocks = (of_blocks(ROWS_ALONE, m, kind) for kind in (None, BLOCKS))
+        assert blocks.ways["torch"] == rows.ways["torch"]
+        with configured(mma="cooperative", tile=(128, 128)):  # swap_ab has no scales of blocks
+            rows, blocks = (of_blocks(ROWS_ALONE, m, kind).fused for kind in (None, BLOCKS))
+            assert rows == blocks
+    assert "scales of blocks of 128 x 128 have not been timed on NVIDIA H200" in ROWS_ALONE.why_as_rows(
+        BLOCKS
+    )
+    assert ROWS_ALONE.why_as_rows(None) is None and ROWS_ALONE.why_untimed_bytes(BLOCKS) is None
+    assert "of 32 x 32 have not been timed" in ROWS_ALONE.why_untimed_bytes(PROMOTED[1])
+    timed = {**ROWS_ALONE.efficiency, "cooperative 128x128 2x1 b1x32x32": 0.5}
+    assert replace(ROWS_ALONE, efficiency=timed).why_untimed_bytes(PROMOTED[1]) is None
+
+
+def test_an_architecture_without_kernels_of_these_blocks_is_predicted_all_the_same():
+    """`explain` and `plan` say why none is taken."""
+    call = Facts(RS, 8192, 8192, 8192, "e4m3", 4, blocks=BLOCKS)
+    assert predict(call, "sm_100a", 148, captured=True).config.blocks is None
+    mx = predict(replace(call, blocks=MX), "sm_100a", 148, captured=True).config
+    assert mx.blocks == MX and mx.cta_tile[0] == 128
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 4, 8])

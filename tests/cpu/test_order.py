@@ -85,12 +85,12 @@ def test_a_launch_of_another_thread_is_behind_this_one(launches, streams):
 
     with launches.lock:
         launches.follow(streams.on("a"))
-        other = threading.Thread(target=call, args=("b",))
+        other = threading.Thread(target=call, args=("b",), daemon=True)
         other.start()
         other.join(0.05)
         assert other.is_alive() and launched == []
         launched.append("a")
-    other.join()
+    other.join(60)
     assert launched == ["a", "b"] and streams.log == [("b", "a")]
 
 

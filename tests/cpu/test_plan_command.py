@@ -108,6 +108,22 @@ def test_operands_with_scales_are_planned_and_run_as_torchs_where_they_are_not_t
     assert "decomposed" not in said
 
 
+def test_scales_of_blocks_are_planned():
+    how = ("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, "--dtype", "float8_e4m3fn", "--block")
+    _, said = plan(*how, 128, "--machine", "h200")
+    assert "choice, captured in a CUDA graph: fused" in said and "b1x128x128" in said
+    _, said = plan(*how, 32, "--machine", "h200")
+    assert "choice, captured in a CUDA graph: torch" in said and "b1x32x32" in said
+    assert "not fused by itself: kernels with scales of blocks of 32 x 32 have not been timed on" in said
+    _, said = plan(*how, 128, "--machine", "b200")
+    assert "constants are those with scales of rows: kernels with scales of blocks of 128 x 128" in said
+    assert "fused kernel: no, scales of blocks of 128 x 128 are for kernels of sm_90a" in said
+    _, said = plan(*how, "mx", "--machine", "b200")
+    assert "choice, captured in a CUDA graph: torch" in said and "b1x1x32" in said
+    result, said = plan(*how[:6], "--block", 128)
+    assert result.exit_code == 2 and "block must be one of None of torch.bfloat16, got 128" in said
+
+
 def test_8_bit_operands_take_about_half_the_time():
     def bound(*more):
         words = plan("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, *more)[1].split("product ")

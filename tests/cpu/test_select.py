@@ -10,6 +10,7 @@ from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.reach import Device, Reach, compare
 from overlap_gemm.backends.select import BACKENDS, choose, with_fallback
+from overlap_gemm.kernels.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import machine
@@ -195,6 +196,36 @@ def test_what_tune_measured_on_a_device_decides_there(tmp_path, monkeypatch):
     assert machine_for("sm_90a", h100).mma_rate == 1e14 and why_untimed("sm_90a", h100) is None
     assert machine_for("sm_90a", "NVIDIA H200").mma_rate == load("h200").mma_rate, "of another device"
     assert why_untimed("sm_90a", "NVIDIA H20")
+    machine_for.cache_clear()
+
+
+@pytest.mark.parametrize("timed", [None, PROMOTED[0], PROMOTED[1]])
+def test_scales_of_blocks_are_compared_by_constants_of_their_own_or_it_is_said(tmp_path, monkeypatch, timed):
+    """Blocks of 128 by those with scales of rows where there are none of their own; smaller ones not."""
+    known = load("h200")
+    efficiency = known.efficiencies(None)
+    if timed is not None:
+        efficiency["cooperative 128x128 2x1 b" + "x".join(map(str, timed))] = 0.9
+    machine.save(replace(known, efficiency=efficiency, blocks_rate=1.0), tmp_path / "mine.json")
+    monkeypatch.setenv(machine.MACHINE_VARIABLE, str(tmp_path / "mine.json"))
+    for blocks in PROMOTED:
+        machine_for.cache_clear()
+        asked = problem(
+            rows=8192, device="cuda", reach=HOPPER, captured=True, blocks=blocks,
+            weight_dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16,
+        )  # fmt: skip
+        with (
+            mock.patch.object(Fused, "why_not", return_value=None),
+            mock.patch("overlap_gemm.backends.scaling.why_no_product", return_value=None),
+        ):
+            choice = choose(replace(asked, dtype=torch.float8_e4m3fn, n=8192, k=8192))
+        believed = blocks in (timed, PROMOTED[0])
+        assert choice.backend.name == ("fused" if believed else "torch")
+        why = f"kernels with scales of blocks of {blocks[1]} x {blocks[2]} have not been timed on NVIDIA H200"
+        assert (why in str(choice)) == (blocks != timed)
+        assert (f"constants are those with scales of rows: {why}" in str(choice)) == (blocks != timed)
+        assert choice.prediction.config.blocks == blocks
+    monkeypatch.undo()
     machine_for.cache_clear()
 
 

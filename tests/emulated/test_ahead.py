@@ -1,21 +1,28 @@
 """A workspace that is reserved serves every call up to its size, whichever kernel that gets."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import plans, ways
+from overlap_gemm.backends import gather, plans, ways
 from overlap_gemm.backends.ahead import reserve
 from overlap_gemm.backends.plans import plan_for
 from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.spec import OPS, PATTERNS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for, save
+from overlap_gemm.tuning.model import efficiency_key
 from overlap_gemm.tuning.settings import configured
 
-CPU = torch.device("cpu")
-RS = "gemm_reduce_scatter"
+CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
+RS, GATHER = "gemm_reduce_scatter", "all_gather_gemm"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -52,22 +59,31 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
         assert overlap_gemm.workspace_bytes() == sum(held)
 
 
-@pytest.mark.parametrize(("op", "block"), [*((op, None) for op in OPS), ("all_gather_gemm", 32), (RS, 128)])
+@pytest.mark.parametrize(
+    ("op", "block"), [*((op, None) for op in OPS), (GATHER, 32), (RS, 128), (GATHER, "mx"), (RS, "mx")]
+)
 def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block):
     """The public door: nothing would be there to find by a type that has no calls without scales."""
-    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+    arch = "sm_100a" if block == "mx" else "sm_90a"
+    with Emulator(arch, 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
 
         def held(**how):
             return [overlap_gemm.reserve(op, group=g.name, device=CPU, **how) for g in world.ranks]
 
-        m, n, k = (32, 64, 64) if block is None else (32, 256, 512)
-        reserved = held(max_rows=m, columns=n if OPS[op].sums else k, dtype=torch.float8_e4m3fn, block=block)
+        m, n, k = (32, 64, 58) if block is None else (32, 256, 512)
+        columns = k if OPS[op].gathers_operand else n
+        reserved = held(max_rows=m, columns=columns, dtype=torch.float8_e4m3fn, block=block)
         assert all(reserved) and overlap_gemm.workspace_bytes() == sum(reserved)
         for group in world.ranks:
             shapes = OPS[op].shapes(m, n, k, lambda extent: extent // 2)
             x, weight = (torch.ones(shape).to(torch.float8_e4m3fn) for shape in shapes)
             scales = {"scale_x": torch.ones(()), "scale_w": torch.ones(())}
-            if block is not None:
+            if block == "mx":
+                scales = {
+                    f"scale_{name}": overlap_gemm.swizzle_scales(torch.ones(len(rows), rows.shape[1] // 32))
+                    for name, rows in (("x", x), ("w", weight))
+                }
+            elif block is not None:
                 along = x.shape[1] // block
                 shapes = {"scale_x": (len(x), along), "scale_w": (len(weight) // block, along)}
                 scales = {name: torch.ones(shape) for name, shape in shapes.items()}
@@ -77,20 +93,88 @@ def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block)
         assert overlap_gemm.workspace_bytes() == sum(reserved)
 
 
+@pytest.mark.parametrize(("op", "block"), [(RS, "mx"), (GATHER, "mx"), (RS, 128)])
+def test_fused_calls_after_a_warm_up_make_no_plan(op, block, monkeypatch):
+    """Scales of blocks and of MX types: the calls' own, and not those of rows."""
+    m, n, k = 6, 256, 512
+    arch = "sm_100a" if block == "mx" else "sm_90a"
+    with Emulator(arch, 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        for group in world.ranks:
+            how = {"group": group.name, "backend": "fused", "deterministic": False}
+            overlap_gemm.warmup(op, (m, n, k), dtype=torch.float8_e4m3fn, block=block, device=CPU, **how)
+        world.synchronize()
+        never = mock.Mock(side_effect=AssertionError("made after the warm-up"))
+        monkeypatch.setattr(plans, "keep_plan", never)
+        monkeypatch.setattr(gather, "keep_plan", never)
+        outs = []
+        for group in world.ranks:
+            x, weight = (torch.ones(s) for s in OPS[op].shapes(m, n, k, lambda extent: extent // 2))
+            x, scale_x = overlap_gemm.quantize_rows(x, block=32 if block == "mx" else 128, power_of_two=True)
+            scale_w = torch.full((weight.shape[0] // 128, weight.shape[1] // 128), 0.5)
+            if block == "mx":
+                scale_x, scale_w = map(
+                    overlap_gemm.swizzle_scales,
+                    (scale_x, torch.full((len(weight), weight.shape[1] // 32), 0.5)),
+                )
+            how = {"scale_x": scale_x, "scale_w": scale_w, "backend": "fused", "deterministic": False}
+            how |= OPS[op].arguments(m, n, k)
+            outs.append(getattr(overlap_gemm, op)(x, weight.to(torch.float8_e4m3fn), group=group.name, **how))
+        world.synchronize()
+        assert all((out == k / 2).all() for out in outs)
+
+
 def test_rows_of_8_bits_are_gathered_with_their_scales():
-    """A MiB of rows, which the smallest gather buffer holds, and scales, which it does not."""
-    held = {}
-    for dtype, rows in ((torch.bfloat16, 512), (torch.float8_e4m3fn, 1008), (torch.float8_e4m3fn, 1024)):
-        with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+    """A MiB of rows, which the smallest gather buffer holds, and scales, which it does not.
+
+    Of 1012 rows it would hold them with K = 1009, not with K padded to 1024; of 1008 not those of MX types.
+    """
+    held, e4m3 = [], torch.float8_e4m3fn
+    for dtype, rows, k, blocks in (
+        (torch.bfloat16, 512, 1024, None),
+        (e4m3, 1008, 1024, None),
+        (e4m3, 1024, 1024, None),
+        (e4m3, 1012, 1009, None),
+        (e4m3, 1008, 1024, MX),
+    ):
+        with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
             group = world.ranks[0]
             out = None if dtype == torch.bfloat16 else torch.bfloat16
-            held[dtype, rows] = reserve(group, CPU, dtype, ["all_gather_gemm"], rows, 1024, out)
-    small, still_small, large = held.values()
-    assert still_small == small < large
+            held.append(reserve(group, CPU, dtype, [GATHER], rows, k, out, blocks))
+    small, still_small, large, padded, mx = held
+    assert still_small == small < large == padded == mx
 
 
 def test_blocks_that_there_are_not_cannot_be_reserved():
-    with pytest.raises(ValueError, match="block must be one of None, 128, 32 of torch.float8_e4m3fn, got 64"):
+    with pytest.raises(
+        ValueError, match="block must be one of None, 128, 32, mx of torch.float8_e4m3fn, got 64"
+    ):
         overlap_gemm.reserve(max_rows=8, columns=8, dtype=torch.float8_e4m3fn, block=64)
     with pytest.raises(ValueError, match="block must be one of None of torch.bfloat16, got 128"):
         overlap_gemm.warmup(RS, (8, 8, 8), block=128)
+
+
+def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch, tmp_path):
+    """Their kernels' own efficiencies decide, and that none of them is swapped: few rows are all-reduced."""
+    kernel, known = "pingpong 64x128 1x1", load("h200")
+    own = {**known.efficiencies(None), f"{kernel} b1x128x128": 0.9}
+    save(replace(known, efficiency=own), tmp_path / "mine.json")
+    monkeypatch.setenv(MACHINE_VARIABLE, str(tmp_path / "mine.json"))
+    for module in (plans, gather):
+        for name in {"compiled_kernel", "compiled_gather", "compiled_gate"} & vars(module).keys():
+            monkeypatch.setattr(module, name, lambda *_: None)
+    machine_for.cache_clear()
+    x, weights = torch.empty(8, 512, dtype=E4M3), [torch.empty(2048, 512, dtype=E4M3)]
+    chosen = []
+    with Emulator("sm_90a", 2, num_sms=132) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        for blocks in (None, PROMOTED[0]):
+            shape, how = ExchangeShape.even(16, 4096, 2, "reduce_scatter"), (torch.bfloat16, blocks)
+            for group in world.ranks:
+                scatter = plan_for(group, CPU, E4M3, shape, "k", "k", False, 8192, *how)
+                rows = gather.plan_for(group, x, 512, weights, False, Shards.even(16, 2), False, *how)
+                chosen.append(
+                    (scatter.pattern, *(efficiency_key(p.products[0].config) for p in (scatter, rows)))
+                )
+    machine_for.cache_clear()
+    assert chosen[0] == chosen[1] and chosen[2] == chosen[3], "on every rank"
+    assert chosen[0][0] == "reduce_scatter" and chosen[2][0] == "one_shot"
+    assert chosen[2][1:] == (f"{kernel} b1x128x128",) * 2 and not any("b1x" in key for key in chosen[0])

@@ -44,6 +44,16 @@ def test_little_stands_between_a_wait_and_its_purpose(arch, name):
         assert cost["lookups"] == 0, (stretch, cost)
 
 
+@pytest.mark.parametrize("name", critical_path.OPTIONS["own last"][0])
+@pytest.mark.parametrize("arch", critical_path.KERNELS)
+def test_own_sums_begin_as_soon_as_the_flags_are_there(arch, name):
+    """In the epilogue; 168 to 191 instructions with the arithmetic after the wait."""
+    found = critical_path.worst(critical_path.paths_of(arch, name, own_last=True))
+    cost, stretch = found[critical_path.ARRIVED_TO_LOAD], critical_path.ARRIVED_TO_LOAD
+    assert cost["instructions"] <= RECORDED[f"{arch} {name}, own last"][stretch]["instructions"] <= 25
+    assert (cost["divisions"], cost["lookups"]) == (0, 0)
+
+
 @pytest.mark.parametrize("name", critical_path.PUBLISHED)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_lane_that_sends_stands_in_no_fence_where_a_warp_publishes(arch, name):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cute_emulator import Emulator
+from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.kernels.arch import ARCHS
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
@@ -18,6 +18,7 @@ SCALED = (RowColumnScale(),)
 CONFIGS = [
     GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED),
     GemmConfig("sm_90a", (128, 128), (2, 1), mma="cooperative", in_dtype="e4m3", epilogue=SCALED),
+    GemmConfig("sm_90a", (128, 256), (1, 2), mma="cooperative", in_dtype="e4m3", epilogue=SCALED),
     GemmConfig(
         "sm_90a", (32, 64), mma="swap_ab", in_dtype="e5m2", b_dtype="e4m3", epilogue=SCALED, k_split=2
     ),
@@ -44,7 +45,7 @@ def test_rows_and_columns_are_scaled(config, world):
 BLOCKS = (1, 128, 128)
 BLOCKED = [
     GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=BLOCKS),
-    GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong", in_dtype="e5m2", blocks=BLOCKS, sums=1),
+    GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong", in_dtype="e5m2", blocks=BLOCKS),
     GemmConfig(
         "sm_90a",
         (128, 128),
@@ -53,10 +54,12 @@ BLOCKED = [
         in_dtype="e4m3",
         blocks=BLOCKS,
         epilogue=(Bias("bf16"),),
-        sums=1,
     ),
-    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32), sums=1),
-    GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32), sums=1),
+    GemmConfig(
+        "sm_90a", (128, 256), (2, 1), "cooperative", in_dtype="e4m3", blocks=BLOCKS, ring_stages=2, inflight=1
+    ),
+    GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32)),
+    GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32)),
 ]
 
 
@@ -69,6 +72,27 @@ def test_blocks_are_scaled_as_they_are_promoted(config, world):
     tile_m, tile_n = config.cluster_tile
     transport = PeerBulk() if world > 1 else None
     launched(config, transport, world, rows=2 * tile_m + 9, cols=tile_n + 24, depth=464).check()
+
+
+LONG = {"rows": 300, "cols": 280, "depth": 1232}
+"""Of each tile 10 k tiles: 2 chunks of scales and a part of one; several tiles for each group of warps."""
+
+
+@pytest.mark.parametrize("config", BLOCKED[:3], ids=lambda config: config.name)
+def test_chunks_of_scales_follow_from_tile_to_tile(config):
+    launched(config, None, 1, **LONG).check()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_too_few_slots_of_scales_are_noticed(monkeypatch, slots):
+    """There are as many as stages: with fewer, chunks are copied over some that are still to be read."""
+
+    def few(config, first, k):
+        return (first + k // config.chunk_k_tiles) % slots
+
+    monkeypatch.setattr("overlap_gemm.kernels.blocks.slot_of", few)
+    with pytest.raises((AssertionError, EmulatorError)):
+        launched(BLOCKED[1], None, 1, **LONG).check()
 
 
 SPOILED = {
@@ -112,15 +136,14 @@ def test_long_sums_need_the_promotion():
     [
         (
             {"tile": (128, 128)},
-            "128 accumulators a thread; where sums are promoted .* room for 64",
+            "clusters of 1x1 has 128 accumulators a thread; where sums are promoted .* room for 64, or for 128",
         ),
+        ({"tile": (128, 256), "mma": "cooperative"}, "128 of cooperative kernels in clusters of two"),
+        ({"tile": (64, 256), "cluster": (2, 1)}, "128 of cooperative kernels in clusters of two"),
         ({"blocks": (1, 64, 128)}, r"blocks must be one of .*; got \(1, 64, 128\)"),
         ({"blocks": BLOCKS, "fast_accum": True}, "for kernels that promote, .* fast_accum=True"),
         ({"blocks": BLOCKS, "mma": "swap_ab", "tile": (32, 64)}, "not swap_ab; got mma='swap_ab'"),
         ({"blocks": BLOCKS, "arch": "sm_100a", "mma": "1cta", "tile": (128, 128)}, "kernels that promote"),
-        ({"blocks": BLOCKS, "mma": "cooperative", "tile": (128, 128)}, "sums=2 .* got mma='cooperative'"),
-        ({"blocks": (1, 32, 32)}, r"blocks=\(1, 32, 32\) are promoted one by one, sums=1; got 2"),
-        ({"sums": 1, "in_dtype": "bf16"}, "sums must be one of 2; got 1"),
         ({"b_dtype": "e4m3"}, "b_dtype where in_dtype='e4m3' must be one of None, e5m2; got e4m3"),
         ({"in_dtype": "bf16", "b_dtype": "e4m3"}, "b_dtype where in_dtype='bf16' must be one of None; got"),
         ({"a_major": "m"}, "a_major must be one of k; got m"),

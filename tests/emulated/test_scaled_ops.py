@@ -149,6 +149,14 @@ def check(case, world):
         ("sm_90a", 2, Scaled(RS, 70, 72, 96, E5M2, weight=E4M3)),
         ("sm_90a", 2, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2)),
         ("sm_100a", 2, Scaled(AR, 70, 72, 96, E5M2, weight=E4M3)),
+        ("sm_90a", 3, Scaled(RS, 70, 72, 3 * 145 - 1)),  # rank 2 has another K, padded as far
+        ("sm_90a", 2, Scaled(AR, 20, 72, 2 * 17, E5M2)),
+        ("sm_90a", 2, Scaled(AG, 40, 48, 45)),
+        ("sm_90a", 3, Scaled(GATHER, 40, 72, 145)),
+        ("sm_90a", 1, Scaled(RS, 66, 24, 33)),
+        ("sm_100a", 2, Scaled(GATHER, 40, 72, 1)),
+        pytest.param("sm_90a", 1, Scaled(GATHER, 66, 20, 33), marks=pytest.mark.slow),
+        pytest.param("sm_100a", 2, Scaled(RS, 70, 72, 2 * 33), marks=pytest.mark.slow),
         pytest.param("sm_100a", 3, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2), marks=pytest.mark.slow),
         pytest.param("sm_90a", 1, Scaled(GATHER, 66, 20, 48), marks=pytest.mark.slow),
         pytest.param("sm_90a", 4, Scaled(GATHER, 3, 100, 48, E5M2), marks=pytest.mark.slow),
@@ -172,6 +180,10 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
         (3, Scaled(RS, 70, 136, 3 * 144, blocks=32)),
         (2, Scaled(GATHER, 70, 2 * 160, 144, E5M2, blocks=32)),
         (2, Scaled(AR, 70, 264, 2 * 144, E5M2, torch.float16, bias=False, blocks=128)),
+        (2, Scaled(RS, 70, 136, 2 * 270 - 1, blocks=128)),
+        (2, Scaled(GATHER, 70, 2 * 128, 259, blocks=128)),
+        pytest.param(2, Scaled(GATHER, 70, 2 * 32, 145, blocks=32), marks=pytest.mark.slow),
+        pytest.param(2, Scaled(AG, 40, 2 * 128, 257, blocks=128), marks=pytest.mark.slow),
         pytest.param(2, Scaled(RS, 70, 136, 2 * 272, E5M2, blocks=128, weight=E4M3), marks=pytest.mark.slow),
         pytest.param(2, Scaled(AG, 40, 256, 400, blocks=128), marks=pytest.mark.slow),
         pytest.param(1, Scaled(RS, 66, 24, 272, blocks=128), marks=pytest.mark.slow),
@@ -252,9 +264,10 @@ def test_gathers_of_either_kind_share_a_buffer(transport):
                 assert share_of_bound(case, outs) <= 1
 
 
-def test_gathered_rows_come_back_and_weights_share_a_gather(three):
-    x, scale = torch.randn(30, 48).to(torch.float8_e4m3fn), torch.rand(30, 1) + 0.5
-    weights = [torch.randn(n, 48).to(torch.float8_e4m3fn) for n in (16, 0)]
+@pytest.mark.parametrize("k", [48, 45])
+def test_gathered_rows_come_back_and_weights_share_a_gather(three, k):
+    x, scale = torch.randn(30, k).to(torch.float8_e4m3fn), torch.rand(30, 1) + 0.5
+    weights = [torch.randn(n, k).to(torch.float8_e4m3fn) for n in (16, 0)]
     scales = [torch.rand(1, 16) + 0.5, torch.ones(0, 1)]
     found = [
         overlap_gemm.all_gather_gemm(

@@ -4,6 +4,7 @@ import torch
 
 from overlap_gemm.cli.tune import GpuProbe
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.scale_blocks import BLOCKS
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.group import LOCAL, resolve
 from overlap_gemm.tuning.machine import machine_for
@@ -21,3 +22,6 @@ def test_a_probe_measures_what_one_gpu_has(device):
     assert 0 < empty < theirs < probe.product(8192, 4096, 4096)
     assert 0.8 < theirs / ours < 1.3
     assert 0 < probe.host("product") < 1e-3
+    for blocks in BLOCKS:
+        for config in candidates(arch, "e4m3", machine, blocks)[:1]:
+            assert empty < probe.gemm(config, 4096, 4096, 4096)

@@ -47,14 +47,18 @@ def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
 
-def warmed_up_in_8_bits(rank, size, op):
+def warmed_up_in_8_bits(rank, size, op, block):
     e4m3 = torch.float8_e4m3fn
-    m, n, k = 8, 32, 32
-    overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, bias=True)
+    m, n, k = 8, 32, 25 if block is None else 576
+    overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, bias=True, block=block)
     never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
     x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
     given = {"bias": torch.ones(weight[0], dtype=torch.bfloat16), **OPS[op].arguments(m, n, k)}
-    given |= {"scale_x": torch.ones(x[0], 1), "scale_w": torch.ones(weight[0], 1)}
+    along = -(-x[1] // {None: x[1], "mx": 32}.get(block, block))
+    scales = torch.ones(x[0], along), torch.ones(1 if block == 128 else weight[0], along)
+    if block == "mx":
+        scales = tuple(map(overlap_gemm.swizzle_scales, scales))
+    given |= {"scale_x": scales[0], "scale_w": scales[1]}
     with (
         mock.patch.object(choosing, "choose", never),
         mock.patch("overlap_gemm.dispatch.lowering._check", never),
@@ -64,9 +68,10 @@ def warmed_up_in_8_bits(rank, size, op):
         overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, backward=True)
 
 
+@pytest.mark.parametrize("block", [None, 128, "mx"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_warm_up_in_8_bits(ranks, op):
-    ranks(2).run(warmed_up_in_8_bits, op)
+def test_a_warm_up_in_8_bits(ranks, op, block):
+    ranks(2).run(warmed_up_in_8_bits, op, block)
 
 
 def no_captures(rank, size):

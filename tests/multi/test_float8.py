@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from overlap_gemm import quantize_rows
-from overlap_gemm.nn import ColumnParallelLinear, Float8, ParallelMLP, RowParallelLinear, full_state_dict
+from overlap_gemm.nn import Float8, ParallelMLP, RowParallelLinear, full_state_dict
 from overlap_gemm.parallel import OverlapRowwiseParallel, parallelize
-from overlap_gemm.parallel.assignment import UnknownModuleError
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, Layout, operands
@@ -58,8 +57,8 @@ def exact(op, whole, ranks, types):
     return out + whole.bias.double(), grad_x, grad_w, whole.grad.double().sum(0)
 
 
-def call(rank, ranks, op, rows, backend, types, dtype, **how):
-    layout, whole = PRODUCTS[op], operands(Case(op, rows, 96, 192, dtype))
+def call(rank, ranks, op, rows, backend, types, dtype, features=(96, 192), **how):
+    layout, whole = PRODUCTS[op], operands(Case(op, rows, *features, dtype))
     own = [
         layout.part(getattr(whole, name), getattr(layout, name), rank, ranks).requires_grad_()
         for name in ("x", "weight", "bias")
@@ -79,8 +78,8 @@ def call(rank, ranks, op, rows, backend, types, dtype, **how):
     return found, wanted
 
 
-def check(rank, ranks, op, rows, backend, types=(E4M3, E4M3), dtype=torch.float32, tolerance=2e-5):
-    found, wanted = call(rank, ranks, op, rows, backend, types, dtype)
+def check(rank, ranks, op, rows, backend, types=(E4M3, E4M3), dtype=torch.float32, tolerance=2e-5, **how):
+    found, wanted = call(rank, ranks, op, rows, backend, types, dtype, **how)
     size = 20.0  # of the largest elements, of which results of order one have some thousand
     for name, one, other in zip(("out", "x", "weight", "bias"), found, wanted, strict=True):
         assert one.dtype == dtype and one.shape == other.shape, name
@@ -92,6 +91,18 @@ def check(rank, ranks, op, rows, backend, types=(E4M3, E4M3), dtype=torch.float3
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_results_and_gradients_are_those_of_the_rounded_operands(ranks, op, rows, world):
     ranks(world).run(check, op, rows, "sequential")
+
+
+def any_features(rank, ranks, op):
+    """No multiples of 16, and fewer than ranks."""
+    for features in ((45, 77), (2, 19), (19, 2)):
+        for types in ((E4M3, E4M3), (E4M3, E5M2, True)):
+            check(rank, ranks, op, 7, "auto", types, features=features)
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_features_may_be_any(ranks, op):
+    ranks(3).run(any_features, op)
 
 
 def other_ways(rank, ranks, op):
@@ -291,30 +302,33 @@ def whole_graph(rank, ranks, sequence_parallel):
         torch.testing.assert_close(found, eager)
 
 
-def refused(rank, ranks):
-    """On every rank alike, in layers as in models: rank 1 has 16 of 40 features, rank 0 has 24."""
-    with pytest.raises(
-        ValueError, match=r"ColumnParallelLinear: .* output features .* 16, .* have \[20, 20\]"
-    ):
-        ColumnParallelLinear(64, 40, float8=Float8())
-    with pytest.raises(ValueError, match=r"RowParallelLinear: .* input features .* have \[24, 24\]"):
-        RowParallelLinear(48, 64, float8=Float8())
+def any_sizes(rank, ranks):
+    """Of rank 0 other features than of rank 1, all of a rank's no multiples of 16."""
     mesh = init_device_mesh("cpu", (ranks,))
-    for sizes, name in (
-        ({"intermediate_size": 80}, "gate_proj.*output features .* have .40, 40."),
-        ({"head_dim": 4}, "q_proj.*output features .* have .8, 8."),
-        ({"hidden_size": 72}, "q_proj.*input features .* have .72."),
-    ):
-        model = tiny("llama", 2, **{**CONFIG, **sizes})
-        with pytest.raises(UnknownModuleError, match=f"no rule for .*{name}"):
-            parallelize(model, mesh, float8=Float8())
-        assert not any("Parallel" in type(module).__name__ for module in model.modules())
+    ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(1))
+    for sizes in ({"intermediate_size": 83}, {"head_dim": 4}, {"hidden_size": 72}):
+        losses, norms = [], []
+        for how in ({}, {"float8": Float8()}):
+            model = tiny("llama", 2, **{**CONFIG, **sizes})
+            parallelize(model, mesh, **how)
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            grad = model.get_submodule("model.layers.0.mlp.down_proj").weight.grad
+            norms.append(grad.full_tensor().norm().item())
+        assert losses[0] != losses[1] and abs(losses[1] / losses[0] - 1) < 0.02, losses
+        assert abs(norms[1] / norms[0] - 1) < 0.1, norms
+
+
+def test_a_model_of_any_sizes(ranks):
+    ranks(2).run(any_sizes)
+
+
+def refused(rank, ranks):
     with pytest.raises(TypeError, match="weight must be torch.float32 as x is, got torch.bfloat16"):
         Float8().gemm_all_reduce(torch.ones(2, 16), torch.ones(16, 16, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="x must be float32, bfloat16 or float16, got torch.float64"):
         Float8().gemm_all_reduce(*torch.ones(2, 16, 16).double())
-    with pytest.raises(ValueError, match="gradient of x needs N .* multiple of 16, got 8"):
-        Float8().gemm_all_reduce(torch.ones(2, 16, requires_grad=True), torch.ones(8, 16))
     assert Float8().gemm_all_reduce(torch.ones(2, 16), torch.ones(8, 16)).tolist() == [[32.0] * 8] * 2
     with pytest.raises(TypeError, match="Float8: grad_dtype must be one of torch.float8_e4m3fn"):
         Float8(grad_dtype=torch.bfloat16)

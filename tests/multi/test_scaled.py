@@ -17,7 +17,12 @@ from overlap_gemm.testing.cases import LAYOUTS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BACKENDS = ("sequential", "decomposed", "torch")
-SHAPES = {"even": (24, 24, 192), "uneven": (23, 13, 192), "no rows on some": (2, 5, 192)}
+SHAPES = {
+    "even": (24, 24, 192),
+    "uneven": (23, 13, 192),
+    "no rows on some": (2, 5, 192),
+    "any K": (7, 13, 101),
+}
 
 
 def whole(op, m, n, k, ranks, dtype):
@@ -91,7 +96,7 @@ def test_every_type_and_one_scale_for_all(ranks, op):
 
 def of_blocks(rank, ranks, op, size):
     """Scales of blocks: rows, columns and K end inside of one; of a batch, too."""
-    m, n, k = 24, 128 * ranks + 8 if OPS[op].weight != "n" else 128 * ranks, 2 * 272
+    m, n, k = 24, 128 * ranks + 8 if OPS[op].weight != "n" else 128 * ranks, 2 * 272 - 3
     x, weight, *_, bias = whole(op, m, n, k, ranks, E4M3)
     x, weight = part(op, "x", x, rank, ranks), part(op, "weight", weight, rank, ranks)
     depth = -(-x.shape[1] // size)
@@ -130,7 +135,7 @@ def as_on_hopper(
     (m, k), n, blocks = a.shape, b.shape[1], -(-a.shape[1] // 128)
     four = -(-blocks // 4) * 4
     assert (recipe_a.name, recipe_b.name) == ("BlockWise1x128", "BlockWise128x128")
-    assert a.is_contiguous() and b.t().is_contiguous() and m % 4 == 0 and not use_fast_accum
+    assert a.is_contiguous() and b.t().is_contiguous() and m % 4 == k % 16 == 0 and not use_fast_accum
     assert scale_a.shape == (m, blocks) and scale_a.stride() == (1, m)
     assert scale_b.shape == (four, -(-n // 128)) and scale_b.stride() == (1, four)
     wide = scale_b.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
@@ -140,7 +145,7 @@ def as_on_hopper(
 
 def blocks_by_torch(rank, ranks, op, m):
     """Backend `torch` where torch has the product, in whose place there is one that is strict."""
-    k = 272 * ranks if OPS[op].sums else 272
+    k = 269 * ranks if OPS[op].sums else 269
     x, weight, *_, bias = whole(op, m, 128 * ranks, k, ranks, E4M3)
     x, weight, bias = (
         part(op, of, matrix, rank, ranks) for of, matrix in (("x", x), ("weight", weight), ("bias", bias))
@@ -173,6 +178,17 @@ def baselines_agree(rank, ranks, op):
     blocks = Workload("", op, 24, 256, 272 * ranks, E4M3, "blocks")  # of which torch has no product here
     product = baselines(blocks, blocks.operands(group, torch.device("cpu")), group)["product"]()
     assert len(product) == 24 and product.isfinite().all()
+    for m in (24, 128 * ranks):  # of MX types neither; a shard of x is whole atoms, or cannot be gathered
+        kind = Workload("", op, m, 32, 64 * ranks, E4M3, "mx")
+        operands = kind.operands(group, torch.device("cpu"))
+        calls = baselines(kind, operands, group)
+        assert calls["product"]().isfinite().all() and len(calls["product"]()) == m
+        if OPS[op].gathers_operand and m < 128:
+            with pytest.raises(ValueError, match="12 rows are no whole atoms of 128"):
+                calls["torch"]()
+        else:
+            calls["collective"]()
+            assert calls["torch"]().shape == kind.by("sequential", operands, group)().shape
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -218,8 +234,8 @@ def test_ranks_that_differ_in_types_learn_it_by_name(ranks):
     ranks(2).run(differing)
 
 
-def compiled(rank, ranks):
-    x, weight, scale = torch.ones(6, 32).to(E4M3), torch.ones(8, 32).to(E4M3), torch.full((), 0.5)
+def compiled(rank, ranks, k):
+    x, weight, scale = torch.ones(6, k).to(E4M3), torch.ones(8, k).to(E4M3), torch.full((), 0.5)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(x, weight, scale):
@@ -229,9 +245,10 @@ def compiled(rank, ranks):
         return rows + 1, columns
 
     rows, columns = both(x, weight, scale)
-    assert rows.shape == (3, 8) and (rows == 32 * 0.25 * ranks + 1).all()
-    assert columns.shape == (12, 8) and columns.dtype == torch.bfloat16 and (columns == 8).all()
+    assert rows.shape == (3, 8) and (rows == k * 0.25 * ranks + 1).all()
+    assert columns.shape == (12, 8) and columns.dtype == torch.bfloat16 and (columns == k / 4).all()
 
 
-def test_under_torch_compile(ranks):
-    ranks(2).run(compiled)
+@pytest.mark.parametrize("k", [32, 20])
+def test_under_torch_compile(ranks, k):
+    ranks(2).run(compiled, k)

@@ -5,10 +5,13 @@ from unittest import mock
 import torch
 
 from cute_emulator import Emulator
+from overlap_gemm.backends import plans
 from overlap_gemm.cli import tune
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.tuning.calibrate import COLLECTIVES
+from overlap_gemm.tuning.space import candidates
 
 
 def probe_on_cpu(rank: int, size: int) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
@@ -34,11 +37,39 @@ def probe_on_cpu(rank: int, size: int) -> tuple[dict[str, float], dict[str, int]
 
 
 def kernels_in_the_emulator(rank: int, size: int) -> tuple[float, float]:
-    """A plain product of this rank alone, with the world around it initialised as `tune` has it."""
+    """Plain products of this rank alone, with the world around it initialised as `tune` has it."""
     probe = tune.GpuProbe(resolve(group_name(None)), torch.device("cpu"), rounds=1)
     config = GemmConfig("sm_90a", (64, 128), (1, 1), "pingpong")
     with mock.patch.object(tune, "captured", lambda call: call), Emulator("sm_90a", 1):
         return probe.gemm(config, 64, 128, 64), probe.product(64, 128, 64)
+
+
+def kernels_with_scales_of_blocks(rank: int, size: int) -> dict[str, list[str]]:
+    """Which kernels a probe launches that is asked for those with scales of blocks."""
+    probe = tune.GpuProbe(resolve(group_name(None)), torch.device("cpu"), rounds=1)
+    launched: dict[str, list[str]] = {}
+    real = plans.compiled_kernel
+
+    def compiled(executor, config, *others):
+        names.append(config.name)
+        return real(executor, config, *others)
+
+    for arch, blocks in (("sm_90a", (1, 128, 128)), ("sm_90a", (1, 32, 32)), ("sm_100a", MX)):
+        config = candidates(arch, "e4m3", None, blocks)[0]
+        names = launched[config.name] = []
+        with (
+            mock.patch.object(tune, "captured", lambda call: call),
+            mock.patch.object(plans, "compiled_kernel", compiled),
+            Emulator(arch, 1),
+        ):
+            assert probe.gemm(config, 128, 128, 256) > 0
+    return launched
+
+
+def test_kernels_with_scales_of_blocks_are_those_that_are_asked_for(ranks):
+    (launched,) = ranks(1).run(kernels_with_scales_of_blocks)
+    assert len(launched) == 3
+    assert launched == {name: [name] for name in launched}
 
 
 def test_kernels_are_measured_on_every_rank_alone(ranks):

@@ -47,7 +47,12 @@ def emulator_command(
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        try:
+            code = int(server.stdout.readline())
+        except BaseException:  # a test's time limit, say: what comes now would be taken for the next one's
+            _end(server)
+            _server.cache_clear()
+            raise
         if code == -signal.SIGALRM:
             raise subprocess.TimeoutExpired(list(map(str, words)), timeout, out.read_text(), err.read_text())
         return subprocess.CompletedProcess(list(map(str, words)), code, out.read_text(), err.read_text())
@@ -60,8 +65,14 @@ def _server() -> subprocess.Popen[str]:
     env = {**os.environ, "CUTE_DSL_LINEINFO": "1"}
     pipe = subprocess.PIPE
     server = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, env=env)
-    atexit.register(server.communicate)  # which closes the pipe, and so ends it
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """At once; a command that it waits for ends by its time-out."""
+    with server:
+        server.kill()
 
 
 def _serve() -> None:

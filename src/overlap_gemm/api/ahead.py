@@ -12,7 +12,7 @@ import torch
 from ..backends import ahead
 from ..backends.base import Problem
 from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named, scale_shapes
+from ..backends.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, of_blocks, unit_scales
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
@@ -26,7 +26,7 @@ def warmup(
     *shapes: tuple[int, int, int],
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
-    block: int | None = None,
+    block: Block = None,
     device: torch.device | str | None = None,
     bias: bool = False,
     backend: str = "auto",
@@ -45,7 +45,8 @@ def warmup(
         *shapes: (M, N, K) of the product over all ranks.
         group: As for the op.
         dtype: Of the operands; of 8 bits they have scales, and results are bfloat16.
-        block: Rows of the weight, and elements of K, that share a scale, 128 or 32; None: scales are of rows.
+        block: Rows of the weight, and elements of K, that share a scale, 128 or 32; ``"mx"``: scales are
+            those of MX types; None: of rows.
         device: Of the operands; default: this process's GPU if the group serves GPUs, else the CPU.
         bias: Whether the calls will have one.
         backend: As for the op.
@@ -72,15 +73,13 @@ def warmup(
             torch.empty(shape, dtype=kind, device=where) for shape, kind in zip(layouts, kinds, strict=True)
         )
         scales: dict[str, Any] = {}
+        types: tuple[Any, ...] = (None, None)
         if out_dtype is not None:
-            of_both = scale_shapes(x_shape, weight_shape, blocks)
-            scales = {
-                name: torch.ones(shape, device=where)
-                for name, shape in zip(("scale_x", "scale_w"), of_both, strict=True)
-            }
+            of_both = unit_scales(x_shape, weight_shape, blocks, where)
+            scales = dict(zip(("scale_x", "scale_w"), of_both, strict=True))
+            types = dtype, out_dtype, of_blocks(of_both[0], x_shape[1])
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         for extents in [said] if said == least else [said, least]:
-            types = (None if out_dtype is None else dtype, out_dtype, blocks)
             known = spec.known(m, n, k, extents)
             problem = Problem.of(op, *known, x, ranks, deterministic, backend, scaled=types)
             eager, captured = (
@@ -104,7 +103,7 @@ def reserve(
     columns: int,
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
-    block: int | None = None,
+    block: Block = None,
     device: torch.device | str | None = None,
 ) -> int:
     """Allocates the workspaces of all fused calls up to a size; those then allocate none.

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import DEPTH, FLOAT8
+from ..backends.scaling import FLOAT8
 from ..backends.select import with_fallback
 from ..dispatch import moves
 from ..dispatch.autocast import autocast
@@ -62,8 +61,7 @@ class Float8(Products):
 
     An argument (`float8=`) of the layers in `overlap_gemm.nn`, the styles, and `parallelize`; its methods are
     the ops themselves, with gradients: operands in their own type, of 16 or 32 bits, which is the result's,
-    too. There are no gradients of gradients. Of each rank K, and where x wants a gradient N, must be
-    multiples of 16.
+    too. There are no gradients of gradients.
 
     Quantising is torch's operations (`quantize_rows`): compile the model, and they become one kernel each.
 
@@ -85,24 +83,6 @@ class Float8(Products):
                 raise TypeError(f"Float8: {name} must be one of {', '.join(map(str, FLOAT8))}, got {dtype}")
         if not isinstance(self.wgrad, bool):
             raise TypeError(f"Float8: wgrad must be True or False, got {self.wgrad!r}")
-
-    def check_shards(self, what: str, columns: Sequence[int], depths: Sequence[int]) -> None:
-        """Raises, on every rank alike, unless all ranks' N and K of a layer are multiples of 16.
-
-        Args:
-            what: The layer, for the message.
-            columns: N of every rank.
-            depths: K of every rank.
-
-        Raises:
-            ValueError: One is not.
-        """
-        for name, sizes in (("output", columns), ("input", depths)):
-            if any(size % DEPTH for size in sizes):
-                raise ValueError(
-                    f"{what}: in 8 bits every rank's {name} features must be a multiple of {DEPTH}, the "
-                    f"ranks have {list(sizes)}"
-                )
 
     def all_gather_gemm(  # type: ignore[override]
         self,
@@ -192,12 +172,6 @@ class Float8(Products):
             for tensor in given:
                 if tensor.dtype != x.dtype:
                     raise TypeError(f"{how.op}: {name} must be {x.dtype} as x is, got {tensor.dtype}")
-        columns = sum(len(weight) for weight in weights)
-        if columns % DEPTH and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{how.op}: in 8 bits the gradient of x needs N of this rank to be a multiple of {DEPTH}, "
-                f"got {columns}"
-            )
         types = (self.dtype, self.grad_dtype, self.wgrad)
         return _Product.apply(tuple(how), types, len(weights), x, *weights, *biases)  # type: ignore[no-any-return]
 
@@ -305,12 +279,8 @@ class _How(NamedTuple):
         return [call(x.values, weight.values, bias=bias, scale_w=weight.scale, **told)]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
-        """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product.
-
-        Zeros stand for the tokens that M lacks to a multiple of 16.
-        """
-        wide = [F.pad(matrix, (0, -matrix.shape[1] % DEPTH)) for matrix in (grad, x)]
-        rows, weight = quantize_rows(wide[0], grad_dtype), quantize_rows(wide[1], dtype)
+        """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product."""
+        rows, weight = quantize_rows(grad, grad_dtype), quantize_rows(x, dtype)
         return functional.column_parallel_gemm(
             rows.values, weight.values, None, self.group, self.backend,
             scale_x=rows.scale, scale_w=weight.scale, out_dtype=x.dtype,

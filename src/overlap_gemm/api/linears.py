@@ -67,12 +67,6 @@ class ShardedLinear(nn.Module):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.backend, self.reserve_sms, self.tp_group = backend, reserve_sms, group_name(tp_group)
         self.float8 = float8
-        if float8 is not None:
-            sizes = [[output_size], [input_size]]
-            sizes[self.shard_dims["weight"]] = Shards.even(
-                self.extent("weight"), group_size(self.tp_group)
-            ).sizes
-            float8.check_shards(type(self).__name__, *sizes)
         self.register_load_state_dict_pre_hook(_shard_incoming)
         self.adopt(self._draw(bias, device, dtype))
 

@@ -16,9 +16,9 @@ from ..spec.sharding import shard_rows
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible
-from . import gather
+from .operands import padded
 from .plans import kind_of, peers_for
-from .scaling import scale_bytes
+from .scaling import shard_bytes
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
@@ -60,50 +60,70 @@ def reserve(
     """
     if group.size == 1:
         return 0
-    peers, (kind, types) = peers_for(group, device), kind_of(dtype, out_dtype, False)
+    peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # where K is short, of rows
     asked, machine = settings(), constants(peers.agreed.arch)
     by_tiles, by_shards = (
         TRANSPORTS.get(name or "") for name in (asked.tile_transport, asked.shard_transport)
     )
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
-    for shape in _shapes(ops, rows, width, group.size, peers.agreed.arch, kind, peers.agreed.num_sms):
-        for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields)):
-            few = config.is_swap_ab and "mma" not in dict(asked.fields)
-            most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
-            size = wanted(by_tiles, config).tiles_class(config, most)
-            had = needed.get(size.kind, size)
-            zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
-            needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
+    for kinds in calls:
+        kind, types = kind_of(dtype, out_dtype, False, kinds)
+        given = peers.agreed.arch, kind, peers.agreed.num_sms, kinds
+        for shape in _shapes(ops, rows, width, group.size, *given):
+            for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields), kinds):
+                few = config.is_swap_ab and "mma" not in dict(asked.fields)
+                most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
+                size = wanted(by_tiles, config).tiles_class(config, most)
+                had = needed.get(size.kind, size)
+                zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
+                needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if any(OPS[op].gathers_operand for op in ops):
-        depth = gather.padded(width)
-        row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
-        gathered = group.size * shard_rows(rows, group.size) * row_bytes
-        needed["gather"] = wanted(by_shards).shards_class(gathered)
+        chunk, depth = shard_rows(rows, group.size), padded(width, dtype.itemsize)
+        shard = chunk * depth * dtype.itemsize
+        if out_dtype is not None:
+            each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
+            shard = max(chunk * of_row + after for of_row, after in each)
+        needed["gather"] = wanted(by_shards).shards_class(group.size * shard)
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 
 def _shapes(
-    ops: Sequence[str], rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
+    ops: Sequence[str],
+    rows: int,
+    width: int,
+    world: int,
+    arch: str,
+    dtype: str,
+    num_sms: int,
+    blocks: Blocks | None,
 ) -> Iterator[ExchangeShape]:
     """The largest shape of each pattern that the calls of `ops` may have."""
+    given = arch, dtype, num_sms, blocks
     for name, pattern in PATTERNS.items():
         if pattern.op in ops and not pattern.spec.gathers_operand:
-            most = rows if pattern.cut else _uncut_rows(pattern, rows, width, world, arch, dtype, num_sms)
+            most = rows if pattern.cut else _uncut_rows(pattern, rows, width, world, *given)
             if most:
                 yield ExchangeShape.even(most, width, world, name)
     for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.executed_as`
         assert op is not None
-        yield from _shapes([op], min(rows, constants(arch).whole_rows), width, world, arch, dtype, num_sms)
+        yield from _shapes([op], min(rows, constants(arch).whole_rows), width, world, *given)
 
 
 def _uncut_rows(
-    pattern: PatternSpec, rows: int, width: int, world: int, arch: str, dtype: str, num_sms: int
+    pattern: PatternSpec,
+    rows: int,
+    width: int,
+    world: int,
+    arch: str,
+    dtype: str,
+    num_sms: int,
+    blocks: Blocks | None,
 ) -> int:
     """For how many rows the model may take a pattern whose slots are for all of them; 0 if for none."""
     machine = constants(arch)
 
     def is_taken(m: int, depth: int | None) -> bool:
-        facts = Facts(pattern.op, m, width, depth, dtype, world)
+        facts = Facts(pattern.op, m, width, depth, dtype, world, blocks=blocks)
         return pattern_of(facts, machine, arch, num_sms) == pattern.name
 
     fewer = [rows, *(1 << bit for bit in range((rows - 1).bit_length()))]

@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.scale_blocks import Blocks
+from ..kernels.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows, gemms
 from .reach import Reach, reach_of
-from .scaling import Operand, dequantised, in_words, with_scales
+from .scaling import Operand, dequantised, with_scales
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.arch import ARCHS, arch_of_capability
 from ..kernels.geometry import MAX_WORLD, ExchangeShape
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..kernels.scale_blocks import BLOCKS, Blocks, fields_of, in_words
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
@@ -25,10 +25,10 @@ from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
 from . import gather, mx
 from .base import Problem
-from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
+from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
-from .scaling import in_words, of_blocks
+from .scaling import of_blocks
 
 
 class Sizes(NamedTuple):
@@ -69,22 +69,26 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
 
 
 WITH_BLOCKS = {
-    blocks: tuple(
-        name
-        for name in ARCHS
-        if every_config(name, "e4m3", blocks=blocks, sums=1 if blocks in PROMOTED else 2)
-    )
-    for blocks in (*PROMOTED, MX)
+    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", **fields_of(blocks)))
+    for blocks in BLOCKS
 }
 """Architectures that have kernels with scales of blocks, of each kind."""
 
 
-def has_blocks(device_type: str, blocks: Blocks) -> bool:
-    """Whether the device that runs fused kernels has kernels with scales of these blocks."""
+def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
+    """Why an architecture has no kernels with scales of these blocks (None: of rows), None if it has."""
+    if blocks is None or arch in WITH_BLOCKS[blocks]:
+        return None
+    return f"scales of {in_words(blocks)} are for kernels of {', '.join(WITH_BLOCKS[blocks])}"
+
+
+def _arch_of(device_type: str) -> str | None:
+    """The architecture of the device that runs fused kernels, None where there is none."""
     if device_type == "cuda":
         arch = arch_of_capability(torch.cuda.get_device_capability())
-        return arch is not None and arch.name in WITH_BLOCKS[blocks]
-    return executor.emulation is None or executor.emulation.emulator.device.arch in WITH_BLOCKS[blocks]
+        return None if arch is None else arch.name
+    emulation = executor.emulation
+    return None if emulation is None else emulation.emulator.device.arch
 
 
 class Fused:
@@ -98,14 +102,12 @@ class Fused:
         """Fused kernels exist for some dtypes, extents and devices."""
         if reason := self.why_no_kernel(problem):
             return reason
-        if problem.blocks and not has_blocks(problem.device_type, problem.blocks):
-            known = ", ".join(WITH_BLOCKS[problem.blocks])
-            return f"scales of {in_words(problem.blocks)} are for kernels of {known}"
         if problem.device_type == "cuda":
-            return why_no_cuda(torch.cuda.current_device())
-        if executor.emulation is None:
+            if reason := why_no_cuda(torch.cuda.current_device()):
+                return reason
+        elif executor.emulation is None:
             return f"fused kernels need a Hopper or Blackwell GPU, or the emulator; not {problem.device_type}"
-        return None
+        return why_no_blocks(_arch_of(problem.device_type), problem.blocks) if problem.blocks else None
 
     def why_no_kernel(self, problem: Problem) -> str | None:
         """Why no device could carry a problem out, None if one could."""
@@ -148,9 +150,8 @@ class Fused:
             return "the ranks' GPUs have not been probed"
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
-        if problem.blocks not in (None, PROMOTED[0]):
-            return f"kernels with scales of {in_words(problem.blocks)} have not been timed"
-        return constants(problem.reach.arch).why_untimed_bytes() if problem.is_scaled else None
+        machine = constants(problem.reach.arch)
+        return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
@@ -239,13 +240,14 @@ class Fused:
 def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """An element for each row and for each column of the product, as `RowColumnScale` reads them.
 
-    Or what they are of blocks, K contiguous; those of MX types by the shards that a plan's tiles begin with.
+    Or what they are of blocks, as the load role copies them; those of MX types by the shards that a plan's
+    tiles begin with.
     """
     if scales and scales[0].dtype == mx.SCALE:
         each = zip(scales, (x, weight), plan.steps, strict=True)
         return tuple(mx.words_of(scale, rows.shape, step) for scale, rows, step in each)
     if any(scale.ndim == 2 for scale in scales):
-        return tuple(scale if scale.stride(1) == 1 else scale.contiguous() for scale in scales)
+        return tuple(map(aligned_lines, scales))
     return tuple(
         aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
     )

@@ -37,7 +37,7 @@ from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import mx, plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
+from .operands import ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major, padded
 from .plan import Copies, Plan, Product, Relayed, Travel
 from .plans import (
     both,
@@ -47,7 +47,7 @@ from .plans import (
     peers_for,
     resident_clusters,
 )
-from .scaling import as_words, of_blocks, rows_with_scales, scale_bytes
+from .scaling import as_words, of_blocks, rows_with_scales, shard_bytes
 from .ways import obtain_way, wanted
 
 
@@ -166,9 +166,9 @@ def _vectors(
 
 def _blocks(own: Tensor, scales: Sequence[Any], alone: bool) -> list[tuple[Tensor, ...]]:
     """Likewise of blocks."""
-    by_row = scales[0].contiguous() if alone else as_words(own)[None]
+    by_row = aligned_lines(scales[0]) if alone else as_words(own)[None]
     empty = scales[0].new_zeros(1, scales[0].shape[1])  # of a weight without rows
-    return [(by_row, scale.contiguous() if len(scale) else empty) for scale in scales[1]]
+    return [(by_row, aligned_lines(scale if len(scale) else empty)) for scale in scales[1]]
 
 
 def plan_for(
@@ -226,11 +226,10 @@ def _make_plan(
     from ..kernels.gathering import Gathering
 
     executor, group = peers.executor, peers.group
-    row_bytes = depth * dtype.itemsize + (0 if out_dtype is None else scale_bytes(depth, blocks))
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    after = mx.num_scales(chunk, depth) if blocks == MX else 0  # all rows of a shard: bytes
-    if after:
-        row_bytes = depth
+    row_bytes, after = depth * dtype.itemsize, 0
+    if out_dtype is not None:
+        row_bytes, after = shard_bytes(chunk, depth, blocks)
     nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes + after
     if after and nbytes:
         nbytes = full
@@ -245,9 +244,8 @@ def _make_plan(
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
         name, fields = kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
-        facts = Facts(
-            ALL_GATHER_GEMM.name, shards.total, columns * group.size, depth, name, group.size, chunk
-        )
+        extents = shards.total, columns * group.size, depth
+        facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         config = config.keeping if keep else config
         tile_m, tile_n = config.cluster_tile
@@ -266,6 +264,7 @@ def _make_plan(
         "gather",
         dtype,
         out_dtype,
+        blocks,
         shards,
         depth,
         len(kinds),
@@ -340,11 +339,6 @@ def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     """Those of a result, contiguous; but of a virtual rank, whose kernels have not run yet, a view."""
     first = matrix[:, :columns]
     return first if group.is_virtual else first.contiguous()
-
-
-def padded(extent: int) -> int:
-    """Elements of a row, with what makes it whole 16 bytes of a 16-bit type; at least one 16."""
-    return max(ceil_div(extent, ROW_ELEMENTS), 1) * ROW_ELEMENTS
 
 
 def _padded(vector: Tensor, size: int) -> Tensor:

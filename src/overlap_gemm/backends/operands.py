@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROW_BYTES = 16
@@ -12,6 +13,12 @@ ROW_BYTES = 16
 
 ROW_ELEMENTS = 8
 """Of a 16-bit type."""
+
+
+def padded(extent: int, itemsize: int = 2) -> int:
+    """Elements of a row of so many, with what makes it whole 16 bytes; at least one 16."""
+    unit = ROW_BYTES // itemsize
+    return max(-(-extent // unit), 1) * unit
 
 
 def aligned(matrix: Tensor) -> Tensor:
@@ -22,11 +29,15 @@ def aligned(matrix: Tensor) -> Tensor:
     """
     if has_tma_strides(matrix) and matrix.data_ptr() % 16 == 0:
         return matrix
+    return widened(matrix)
+
+
+def widened(matrix: Tensor) -> Tensor:
+    """A contiguous copy of `matrix` `[rows, K]` with zeros appended along K to whole 16 bytes."""
     rows, depth = matrix.shape
-    unit = ROW_BYTES // matrix.itemsize
-    padded = matrix.new_zeros(rows, max(-(-depth // unit), 1) * unit)
-    padded[:, :depth] = matrix
-    return padded
+    wide = matrix.new_zeros(rows, padded(depth, matrix.itemsize))
+    wide[:, :depth] = matrix
+    return wide
 
 
 def has_tma_strides(matrix: Tensor) -> bool:
@@ -48,6 +59,18 @@ def aligned_vector(vector: Tensor, size: int) -> Tensor:
     if len(vector) == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
         return vector
     return vector.expand(size).clone(memory_format=torch.contiguous_format)
+
+
+def aligned_lines(scales: Tensor) -> Tensor:
+    """Scales of blocks as the load role copies them, 16 bytes along K at a time: themselves, or a copy.
+
+    Returns:
+        `[lines, blocks of K]` and what is missing to whole 16 bytes, K contiguous, each line so aligned.
+    """
+    missing = -scales.shape[1] % (ROW_BYTES // scales.itemsize)
+    if not missing and scales.stride(1) == 1 and has_tma_strides(scales) and scales.data_ptr() % 16 == 0:
+        return scales
+    return F.pad(scales, (0, missing)).contiguous()
 
 
 def major(matrix: Tensor, other: str) -> Any:

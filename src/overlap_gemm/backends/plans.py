@@ -20,7 +20,7 @@ from ..kernels.geometry import (
     Puts,
     tile_puts,
 )
-from ..kernels.scale_blocks import PROMOTED, Blocks
+from ..kernels.scale_blocks import Blocks, fields_of
 from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
@@ -103,7 +103,7 @@ def plan_for(
         return plan
     agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
     operands |= {"a_major": a_major, "b_major": b_major}
-    shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth)
+    shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth, blocks)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
@@ -130,10 +130,7 @@ def kind_of(
         epilogue += (Bias(DTYPES[out_dtype or dtype]),)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
-    kind = DTYPES[out_dtype]
-    fields: dict[str, Any] = {"blocks": blocks} if blocks else {}
-    if blocks in PROMOTED:
-        fields |= {"sums": 1}
+    kind, fields = DTYPES[out_dtype], fields_of(blocks)
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}

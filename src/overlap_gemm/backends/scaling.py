@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.geometry import SCALE_BYTES
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from ..spec.sharding import ceil_div
 from ..tuning.settings import settings
 from . import mx
-from .operands import ROW_BYTES, aligned_vector
+from .operands import ROW_BYTES, aligned_vector, padded, widened
 
 if TYPE_CHECKING:
     from .base import Problem
@@ -32,7 +32,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Types of their products; the first is the default."""
 
 DEPTH = 16
-"""K of scaled operands is a multiple of this: rows of 16 bytes, as TMA and `torch._scaled_mm` want them."""
+"""What `torch._scaled_mm` wants K to be a multiple of, and on GPUs N."""
 
 
 CUBLAS_ROWS = ROW_BYTES // 4
@@ -58,28 +58,40 @@ def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
     return next(found, None) if scale.ndim > 1 else None
 
 
-def blocks_named(block: int | None, dtype: torch.dtype) -> Blocks | None:
-    """The blocks that a number stands for, of operands of this type.
+Block = int | Literal["mx"] | None
+"""What callers call blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
+
+
+def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
+    """The blocks that callers call so, of operands of this type.
 
     Raises:
         ValueError: There are no such ones.
     """
-    found: dict[int | None, Blocks | None] = {None: None}
+    found: dict[Block, Blocks | None] = {None: None}
     if dtype in FLOAT8:
-        found |= {kind[2]: kind for kind in PROMOTED}
+        found |= {kind[2]: kind for kind in PROMOTED} | {"mx": MX}
     if block not in found:
         raise ValueError(f"block must be one of {', '.join(map(str, found))} of {dtype}, got {block}")
     return found[block]
 
 
-def scale_shapes(
-    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of scales of operands of these shapes: of blocks, or of rows, which they are where K is one block."""
+def unit_scales(
+    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Scales of operands of these shapes as callers pass them, all of them one.
+
+    Of blocks, or of rows, which they are where K is one block.
+    """
+    if blocks == MX:
+        of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
+        return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
     depth = x[1]
     rows, height, length = blocks if blocks and depth > blocks[2] else (1, 1, depth or 1)
     along = max(ceil_div(depth, length), 1)
-    return (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
+    shapes = (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
+    of_x, of_weight = (torch.ones(shape, device=device) for shape in shapes)
+    return of_x, of_weight
 
 
 def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
@@ -96,26 +108,32 @@ def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
 
 
-def in_words(blocks: Blocks | None) -> str:
-    """For messages."""
-    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
-
-
 def scale_bytes(depth: int, blocks: Blocks | None) -> int:
     """After each row of `rows_with_scales`: its scale or those of its blocks, a multiple of 16."""
     scales = ceil_div(depth, blocks[2]) if blocks else 1
     return ceil_div(4 * scales, SCALE_BYTES) * SCALE_BYTES
 
 
+def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
+    """Of a shard of 8-bit rows that is gathered: bytes of a row, and of what lies after all rows."""
+    if blocks == MX:
+        return depth, mx.num_scales(rows, depth)
+    return depth + scale_bytes(depth, blocks), 0
+
+
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` `[rows, K]`, of one row at least, as fused kernels send it: in memory after each row its scales."""
-    rows, depth = x.shape
+    """`x` `[rows, K]` as fused kernels send it: in memory after each row its scales.
+
+    Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes.
+    """
+    (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
     blocks = of_blocks(scale, depth)
     scales = scale.contiguous() if blocks else aligned_vector(scale, rows)[:, None]
-    packed = x.new_empty(max(rows, 1), depth + scale_bytes(depth, blocks)).view(torch.uint8)
+    packed = x.new_empty(max(rows, 1), width + scale_bytes(width, blocks)).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)
-    packed[:rows, depth : depth + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
-    return packed.view(x.dtype)[:, :depth]
+    packed[:rows, depth:width] = 0
+    packed[:rows, width : width + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
+    return packed.view(x.dtype)[:, :width]
 
 
 def as_words(rows: Tensor) -> Tensor:
@@ -211,6 +229,8 @@ def torchs_product(
         fast: `use_fast_accum`.
     """
     scale_a, scale_b = scales
+    if x.shape[1] % DEPTH:
+        x, weight = widened(x), widened(weight)
     if scale_a.ndim < 2 or scale_a.shape[1] == 1:
         return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
     kinds = torch.nn.functional.ScalingType

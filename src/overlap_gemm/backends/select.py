@@ -64,6 +64,8 @@ class Choice:
                 f"link {prediction.link * 1e6:.0f}){known}; constants of {prediction.machine.name}, "
                 f"{prediction.machine.source}"
             )
+            if as_rows := prediction.machine.why_as_rows(problem.blocks):
+                lines.append(f"  constants are those with scales of rows: {as_rows}")
         if self.backward is not None:
             lines.append(f"  backward: {self.backward.problem.op} runs as {self.backward.backend.name!r}")
         return "\n".join(lines)
@@ -139,7 +141,8 @@ def predicted(problem: Problem) -> Prediction | None:
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if reach is None or not reach.arch or reach.untimed or kind is None:
         return None
-    facts = Facts(problem.op, problem.m, problem.n, problem.k, kind, problem.world_size)
+    extents = problem.m, problem.n, problem.k
+    facts = Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
     return predict(facts, reach.arch, reach.num_sms, problem.captured)
 
 

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..backends import mx
 from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, of_blocks, torchs_product, why_no_product
 from ..backends.torch_backend import reduce_scatter_single
+from ..kernels.scale_blocks import ATOM_ROWS, MX
 from ..runtime.group import Group
 from ..runtime.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
@@ -43,13 +45,19 @@ def baselines(workload: Workload, operands: Operands, group: Group) -> dict[str,
 def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
     """Torch's product of these; `fast` is `use_fast_accum`, of 8-bit operands.
 
-    Where torch has none with scales of blocks, that with the first block's for each row and column.
+    Where torch has none with scales of blocks, that with the first block's for each row and column; so also
+    of MX types.
     """
     x, weight, scale_x, scale_w = operands
     if scale_x is None or scale_w is None:
         return lambda: torch.mm(x, weight.t())
     blocks = of_blocks(scale_x, x.shape[1])
-    if blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
+    if blocks == MX:
+        scale_x, scale_w = (
+            mx.rows_of(scale, *matrix.shape)[:, :1].float()
+            for scale, matrix in ((scale_x, x), (scale_w, weight))
+        )
+    elif blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
         scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
     scales = as_torch_has_them(x, weight, scale_x, scale_w)
     return lambda: torchs_product(x, weight, scales, workload.out_dtype, fast)
@@ -81,7 +89,11 @@ def _gathered(operands: Operands, rows: int, group: Group) -> Operands:
         whole = _all(x.view(torch.uint8), rows, group).view(x.dtype)
     else:
         whole = _all(x, rows, group)
-    if scale is not None and scale.numel() > 1:
+    if scale is not None and scale.dtype == mx.SCALE:
+        if len(x) % ATOM_ROWS:
+            raise ValueError(f"scales of {len(x)} rows are no whole atoms of {ATOM_ROWS}, which are gathered")
+        scale = _all(scale.view(torch.uint8)[:, None], group.size * len(scale), group)[:, 0].view(mx.SCALE)
+    elif scale is not None and scale.numel() > 1:
         scale = _all(scale, rows, group)
     return operands._replace(x=whole, scale_x=scale)
 
@@ -127,7 +139,7 @@ def symmetric(workload: Workload, operands: Operands, group: Group, fast: bool =
     """
     ops, name = torch.ops.symm_mem, symmetric_name(group)
     spec, (x, weight, scale_x, scale_w), dtype = workload.spec, operands, workload.out_dtype
-    if spec.gathers_output or (workload.scales == "blocks" and spec.out != spec.x):
+    if spec.gathers_output or (workload.blocks and spec.out != spec.x):
         return {}
     if spec.sums and spec.out is not None:
 

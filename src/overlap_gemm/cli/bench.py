@@ -60,7 +60,7 @@ def bench(
     those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
     the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
     Operands of 8 bits are quantised before. Where torch has no product with scales of blocks (it has on
-    Hopper), that with scales of rows stands for it: as many bytes and operations.
+    Hopper), and for MX types, that with scales of rows stands for it: as many operations.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)

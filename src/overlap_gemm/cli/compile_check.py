@@ -15,15 +15,8 @@ from rich.progress import track
 from rich.table import Table
 
 from ..kernels.config import GemmConfig
-from ..kernels.lint import (
-    PtxasReport,
-    count_instructions,
-    inner_loop_instructions,
-    inspect,
-    ptx_findings,
-    ptxas_findings,
-)
-from ..kernels.scale_blocks import BLOCKS, PROMOTED
+from ..kernels.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
+from ..kernels.scale_blocks import BLOCKS, fields_of
 from ..kernels.visitors import RowColumnScale
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
@@ -67,7 +60,7 @@ class Checked:
 
 
 def check(config: GemmConfig, op: str) -> Checked:
-    """Compiles a configuration and applies the lint rules to its text and to its assembler's report."""
+    """Compiles a configuration and applies the lint rules to its text, code and assembler's report."""
     from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel, make_symmetric_kernel
     from ..transports import LL, PeerBulk
 
@@ -90,9 +83,8 @@ def check(config: GemmConfig, op: str) -> Checked:
     else:
         kernel = make_kernel(config)
     seen = inspect(partial(compile_kernel, kernel))
-    ptx, report = seen.ptx, seen.report
-    findings = ptx_findings(ptx, op != "GEMM") + ptxas_findings(report)
-    return Checked(config, op, report, count_instructions(ptx), inner_loop_instructions(ptx), tuple(findings))
+    ptx, findings = seen.ptx, tuple(seen.findings(exchanges=op != "GEMM"))
+    return Checked(config, op, seen.report, count_instructions(ptx), inner_loop_instructions(ptx), findings)
 
 
 def takes(config: GemmConfig, op: str) -> bool:
@@ -102,6 +94,8 @@ def takes(config: GemmConfig, op: str) -> bool:
     nor summed by the epilogue.
     """
     if (config.visits_rows or config.blocks) and op in (SLICED, *SYMMETRIC):
+        return False
+    if op in GATHERS and not config.gathers_rows:
         return False
     summed = op in OWN_LAST or (op in SYMMETRIC and PATTERNS[SYMMETRIC[op]].returns)
     return not (config.is_swap_ab and (summed or op in PUBLISHER))
@@ -147,9 +141,7 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    blocked = [
-        every_config(arch, "e4m3", blocks=blocks, sums=1 if blocks in PROMOTED else 2) for blocks in BLOCKS
-    ]
+    blocked = [every_config(arch, "e4m3", **fields_of(blocks)) for blocks in BLOCKS]
     return sum(blocked, every_config(arch) + scaled)
 
 
@@ -161,7 +153,8 @@ def compile_check(
 ) -> None:
     """Compiles kernels of each kind; fails on spills, C75xx warnings, synchronisation too weak for a peer.
 
-    What is read is the report of the assembler in the installed DSL, whose code runs.
+    And on warps that use registers they gave away. What is read is the report of the assembler in the
+    installed DSL, and its code, which runs; for sm_90a by nvdisasm (wheel nvidia-cuda-nvdisasm).
     """
     console = rank_zero_console(0)
     archs = arch or list(ARCHS)

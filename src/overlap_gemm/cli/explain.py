@@ -10,14 +10,14 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
-from ..backends.scaling import FLOAT8, blocks_named, scale_shapes
+from ..backends.scaling import FLOAT8, blocks_named, unit_scales
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import group_name, resolve
 from ..spec import OPS
 from .bench import chosen_ops
 from .console import rank_zero_console
-from .workload import DeviceOption, DTypeOption, Workload
+from .workload import BlockOption, DeviceOption, DTypeOption, Workload, block_of
 
 
 def explain(
@@ -34,9 +34,7 @@ def explain(
     ] = None,
     backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
     dtype: DTypeOption = None,
-    block: Annotated[
-        int | None, typer.Option(help="Of 8-bit operands: blocks of 128 or 32 share a scale. [default: rows]")
-    ] = None,
+    block: BlockOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Say which backend would carry out an op on this machine, and why not the others.
@@ -49,7 +47,7 @@ def explain(
     world = overlap_gemm.init(device=device)
     operand = getattr(torch, dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
     try:
-        blocks = blocks_named(block, operand)
+        blocks = blocks_named(block_of(block), operand)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--block") from error
     workload = Workload("", name, m, n, k, operand)
@@ -57,8 +55,7 @@ def explain(
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
     how: dict[str, Any] = {"backend": backend, **workload.extents}
     if operand in FLOAT8:
-        shapes = scale_shapes(*workload.shapes(group), blocks) if blocks else ((), ())
-        scales = (torch.empty(shape, device=world.device) for shape in shapes)
+        scales = unit_scales(*workload.shapes(group), blocks, world.device)
         how |= dict(zip(("scale_x", "scale_w"), scales, strict=True))
     choice = overlap_gemm.explain(name, x, weight, group=group.process_group, **how)
     if ranks not in (None, world.size):

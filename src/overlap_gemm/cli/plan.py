@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 
 from ..backends.base import Problem
-from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES
+from ..backends.fused import Fused, why_no_blocks
+from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..kernels.arch import ARCHS
 from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
@@ -17,6 +17,7 @@ from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
+from .workload import BlockOption, block_of
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
@@ -37,6 +38,7 @@ def plan(
         Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"],
         typer.Option(help="Of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
+    block: BlockOption = None,
     machine: Annotated[
         str | None, typer.Option(help="Constants: a file of `tune`, or h200, b200. [default: the arch's]")
     ] = None,
@@ -49,17 +51,21 @@ def plan(
         raise typer.BadParameter(f"{op!r} is not one of {', '.join(OPS)}", param_hint="OP")
     constants, arch = _machine(arch, machine)
     console = rank_zero_console(0)
-    facts = Facts(op, m, n, k, DTYPES[dtype], ranks)
+    kind = getattr(torch, dtype)
+    try:
+        blocks = blocks_named(block_of(block), kind)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--block") from error
+    facts = Facts(op, m, n, k, DTYPES[dtype], ranks, blocks=blocks)
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
-    kind = getattr(torch, dtype)
-    asked = Problem(op, m, n, k, kind, "cuda", ranks)
+    asked = Problem(op, m, n, k, kind, "cuda", ranks, blocks=blocks)
     if kind in FLOAT8:
         asked = replace(asked, weight_dtype=kind, out_dtype=OUT_DTYPES[0])
-    untimed = constants.why_untimed_bytes() if asked.is_scaled else None
+    untimed = constants.why_untimed_bytes(blocks) if asked.is_scaled else None
     if asked.is_scaled:  # which no copy engine carries
         eager, captured = (_without(found, "decomposed") for found in (eager, captured))
-    if refused := Fused().why_no_kernel(asked):
+    if refused := Fused().why_no_kernel(asked) or why_no_blocks(arch, blocks):
         eager, captured = (_without(found, "fused") for found in (eager, captured))
     console.print(
         f"[bold]{op}[/] M,N,K={m},{n},{k} {dtype} on {ranks} x {constants.name} ({arch}, {sms} SMs), "
@@ -79,6 +85,8 @@ def plan(
         console.print("constants not measured: there `auto` takes torch's way until `tune` has run")
     if untimed:
         console.print(f"not fused by itself: {untimed}", highlight=False)
+    if as_rows := constants.why_as_rows(blocks):
+        console.print(f"constants are those with scales of rows: {as_rows}", highlight=False)
     if refused:
         console.print(f"fused kernel: no, {refused}", highlight=False)
         return

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ import overlap_gemm
 
 from ..backends.collectives import reduce_scatter_rows
 from ..backends.fused import Fused
+from ..backends.scaling import unit_scales
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
 from ..runtime.group import LOCAL, Group, group_name, resolve
@@ -56,7 +58,7 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per measurement.")] = 5,
 ) -> None:
-    """Measure what the model computes with, on one GPU or under a launcher on several; a minute or two.
+    """Measure what the model computes with, on one GPU or under a launcher on several; some minutes.
 
     `bash launch/torchrun.sh overlap-gemm tune` takes all GPUs. One GPU measures kernels and memory; the link
     and the collectives need several. What is not measured stays as it was. `auto`, `plan` and `bench` use the
@@ -82,7 +84,9 @@ def tune(
     found = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
     facts, provenance = describe(world), dict(found.provenance)
     if device != base.name:
-        provenance |= dict.fromkeys(("bytes_rate", "promoted_rate"), f"expected: {base.name}'s")
+        provenance |= dict.fromkeys(
+            ("bytes_rate", "promoted_rate", "blocks_rate"), f"expected: {base.name}'s"
+        )
     found = replace(
         found,
         provenance=provenance,
@@ -168,10 +172,13 @@ class GpuProbe:
     def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """See `Probe.gemm`."""
         x, weight = self._operands(m, n, k)
-        shards = Shards.even(m, 1)
+        given: tuple[Any, ...] = ()
+        if config.blocks is not None:
+            x, weight = (operand.to(torch.float8_e4m3fn) for operand in (x, weight))
+            given = unit_scales((m, k), (n, k), config.blocks, self.device), torch.bfloat16
+        call = partial(Fused().call, GEMM_REDUCE_SCATTER, x, weight, None, Shards.even(m, 1), ALONE, k)
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
-            op = GEMM_REDUCE_SCATTER
-            return self._seconds(lambda: Fused().call(op, x, weight, None, shards, ALONE))
+            return self._seconds(lambda: call(*given))
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """See `Probe.fused`."""

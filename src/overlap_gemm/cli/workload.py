@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from torch import Tensor
 
 import overlap_gemm
 
+from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
-from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES
+from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards
@@ -30,11 +32,22 @@ DTypeOption = Annotated[
         "[default: bfloat16 on GPUs, else float32]"
     ),
 ]
+BlockOption = Annotated[
+    Literal["128", "32", "mx"] | None,
+    typer.Option(
+        help="Of 8-bit operands: what shares a scale, blocks, or those of MX types. [default: rows]"
+    ),
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")]
 
-Scales = Literal["rows", "tensor", "blocks"]
-"""What shares a scale, of operands of 8 bits: a row, all of an operand, or a block, 1 x 128 of x, 128 x 128
-of the weight."""
+Scales = Literal["rows", "tensor", "blocks", "mx"]
+"""What shares a scale, of operands of 8 bits: a row, all of an operand, a block, 1 x 128 of x, 128 x 128
+of the weight, or 32 of K of a row, as MX types have it."""
+
+
+def block_of(option: str | None) -> Block:
+    """What `BlockOption` stands for."""
+    return int(option) if option and option.isdigit() else cast(Block, option)
 
 
 MOST = 8
@@ -93,7 +106,13 @@ class Workload:
 
     def facts(self, ranks: int) -> Facts:
         """The same for the model."""
-        return Facts(self.op, self.m, self.n, self.k, (DTYPES | FLOAT8).get(self.dtype, "f32"), ranks)
+        kind = (DTYPES | FLOAT8).get(self.dtype, "f32")
+        return Facts(self.op, self.m, self.n, self.k, kind, ranks, blocks=self.blocks)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which blocks the scales are of; None: of rows, or of all of an operand."""
+        return {"blocks": PROMOTED[0], "mx": MX}.get(self.scales or "")
 
     def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
         """Those of this rank's x and weight."""
@@ -129,6 +148,9 @@ class Workload:
                 (1, 1), MOST * deviation / torch.finfo(self.dtype).max, dtype=torch.float32
             )
             return (matrix / scale).to(self.dtype), scale
+        if self.scales == "mx":
+            values, scale = overlap_gemm.quantize_rows(matrix, self.dtype, block=WIDTH, power_of_two=True)
+            return values, overlap_gemm.swizzle_scales(scale)
         if self.scales == "rows" or rows == 1:
             return overlap_gemm.quantize_rows(
                 matrix, self.dtype, block=BLOCK if self.scales == "blocks" else None

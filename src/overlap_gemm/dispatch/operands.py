@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import mx
-from ..backends.scaling import DEPTH, FLOAT8, OUT_DTYPES, SCALE_DTYPES, in_words, of_blocks
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..backends.scaling import FLOAT8, OUT_DTYPES, SCALE_DTYPES, of_blocks
+from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from .options import CallOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -103,8 +103,6 @@ def check_scaled(
                     f"{op}: {name} must be {' or '.join(map(str, dtypes))} where x is {x.dtype} and out_dtype"
                     f" {options.out_dtype}, got {tensor.dtype}"
                 )
-    if x.shape[-1] % DEPTH:
-        raise ValueError(f"{op}: K of operands with scales must be a multiple of {DEPTH}, got {x.shape[-1]}")
     for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
         if matrix.numel() and matrix.stride(-1) != 1:
             raise ValueError(

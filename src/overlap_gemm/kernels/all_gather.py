@@ -30,8 +30,9 @@ word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "
 the arrival of this rank's flags, so copied from.
 
 **Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
-are readers of the gather buffer, too. Those that the MMA multiplies with (:mod:`overlap_gemm.kernels.mx`)
-travel after all rows of their shard, whose atoms begin with it; the load role reads them with its tiles.
+are readers of the gather buffer, too. Those of blocks (:mod:`overlap_gemm.kernels.blocks`) are read by the
+load role with its tiles. So are those that the MMA multiplies with (:mod:`overlap_gemm.kernels.mx`); they
+travel after all rows of their shard, whose atoms begin with it.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
@@ -63,7 +64,7 @@ from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.orders import OwnShardFirst, Place
 from overlap_gemm.kernels.product import output_store
-from overlap_gemm.kernels.scale_blocks import MX
+from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.kernels.work import CtaTile, Share, Work
 from overlap_gemm.spec.sharding import ceil_div
 
@@ -202,16 +203,23 @@ class ArrivalGate:
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
         if place.shard == call.call.exchange.rank:
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
+            own = ops
+            if cutlass.const_expr(self.op.config.blocks in PROMOTED):
+                own = ops._replace(scales=ops.scales.with_gathered(self._row_scales(place.shard, call)))
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, own, row, column), early)
         else:
             if place.shard != opened:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
             gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
-            if cutlass.const_expr(buffer.scales is not None):
-                tma, scales = buffer.scales
-                gathered = mx.with_gathered(gathered, ops.scales, tma, scales[(None, None, place.shard)])
+            if cutlass.const_expr(self.op.config.blocks in PROMOTED):
+                scales = ops.scales.with_gathered(self._row_scales(place.shard, call))
+                gathered = gathered._replace(scales=scales)
+            elif cutlass.const_expr(buffer.scales is not None):
+                tma, atoms = buffer.scales
+                scales = ops.scales.with_gathered((tma, atoms[(None, None, place.shard)]))
+                gathered = gathered._replace(scales=scales)
             state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
         return state, Int32(place.shard)
 
@@ -228,16 +236,20 @@ class ArrivalGate:
 
     def with_rows(self, tile: CtaTile, extras: Extras, call: GatherCall) -> Any:
         """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard."""
+        return (self._row_scales(tile.owner, call), *extras[1:])
+
+    def _row_scales(self, shard: Scalar, call: GatherCall) -> cute.Tensor:
+        """Those that came with the rows of a shard: one for each, or those of its blocks."""
         given, exchange = call.given, call.call.exchange
-        offset, nbytes = call.shard(tile.owner)
-        base = cutlass.select_(tile.owner == exchange.rank, given.own, call.buffer + offset)
+        offset, nbytes = call.shard(shard)
+        base = cutlass.select_(shard == exchange.rank, given.own, call.buffer + offset)
         depth, blocks = cute.size(given.gathered, mode=[1]), self.op.config.blocks
         first = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
         rows, pitch = Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
         layout = cute.make_layout(rows, stride=pitch)
         if blocks is not None:
             layout = cute.make_layout((rows, ceil_div(depth, blocks[2])), stride=(pitch, 1))
-        return (cute.make_tensor(first, layout), *extras[1:])
+        return cute.make_tensor(first, layout)
 
     @cute.jit
     def end(self, call: GatherCall) -> None:

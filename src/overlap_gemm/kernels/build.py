@@ -57,8 +57,10 @@ from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
 from overlap_gemm.kernels.k_slices import SlicedGather
+from overlap_gemm.kernels.naming import by
 from overlap_gemm.kernels.relay import Relay
-from overlap_gemm.kernels.scale_blocks import MX, PROMOTED, Blocks
+from overlap_gemm.kernels.rules import PROMOTED_VALUES
+from overlap_gemm.kernels.scale_blocks import MX, Blocks
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
@@ -102,10 +104,13 @@ def make_gather_kernel(
         sliced: whether the kernel's warps send by slices of K instead (`k_slices`), which keeps nothing.
 
     Raises:
-        ValueError: what is asked for has no kernel by slices.
+        ValueError: what is asked for has no kernel by slices, or none that gathers rows' scales.
     """
-    if config.blocks in PROMOTED and config.sums != 1:
-        raise ValueError(f"an all-gather GEMM with scales of blocks spills unless sums=1; got {config.sums}")
+    if not config.gathers_rows:
+        raise ValueError(
+            f"an all-gather GEMM with scales of rows promotes tiles of up to {PROMOTED_VALUES} accumulators "
+            f"a thread, where others spill 900 bytes; got tile={by(config.tile)}, mma={config.mma!r}"
+        )
     op: KernelOp = AllGather(config, transport, push, keep)
     if sliced:
         if keep:
@@ -271,8 +276,8 @@ def _fake_scales(blocks: Blocks) -> Any:
     """Scales of blocks: K contiguous."""
     if blocks == MX:
         return mx.fake_scales()
-    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64()
-    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=4)
+    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64(divisibility=4)
+    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=16)
 
 
 def _fake_exchange() -> Exchange:

@@ -62,8 +62,6 @@ class GemmConfig:
             bits of them. By default they are promoted to fp32 after each k tile there.
         blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale: `PROMOTED`
             or `MX`; None: they have none of these kinds.
-        sums: where sums are promoted, of how many k tiles they are under way at a time, 1 or 2: of two, one
-            is promoted during the other's products, and other roles are left few registers.
         k_split: CTAs that share a tile, each of which multiplies a part of K (`kernels.split`).
         launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
             its programmatic dependent (`kernels.dependent`): ``"dependent"``, or ``"dependent_weights"``,
@@ -93,7 +91,6 @@ class GemmConfig:
     launch: Launch = "ordered"
     blocks: Blocks | None = None
     own_last: bool = False
-    sums: int = 2
     publisher: bool = False
     b_dtype: InDtype | None = None
 
@@ -132,14 +129,34 @@ class GemmConfig:
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
 
     @property
+    def sums(self) -> int:
+        """Where sums are promoted, of how many k tiles they are under way in a warp group at a time.
+
+        Of two, one is promoted during the other's products. Wide tiles have no registers for it, and scales
+        of blocks belong to the k tile.
+        """
+        return 1 if self.sum_parts > 1 or self.blocks in PROMOTED else 2
+
+    @property
+    def sum_parts(self) -> int:
+        """Parts of a tile's columns, of one instruction each, that are promoted one after the other."""
+        return max(self.accumulators // PROMOTED_VALUES, 1) if self.promotes else 1
+
+    @property
     def receives_with_few(self) -> bool:
         """Whether receive and shard roles have few registers: consumers that promote have them."""
-        return self.promotes and self.sums == 2 and self.accumulators == PROMOTED_VALUES
+        under_way = self.accumulators // self.sum_parts * self.sums
+        return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
 
     @property
     def accumulators(self) -> int:
         """Of a thread."""
         return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers."""
+        return self.sum_parts == 1 or not self.visits_rows
 
     @property
     def keeping(self) -> GemmConfig:
@@ -174,7 +191,7 @@ class GemmConfig:
     @property
     def visits_rows(self) -> bool:
         """Whether an epilogue warp reads something of each row."""
-        return self.blocks in PROMOTED or any(operand.along == "rows" for operand in self.epilogue_operands)
+        return any(operand.along == "rows" for operand in self.epilogue_operands)
 
     @property
     def is_swap_ab(self) -> bool:
@@ -317,14 +334,34 @@ class GemmConfig:
 
     @property
     def ab_stage_bytes(self) -> int:
-        """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`."""
-        return -(-self.ab_loaded_bytes // 1024) * 1024
+        """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
+        return -(-self.ab_loaded_bytes // 1024) * 1024 + 16 * self.scale_lines
 
     @property
     def ab_loaded_bytes(self) -> int:
         """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
         operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
         return operands + sum(self.scale_atoms) * ATOM_BYTES
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of B that share a scale of `PROMOTED`; 0: there is none."""
+        return self.blocks[1] if self.blocks is not None and self.blocks in PROMOTED else 0
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of B's rows in a CTA tile, of those that share a scale of `PROMOTED`."""
+        return max(self.cta_tile[1] // self.block_rows, 1) if self.block_rows else 0
+
+    @property
+    def scale_lines(self) -> int:
+        """Lines along K of which a CTA has scales of `PROMOTED`: of its rows, then of blocks of columns."""
+        return self.cta_tile[0] + self.column_blocks if self.column_blocks else 0
+
+    @property
+    def chunk_k_tiles(self) -> int:
+        """K tiles of a chunk of these: of 4 that follow each other along K, 16 bytes."""
+        return max(4 * self.blocks[2] // self.tile_k, 1) if self.blocks else 1
 
     @property
     def scale_atoms(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from overlap_gemm.kernels.call import Tally, near_table
 from overlap_gemm.kernels.config import PUBLISHER_STAGES, GemmConfig
 from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_early, wait_for_kernel_before
 from overlap_gemm.kernels.epilogue import allocate_stages
-from overlap_gemm.kernels.mx import with_scales
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
 from overlap_gemm.kernels.split import part_of_k
@@ -62,7 +62,7 @@ class FusedGemm:
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
-        ops = with_scales(cfg, self.mainloop.operands(a, b), extras)
+        ops = self.mainloop.operands(a, b, extras)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
@@ -116,10 +116,7 @@ class FusedGemm:
         if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
             sent = work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
 
-        if (
-            warp < mainloop.first_epilogue_warp
-            or warp >= mainloop.first_epilogue_warp + mainloop.num_epilogue_warps
-        ):
+        if _is_one_of(warp, self._other_warps):
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
                 load_role(mainloop, op, res, ops, more, work, call)
@@ -133,11 +130,11 @@ class FusedGemm:
                 op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(self._is_counted):
                     op.end(call, tally, self._ending_warps)
-            if cutlass.const_expr(receive is not None):  # noqa: SIM102
-                if warp >= cfg.first_receive_warp and warp < cfg.first_receive_warp + cfg.receive_warps:
-                    if cutlass.const_expr(self._publishes):  # noqa: SIM102
-                        if warp == cfg.first_receive_warp:  # which receives when all is published
-                            cast(Any, op.publish_role)(ring, stages, sent, call, output)
+            if cutlass.const_expr(self._publishes):  # noqa: SIM102
+                if warp == cfg.first_receive_warp:  # which receives when all is published
+                    cast(Any, op.publish_role)(ring, stages, sent, call, output)
+            if cutlass.const_expr(receive is not None and not receive.with_epilogue):  # noqa: SIM102
+                if _is_one_of(warp, self._receiving_warps):
                     receive(call, work, tally, out, extras)
                     op.end(call, tally, self._ending_warps)
         else:
@@ -147,7 +144,9 @@ class FusedGemm:
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
                 op.end(call, tally, self._ending_warps)
-            if cutlass.const_expr(receive is not None and receive.with_epilogue):
+        # Once in the code, so with the registers of those that have the fewest: `sass` looks.
+        if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
+            if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
                 op.end(call, tally, self._ending_warps)
         if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
@@ -198,10 +197,32 @@ class FusedGemm:
         return self.op.gate is not None and self.config.visits_rows
 
     @property
+    def _epilogue_warps(self) -> range:
+        """The mainloop's epilogue warps."""
+        first = self.mainloop.first_epilogue_warp
+        return range(first, first + self.mainloop.num_epilogue_warps)
+
+    @property
+    def _other_warps(self) -> set[int]:
+        """All but those: load, comm, the mainloop's private ones, receive."""
+        return set(range(self.config.threads // 32)).difference(self._epilogue_warps)
+
+    @property
+    def _receiving_warps(self) -> list[int]:
+        """Warps that finish what arrives: those of their own, and the epilogue's after their last tile."""
+        first, receive = self.config.first_receive_warp, self.op.receive
+        if receive is None:
+            return []
+        joining = self._epilogue_warps if receive.with_epilogue else ()
+        return [*range(first, first + self.config.receive_warps), *joining]
+
+    @property
     def _ending_warps(self) -> int:
         """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
-        receive = self.op.receive
-        warps = 1 + (self.op.gate is not None) + self._epilogue_ends * self.mainloop.num_epilogue_warps
-        if receive is not None:
-            warps += self.config.receive_warps + receive.with_epilogue * self.mainloop.num_epilogue_warps
-        return warps
+        warps = 1 + (self.op.gate is not None) + len(self._receiving_warps)
+        return warps + self._epilogue_ends * self.mainloop.num_epilogue_warps
+
+
+def _is_one_of(warp: Int32, warps: Iterable[int]) -> Any:
+    """Whether a warp is one of these, fewer than 32 of a CTA."""
+    return ((Int32(sum(1 << number for number in warps)) >> warp) & 1) != 0

@@ -1,7 +1,8 @@
-"""What can be checked of a compiled kernel without running it: its PTX, and what ptxas says about it.
+"""What can be checked of a compiled kernel without running it.
 
 Some mistakes never show in a run (a release at ``.gpu`` scope, ``wait_group.read`` where the hardware
-happens to wait for both), some only in speed (spills, serialised wgmma). Both are visible in the text.
+happens to wait for both), some only in speed (spills, serialised wgmma). Both are visible in its PTX and in
+what ptxas says about it; its machine code is read by `kernels.sass`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from overlap_gemm.kernels.sass import disassemble, sass_findings
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,26 @@ class Inspected:
 
     Attributes:
         ptx: the module.
+        cubin: its machine code, as a file.
         report: of the assembler in the installed DSL, which makes the code that runs: CUDA 12's in its
             default flavour, CUDA 13's with its extra ``cu13``. No other ptxas is asked.
     """
 
     ptx: str
+    cubin: bytes
     report: PtxasReport
+
+    def findings(self, exchanges: bool) -> list[str]:
+        """All that is wrong with the kernel; empty if nothing is.
+
+        Args:
+            exchanges: see `ptx_findings`.
+
+        Raises:
+            RuntimeError: warps move registers, and there is no nvdisasm to read what they do then.
+        """
+        used = sass_findings(disassemble(self.cubin)) if "setmaxnreg" in self.ptx else []
+        return ptx_findings(self.ptx, exchanges) + ptxas_findings(self.report) + used
 
 
 def inspect(build: Callable[[str], Any], options: str = "") -> Inspected:
@@ -61,12 +78,12 @@ def inspect(build: Callable[[str], Any], options: str = "") -> Inspected:
     # The DSL names its files without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder) / "remarks.yaml"
-        asked = f"--keep-ptx --dump-dir={folder} --remark-filter ptxas --remark-output {remarks}"
-        ptx = build(f"{asked} {options}".strip()).__ptx__
+        asked = f"--keep-ptx --keep-cubin --dump-dir={folder} --remark-filter ptxas --remark-output {remarks}"
+        built = build(f"{asked} {options}".strip())
         text = remarks.read_text() if remarks.exists() else ""
     if "registers" not in text:
         raise RuntimeError(f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} gave no report of its ptxas")
-    return Inspected(ptx, report_of(text))
+    return Inspected(built.__ptx__, built.__cubin__, report_of(text))
 
 
 def report_of(text: str) -> PtxasReport:

@@ -56,10 +56,10 @@ class JointLoads(NamedTuple):
     """The loads of an operand and of its scales, as one.
 
     Attributes:
-        parts: `OperandLoads` of each.
+        parts: `OperandLoads` of each, or `blocks.ScaleLoads`.
     """
 
-    parts: tuple[OperandLoads, ...]
+    parts: tuple[Any, ...]
 
     def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
         """Starts them all."""

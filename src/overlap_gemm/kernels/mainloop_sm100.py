@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
-from overlap_gemm.device.traced import Fragment, Scalar
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import mx, split
 from overlap_gemm.kernels.config import TMEM_COLUMNS
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
@@ -100,9 +100,10 @@ class MainloopSm100(LoadedMainloop):
             self.mma_tile,
         )
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
-        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
-        return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1))
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        scales = mx.scales_of(self.config, *extras[:2]) if self.config.blocks == MX else None
+        return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """See `Mainloop.tma_of_a`."""
@@ -186,7 +187,7 @@ class MainloopSm100(LoadedMainloop):
         b: Any = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
         if cfg.blocks == MX:
             first_row = row + m * tile[0] + v * cfg.cta_tile[0]
-            a, b = mx.with_their_scales(cfg, a, b, ops.scales, res.scales, first_row, col + n * tile[1])
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, col + n * tile[1])
         return a, b, *self.part_of_k(ops)
 
     # -- MMA role
@@ -250,10 +251,9 @@ class MainloopSm100(LoadedMainloop):
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
     def accumulate(
-        self, res: Resources, ops: Operands, state: pipeline.PipelineState, scales: None = None
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState
     ) -> tuple[Accumulator, pipeline.PipelineState]:
         """Waits for the next finished accumulator."""
-        assert scales is None, "no configuration of this architecture promotes sums"
         copy, tmem, shape = self._accumulator_views(res, ops)
         res.acc.consumer_wait(state)
         tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
@@ -280,6 +280,7 @@ class MainloopSm100(LoadedMainloop):
             if cutlass.const_expr(self.config.k_split > 1):
                 ring_state = self._write_split(res, fragment, state, writer, ring_state)
             else:
+                writer.visit(fragment, index)
                 ring_state = writer.write(fragment, index, ring_state)
         state.advance()
         return state, ring_state
@@ -299,6 +300,7 @@ class MainloopSm100(LoadedMainloop):
         """
         if part_of_k() == 0:
             split.add(self.config, res.parts, fragment, state.index, writer.thread)
+            writer.visit(fragment, Int32(0))
             ring_state = writer.write(fragment, Int32(0), ring_state)
         else:
             split.send(self.config, res.parts, fragment, state.index, writer.thread)

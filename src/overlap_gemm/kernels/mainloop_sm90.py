@@ -12,9 +12,7 @@ are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be
 fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
 accumulator is the tile's transpose; that is undone on the way into the stage.
 
-8-bit operands: wgmma keeps 14 bits of what it adds, so by default the sum of each k tile (128 elements of K,
-4 instructions) is added to fp32 registers, while the tensor cores are at the next one: three sets of them.
-Where 32 elements of K share a scale, the sum of each instruction is, one after the other.
+8-bit operands: wgmma keeps 14 bits of what it adds, so by default sums are promoted (`kernels.promotion`).
 
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
@@ -35,13 +33,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
-from overlap_gemm.device.memory import DTYPES
-from overlap_gemm.device.traced import Fragment, Scalar
+from overlap_gemm.device.memory import DTYPES, LANES
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import column_blocks, promote, promotions, rows_of
+from overlap_gemm.kernels.blocks import NUM_OPERANDS, BlockScales, slots_of, tile_scales
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
+from overlap_gemm.kernels.promotion import accumulate_promoted, multiply
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.split import part_of_k
 
@@ -49,21 +48,24 @@ LOAD_WARP = 0
 COMM_WARP = 1
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
+GROUP_WARPS = 4
 PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
 CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
-PROMOTING_REGISTERS = (72, 216)  # where consumers hold three sums of 64 accumulators
+PROMOTING_REGISTERS = (72, 216)
+VISITED = 4  # subtiles whose operands are loaded at once
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: A/B pipeline and stages, barriers that make turns alternate, a split tile's."""
+    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, slots of scales."""
 
     ab: Any
     turn: Scalar
     sA: Any
     sB: Any
     parts: Any
+    scales: Any
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,16 @@ class MainloopSm90:
             major[second],
             cutlass.Float32,
             (cfg.epilogue_threads // 128, 1, 1),
-            (64, cfg.tile[second]),
+            (64, cfg.tile[second] // cfg.sum_parts),
         )
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
-        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster."""
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         cfg = self.config
         _, b_layout = self._smem_layouts()
+        scales = None if cfg.blocks is None else BlockScales(*extras[:NUM_OPERANDS])
         return Operands(
-            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0])
+            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0]), scales
         )
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
@@ -145,23 +148,25 @@ class MainloopSm90:
         ab = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=cfg.ab_stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 1 + LANES * (cfg.blocks is not None)
+            ),
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, multicast * cfg.epilogue_threads // 32
             ),
-            tx_count=cfg.ab_stage_bytes,
+            tx_count=cfg.ab_loaded_bytes,
             cta_layout_vmnk=cute.make_layout((1, *cfg.cluster, 1)),
             defer_sync=True,
         )
         turn = None
         if cfg.epilogue_groups > 1:
-            thread, _, _ = cute.arch.thread_idx()
             turn = pipeline.PipelineOrder.create(
                 barrier_storage=barriers + 2 * cfg.ab_stages,
                 depth=NUM_TURNS,
                 length=cfg.epilogue_groups,
-                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP) // 4,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.epilogue_threads // 32),
+                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP)
+                // GROUP_WARPS,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, GROUP_WARPS),
                 defer_sync=True,
             )
         parts = None
@@ -171,7 +176,8 @@ class MainloopSm90:
         a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
         sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        return Resources(ab, turn, sA, sB, parts)
+        scales = None if cfg.blocks is None else slots_of(cfg, smem)
+        return Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """Moves registers from the producer warp group to the two that hold accumulators.
@@ -203,9 +209,12 @@ class MainloopSm90:
         mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
         mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
         gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile, cfg.tile_k)
-        a = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
-        b = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
+        a: Any = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
+        b: Any = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
         number = split.num_k_tiles(self.config, ops.a)
+        if cfg.blocks is not None:
+            first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col, number)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return a, b, first, number
 
@@ -229,9 +238,7 @@ class MainloopSm90:
         return ConsumerState(ab, turn)
 
     @cute.jit
-    def accumulate(
-        self, res: Resources, ops: Operands, state: ConsumerState, scales: Any = None
-    ) -> tuple[Any, ConsumerState]:
+    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
         """Computes this group's next tile into registers, in its turn."""
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1
@@ -251,49 +258,16 @@ class MainloopSm90:
 
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
-        if cutlass.const_expr(promotions(cfg) > 1):
-            acc.fill(0.0)
-            done = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            rows, parts = rows_of(part, cfg.tile), promotions(cfg)
-            for step in cutlass.range(k_tiles, unroll=1):
-                ab.consumer_wait(read)
-                for number in cutlass.range_constexpr(parts):
-                    blocks = range(number * num_blocks // parts, (number + 1) * num_blocks // parts)
-                    mma = _multiply(mma, done, operands, blocks, read)
-                    factors = scales.at(rows, parts * step + number, column_blocks(cfg))
-                    warpgroup.wait_group(0)
-                    promote(acc, done, factors)
-                ab.consumer_release(freed)
-                freed.advance()
-                read.advance()
-        elif cutlass.const_expr(cfg.promotes):
-            # Two sums of a k tile each: while one is promoted, the tensor cores add up the other. Both begin
-            # and end in one turn of the loop, or ptxas takes them one after the other (C7514).
-            acc.fill(0.0)
-            sums = [cute.make_rmem_tensor(acc.shape, cutlass.Float32) for _ in range(cfg.k_step)]
-            rows = rows_of(part, cfg.tile)
-            for step in cutlass.range(k_tiles // cfg.k_step, unroll=1):
-                for under_way in sums:
-                    ab.consumer_wait(read)
-                    mma = _multiply(mma, under_way, operands, range(num_blocks), read)
-                    read.advance()
-                for number, done in enumerate(sums):
-                    factors = (
-                        None
-                        if scales is None
-                        else scales.at(rows, cfg.k_step * step + number, column_blocks(cfg))
-                    )
-                    warpgroup.wait_group(cfg.k_step - 1 - number)
-                    ab.consumer_release(freed)
-                    freed.advance()
-                    promote(acc, done, factors)
+        if cutlass.const_expr(cfg.promotes):
+            scales = tile_scales(cfg, res.scales, ops.a, part, read.count, k_tiles)
+            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, k_tiles, scales)
         else:
             ab.consumer_wait(read)
-            mma = _multiply(mma, acc, operands, range(num_blocks), read)
+            mma = multiply(mma, acc, operands, range(num_blocks), read)
             read.advance()
             for _ in cutlass.range(1, k_tiles, unroll=1):
                 ab.consumer_wait(read)
-                mma = _multiply(mma, acc, operands, range(num_blocks), read, adds=True)
+                mma = multiply(mma, acc, operands, range(num_blocks), read, adds=True)
                 warpgroup.wait_group(1)
                 ab.consumer_release(freed)
                 freed.advance()
@@ -347,11 +321,14 @@ class MainloopSm90:
         cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))
-        for index in range(cfg.subtiles):
-            # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's
-            # (swapped: its columns are the tile's rows).
-            fragment = cute.make_tensor(acc.iterator + index * values, layout)
-            ring_state = writer.write(fragment, index, ring_state)
+        # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's (swapped:
+        # its columns are the tile's rows).
+        fragments = [cute.make_tensor(acc.iterator + i * values, layout) for i in range(cfg.subtiles)]
+        for first in range(0, cfg.subtiles, VISITED):
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                writer.visit(fragments[index], index)
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                ring_state = writer.write(fragments[index], index, ring_state)
         return ring_state
 
     def store_to_stage(
@@ -393,23 +370,3 @@ class MainloopSm90:
             utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
             utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),
         )
-
-
-def _multiply(
-    mma: Any, into: cute.Tensor, operands: tuple[Any, Any], blocks: range, read: Any, adds: bool = False
-) -> Any:
-    """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
-
-    Returns ``mma``, whose field it sets: a loop around the call sees that by the name's being bound again.
-    """
-    a, b = operands
-    warpgroup.fence()
-    if not adds:
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-    for block in blocks:
-        at = (None, None, block, read.index)
-        cute.gemm(mma, into, a[at], b[at], into)
-        if not adds:
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-    return mma

@@ -14,8 +14,8 @@ they are issued (PTX ISA, tcgen05, pipelined instructions). So one place in tens
 commit that frees a stage is after both.
 
 Matrices, both the first of the kernel's ``extras``: Int16 ``(atoms of rows, 256 * ceil(K / 128))``, K
-contiguous. An op whose tiles begin where an owner's shard does has atoms that begin there, too (`of_shard`).
-What fills up the last atom of K is read by no MMA.
+contiguous. An op whose tiles begin where an owner's shard does has atoms that begin there, too
+(`MxScales.of_shard`). What fills up the last atom of K is read by no MMA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import JointLoads, OperandLoads
-from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
 from overlap_gemm.spec.sharding import ceil_div
 
@@ -58,6 +57,37 @@ class MxScales(NamedTuple):
     tma_b: Any
     b: Any
     padding: tuple[Any, Any] = (0, 0)
+
+    def of_shard(self, shard: Scalar, work: Any) -> MxScales:
+        """Those of a tile of an owner's shard: scales of all in front of it fill whole atoms."""
+        steps = (work.shards.row_step, work.shards.col_step)
+        padding = tuple(shard * (ceil_div(step, ATOM_ROWS) * ATOM_ROWS - step) for step in steps)
+        return self._replace(padding=padding)
+
+    def with_gathered(self, scales: tuple[Any, Any]) -> MxScales:
+        """Those that came with a shard (TMA load atom, coordinate tensor), and the own ones of B."""
+        tma, tensor = scales
+        return self._replace(tma_a=tma, a=tensor)
+
+    def joined(
+        self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
+    ) -> tuple[JointLoads, JointLoads]:
+        """The loads of A and B, and of their scales: of A from `row` on, of B from `column`, a row of it."""
+        found = []
+        for which, (operand, atom, tensor, first, stage) in enumerate(
+            ((a, self.tma_a, self.a, row, stages.a), (b, self.tma_b, self.b, column, stages.b))
+        ):
+            atoms = config.scale_atoms[which]
+            begin = (first + self.padding[which]) // ATOM_ROWS
+            tiles = cute.local_tile(cute.domain_offset((begin, 0), tensor), (atoms, ATOM_WORDS), (0, None))
+            words = cute.make_tensor(
+                cute.recast_ptr(stage.iterator, dtype=WORD),
+                cute.make_layout(
+                    (atoms, ATOM_WORDS, config.ab_stages), stride=(ATOM_WORDS, 1, atoms * ATOM_WORDS)
+                ),
+            )
+            found.append(JointLoads((operand, OperandLoads.shared(atom, 0, 1, words, tiles, None))))
+        return found[0], found[1]
 
 
 class MxStages(NamedTuple):
@@ -88,12 +118,10 @@ def tiled_mma(config: GemmConfig, a_major: Any, b_major: Any) -> cute.TiledMma:
     )
 
 
-def with_scales(config: GemmConfig, ops: Operands, extras: Any) -> Operands:
-    """The operands, with the scales that are the first of a kernel's ``extras``, where the MMA takes any."""
-    if config.blocks != MX:
-        return ops
-    (a, b), (of_a, of_b) = extras[:2], config.scale_atoms
-    return ops._replace(scales=MxScales(*tma_of(config, a, of_a), *tma_of(config, b, of_b)))
+def scales_of(config: GemmConfig, a: Any, b: Any) -> MxScales:
+    """TMA loads of the scales of A and B."""
+    of_a, of_b = config.scale_atoms
+    return MxScales(*tma_of(config, a, of_a), *tma_of(config, b, of_b))
 
 
 def tma_of(config: GemmConfig, scales: Any, atoms: int) -> tuple[Any, Any]:
@@ -114,52 +142,6 @@ def fake_gathered() -> Any:
     extents = cute.sym_int32(), cute.sym_int32(ATOM_WORDS), cute.sym_int32()
     pitch, shard = cute.sym_int64(divisibility=ATOM_WORDS), cute.sym_int64(divisibility=8)
     return make_fake_tensor(WORD, extents, stride=(pitch, 1, shard), assumed_align=16)
-
-
-# -- load role
-
-
-def of_shard(ops: Operands, shard: Scalar, work: Any) -> Operands:
-    """The operands of a tile of an owner's shard: scales of all in front of it fill whole atoms."""
-    if ops.scales is None:
-        return ops
-    padding = tuple(
-        shard * (ceil_div(step, ATOM_ROWS) * ATOM_ROWS - step)
-        for step in (work.shards.row_step, work.shards.col_step)
-    )
-    return ops._replace(scales=ops.scales._replace(padding=padding))
-
-
-def with_gathered(gathered: Operands, own: MxScales, tma: Any, scales: Any) -> Operands:
-    """Gathered operands: of A with the scales that came with its shard, of B with the own ones."""
-    return gathered._replace(scales=own._replace(tma_a=tma, a=scales))
-
-
-def with_their_scales(
-    config: GemmConfig,
-    a: OperandLoads,
-    b: OperandLoads,
-    scales: MxScales,
-    stages: MxStages,
-    row: Scalar,
-    column: Scalar,
-) -> tuple[JointLoads, JointLoads]:
-    """The loads of A and B, and of their scales: of A from `row` on, of B from `column`, a row of it."""
-    found = []
-    for which, (operand, atom, tensor, first, stage) in enumerate(
-        ((a, scales.tma_a, scales.a, row, stages.a), (b, scales.tma_b, scales.b, column, stages.b))
-    ):
-        atoms = config.scale_atoms[which]
-        begin = (first + scales.padding[which]) // ATOM_ROWS
-        tiles = cute.local_tile(cute.domain_offset((begin, 0), tensor), (atoms, ATOM_WORDS), (0, None))
-        words = cute.make_tensor(
-            cute.recast_ptr(stage.iterator, dtype=WORD),
-            cute.make_layout(
-                (atoms, ATOM_WORDS, config.ab_stages), stride=(ATOM_WORDS, 1, atoms * ATOM_WORDS)
-            ),
-        )
-        found.append(JointLoads((operand, OperandLoads.shared(atom, 0, 1, words, tiles, None))))
-    return found[0], found[1]
 
 
 # -- MMA role

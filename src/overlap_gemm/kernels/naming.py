@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from overlap_gemm.kernels.config import GemmConfig
+    from overlap_gemm.kernels.scale_blocks import Blocks
 
 
 def name_of(config: GemmConfig) -> str:
@@ -20,13 +21,17 @@ def name_of(config: GemmConfig) -> str:
     parts += ["r{}q{}".format(*ring)] if ring != (4, 2) else []
     parts += ["fast"] if config.fast_accum else []
     parts += [config.launch] if config.launch != "ordered" else []
-    parts += ["b" + "x".join(map(str, config.blocks))] if config.blocks else []
+    parts += [blocks_name(config.blocks)] if config.blocks else []
     parts += ["own"] if config.own_last else []
-    parts += ["s1"] if config.sums == 1 else []
     parts += ["pub"] if config.publisher else []
     parts += [f"k{config.k_split}"] if config.k_split != 1 else []
     parts += [f"g{config.raster_group}"] if config.raster_group != 8 else []
     return "_".join(parts)
+
+
+def blocks_name(blocks: Blocks) -> str:
+    """Of what shares a scale: b1x128x128."""
+    return "b" + "x".join(map(str, blocks))
 
 
 def by(pair: tuple[int, int]) -> str:

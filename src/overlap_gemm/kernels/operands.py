@@ -19,7 +19,7 @@ class Operands(NamedTuple):
         a: A's coordinate tensor (M, K).
         tma_b: TMA load atom of B.
         b: B's coordinate tensor (N, K).
-        scales: those that the MMA multiplies with (`mx.MxScales`), or None.
+        scales: those of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
     """
 
     mma: Any
@@ -28,6 +28,12 @@ class Operands(NamedTuple):
     tma_b: Any
     b: Any
     scales: Any = None
+
+    def of_shard(self, shard: Scalar, work: Any) -> Operands:
+        """Those of a tile of an owner's shard."""
+        if self.scales is None:
+            return self
+        return self._replace(scales=self.scales.of_shard(shard, work))
 
 
 def as_accumulated(config: GemmConfig, subtile: Scalar) -> Any:

@@ -12,12 +12,10 @@ from typing import Any, cast
 import cutlass
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.device.registers import computed_here
 from overlap_gemm.device.traced import Extras, Scalar, Stages
-from overlap_gemm.kernels.blocks import block_scales
 from overlap_gemm.kernels.loads import load_k_tiles
-from overlap_gemm.kernels.mx import of_shard
 from overlap_gemm.kernels.own import OwnTile
-from overlap_gemm.kernels.scale_blocks import PROMOTED
 from overlap_gemm.kernels.split import num_early
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import CtaTile, Work
@@ -38,7 +36,7 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
         else:
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
-            given = of_shard(ops, place.shard, work)
+            given = ops.of_shard(place.shard, work)
             state = load_k_tiles(res.ab, state, *mainloop.loads(res, given, row, col), early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
@@ -77,21 +75,18 @@ def epilogue_role(
         ring_state.advance(group * cfg.subtiles)
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
         tile = CtaTile.at(cfg, work.place(op.order, j))
-        if cutlass.const_expr(cfg.blocks not in PROMOTED):
-            acc, state = mainloop.accumulate(res, ops, state)
+        acc, state = mainloop.accumulate(res, ops, state)
         row = tile.owner * work.shards.row_step + tile.row
         column = tile.owner * work.shards.col_step + tile.column
         read: Any = extras
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
             row, read = tile.row, gate.with_rows(tile, extras, call)
-        if cutlass.const_expr(cfg.blocks in PROMOTED):  # whose scales are read as sums are made
-            scales = block_scales(cfg, read, row, column)
-            acc, state = mainloop.accumulate(res, ops, state, scales)
         own = None
         if cutlass.const_expr(op.own_sums is not None):
-            own = OwnTile(op.own_sums, call, work, out, extras, tile)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, thread, row, column, own)
+            own = OwnTile.begin(op.own_sums, call, work, out, extras, tile, thread)
+        place = computed_here(thread)  # else what follows from it takes registers from the accumulators
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column, own)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
@@ -127,20 +122,23 @@ class SubtileWriter:
     column: Scalar
     own: Any = None
 
-    @cute.jit
-    def write(
-        self, fragment: cute.Tensor, subtile: Scalar, state: pipeline.PipelineState
-    ) -> pipeline.PipelineState:
-        """Writes this thread's fp32 values of ``subtile``; returns the ring state after it."""
+    def visit(self, fragment: cute.Tensor, subtile: Scalar) -> None:
+        """Does to this thread's fp32 values of ``subtile`` what the op's visitors do to them."""
         cfg = self.mainloop.config
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
         self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
+
+    @cute.jit
+    def write(
+        self, fragment: cute.Tensor, subtile: Scalar, state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """Writes this thread's visited values of ``subtile``; returns the ring state after it."""
         self.ring.acquire(state)
         stage = self.stages.tiled[(None, None, state.index)]
         self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)
         if cutlass.const_expr(self.own is not None):
-            self.own.finish(self.stages.flat[(None, state.index)], subtile, self.thread)
+            self.own.finish(self.stages.flat[(None, state.index)], subtile)
         self.ring.commit(state)
         state.advance()
         return state

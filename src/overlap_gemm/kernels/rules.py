@@ -25,7 +25,7 @@ MAX_WORLD = 112
 """Ranks that a workspace and a kernel's table of addresses have room for."""
 
 PROMOTED_VALUES = 64
-"""Most accumulators a thread has where they are promoted, since it then has three times as many."""
+"""Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
 
 K_SPLITS = (1, 2, 4)
 """Into how many parts K may be cut where `may_split`."""
@@ -55,13 +55,13 @@ def check(config: GemmConfig) -> None:
         _require_in(name, getattr(config, name), tuple(major for major in majors if major != other))
     if config.fast_accum and not config.has_bytes:
         raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={config.in_dtype!r}")
-    if config.promotes and config.accumulators > PROMOTED_VALUES:
+    if config.promotes and config.accumulators > PROMOTED_VALUES and not _by_halves(config):
         raise ValueError(
-            f"tile {by(config.tile)} of mma={config.mma!r} has {config.accumulators} accumulators a thread; "
-            f"where sums are promoted to fp32 there is room for {PROMOTED_VALUES} "
-            "(fast_accum=True does not promote)"
+            f"tile {by(config.tile)} of mma={config.mma!r} in clusters of {by(config.cluster)} has "
+            f"{config.accumulators} accumulators a thread; where sums are promoted to fp32 there is room for "
+            f"{PROMOTED_VALUES}, or for {2 * PROMOTED_VALUES} of cooperative kernels in clusters of two, by "
+            "halves (fast_accum=True does not promote)"
         )
-    _require_in("sums", config.sums, (1, 2) if config.promotes else (2,))
     check_blocks(config)
     if config.own_last and config.is_swap_ab:
         raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={config.mma!r}")
@@ -85,6 +85,11 @@ def check(config: GemmConfig) -> None:
             f"{config.ring_stages} ring stages of {config.stage_bytes} bytes leave room for "
             f"{config.ab_stages} A/B stages of {config.ab_stage_bytes} bytes; at least 2 are needed"
         )
+
+
+def _by_halves(config: GemmConfig) -> bool:
+    """Whether a wide tile may be promoted: one of two ping-pong groups would wait, a CTA alone spills."""
+    return config.epilogue_groups == 1 and config.cluster_size > 1
 
 
 def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -5,7 +5,7 @@ Imports neither the DSL nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from overlap_gemm.kernels.naming import by
 
@@ -29,6 +29,20 @@ ATOM_ROWS = 128
 ATOM_BYTES = 512
 
 
+def fields_of(blocks: Blocks | None) -> dict[str, Any]:
+    """Fields of a configuration whose scales are of these blocks; None: of rows."""
+    if blocks is None:
+        return {}
+    # A small ring leaves room for one more stage of A and B than the scales would (docs/design/fp8.md).
+    ring = {"ring_stages": 2, "inflight": 1} if blocks in PROMOTED else {}
+    return {"blocks": blocks, **ring}
+
+
+def in_words(blocks: Blocks | None) -> str:
+    """For messages."""
+    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
+
+
 def check_blocks(config: GemmConfig) -> None:
     """Raises ValueError, naming the rule, for blocks that a configuration has no kernel for."""
     if config.blocks not in (None, *BLOCKS):
@@ -41,17 +55,9 @@ def check_blocks(config: GemmConfig) -> None:
                 f"{ATOM_ROWS} rows a CTA and multiples of {ATOM_ROWS} columns, not swapped; got "
                 f"tile={by(config.tile)}, mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}"
             )
-    if config.blocks in PROMOTED:
-        if not config.promotes or config.is_swap_ab:
-            raise ValueError(
-                f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
-                f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
-                f"fast_accum={config.fast_accum}"
-            )
-        if config.blocks[2] < config.tile_k and config.sums != 1:
-            raise ValueError(f"blocks={config.blocks} are promoted one by one, sums=1; got {config.sums}")
-        if config.sums == 2 and (config.mma, config.cluster) != ("pingpong", (2, 1)):
-            raise ValueError(
-                "blocks with sums=2 are for ping-pong kernels in clusters of 2x1: others spill 40 to 124 "
-                f"bytes; got mma={config.mma!r}, cluster={by(config.cluster)}"
-            )
+    if config.blocks in PROMOTED and (not config.promotes or config.is_swap_ab):
+        raise ValueError(
+            f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
+            f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
+            f"fast_accum={config.fast_accum}"
+        )

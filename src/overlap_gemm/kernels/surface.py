@@ -193,8 +193,8 @@ class Mainloop(Protocol):
     def num_barriers(self) -> int:
         """See the attributes."""
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor) -> Operands:
-        """Host side: the TMA descriptors of A (M x K) and B (N x K)."""
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """Host side: the TMA descriptors of A (M x K) and B (N x K), and scales of blocks."""
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """Host side: atom and coordinate tensor of an A; whoever loads slices further modes away."""
@@ -223,8 +223,8 @@ class Mainloop(Protocol):
     def epilogue_state(self, res: Any, ops: Operands, group: Int32) -> Any:
         """State of an epilogue thread at the start."""
 
-    def accumulate(self, res: Any, ops: Operands, state: Any, scales: Any = None) -> tuple[Any, Any]:
-        """The next accumulator of this epilogue group, and the state after it; ``scales`` of its blocks."""
+    def accumulate(self, res: Any, ops: Operands, state: Any) -> tuple[Any, Any]:
+        """The next accumulator of this epilogue group, and the state after it."""
 
     def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
         """Hands an accumulator to ``writer`` by subtiles; returns both states after it."""

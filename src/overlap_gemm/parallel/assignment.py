@@ -12,8 +12,6 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..api.float8 import Float8
-from ..spec.sharding import Shards
 from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora, why_not_peft
 
 Role: TypeAlias = Literal[
@@ -132,46 +130,6 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
         if needed not in roles.values():
             _refuse("", model, f"it has no {needed}")
     return roles
-
-
-def check_float8(model: nn.Module, roles: dict[str, Role], ranks: int, float8: Float8) -> None:
-    """Raises for a projection that a rank could not multiply in 8 bits.
-
-    Args:
-        model: The model.
-        roles: What `plan` said of it.
-        ranks: P.
-        float8: How.
-
-    Raises:
-        UnknownModuleError: It names the module.
-    """
-    for name, role in roles.items():
-        if role not in ADAPTED or role == "head":
-            continue
-        linear: Any = bases(model.get_submodule(name))[0]
-        columns, depths = [linear.out_features], [linear.in_features]
-        if role in ("row", "shared row"):
-            depths = Shards.even(linear.in_features, ranks).sizes
-        elif role == "shared head":
-            columns = [head_dim(model.config)]
-        elif role == "packed":
-            parts = _parts(name, linear.out_features, model.config)
-            columns = [size for part in parts for size in Shards.even(part, ranks).sizes]
-        else:
-            columns = Shards.even(linear.out_features, ranks).sizes
-        try:
-            float8.check_shards(type(linear).__name__, columns, depths)
-        except ValueError as error:
-            _refuse(name, linear, str(error))
-
-
-def _parts(name: str, rows: int, config: Any) -> list[int]:
-    """Rows of the parts of a packed projection."""
-    if name.endswith("gate_up_proj"):
-        return [rows // 2, rows // 2]
-    keys = kv_heads(config) * head_dim(config)
-    return [rows - 2 * keys, keys, keys]
 
 
 def _path(name: str) -> str:

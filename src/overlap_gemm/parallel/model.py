@@ -16,7 +16,7 @@ from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8
 from ..backends.select import check_name, with_fallback
 from .adapters import bases, forbid_sums, is_lora
-from .assignment import PAIRED, Role, check_float8, features_dim, head_dim, kv_heads, plan
+from .assignment import PAIRED, Role, features_dim, head_dim, kv_heads, plan
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
@@ -106,8 +106,6 @@ def parallelize(
         forbid_sums(model.base_model)
         model = model.get_base_model()
     roles = plan(model, mesh.size())
-    if float8 is not None:
-        check_float8(model, roles, mesh.size(), float8)
     names = {role: name for name, role in roles.items()}
     embedding: Any = bases(model.get_submodule(names["embedding"]))[0]
     head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..backends.scaling import DEPTH
 from ..kernels.scale_blocks import PROMOTED
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
@@ -278,9 +277,6 @@ def _why_not_kept(module: Any, form: Form) -> str | None:
     cut = Shards.even(module.in_features if by_depth else module.out_features, forward.mesh.size())
     if form.block is not None and len(cut.sizes) > 1 and cut.chunk % (block := form.block[by_depth]):
         return f"its shards, {cut.sizes}, do not end on borders of blocks of {block}"
-    depths = cut.sizes if by_depth else [module.in_features]
-    if any(depth % DEPTH for depth in depths):
-        return f"the ranks' K, {depths}, are no multiples of {DEPTH}"
     return None
 
 

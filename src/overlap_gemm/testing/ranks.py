@@ -244,6 +244,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    _bound_groups_of_gloo(timedelta(seconds=timeout))
     own = torch.device(device, rank) if device == "cuda" else None
     if own is not None:
         torch.cuda.set_device(own)
@@ -266,6 +267,29 @@ def _serve(
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def _bound_groups_of_gloo(limit: timedelta) -> None:
+    """Gives every group of gloo in this process one worker thread, and no peer more time than `limit`.
+
+    By default a group has two workers. When a collective has ended, its worker stores the name of its kind in
+    a string of the group, without a lock (torch 2.13). The name of DTensor's all-gather is too long to lie in
+    the string itself: two workers that do so at once free the same memory, and the process dies of SIGABRT or
+    SIGSEGV, now or later (tests/multi/test_ranks.py). And a group within the world, a mesh's, would wait half
+    an hour for a peer, whatever the world's time-out.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+
+    def bounded(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
+        options._devices = [gloo.create_device(interface=interface) for interface in interfaces]
+        options._threads = 1
+        options._timeout = min(timeout, limit)
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = bounded
 
 
 def _load(path: str) -> ModuleType:

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ..kernels.config import GemmConfig
+from ..kernels.scale_blocks import BLOCKS
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
-from .model import Facts, efficiency_key, fused_time
+from .model import Facts, efficiency_key, fused_time, times_bytes
 from .space import candidates
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Probe(Protocol):
         """One rank's product by cuBLAS."""
 
     def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
-        """One rank's product by one of our kernels."""
+        """One rank's product by one of our kernels; with scales of blocks where it has them."""
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """A fused reduce-scatter; M, N, K over all ranks."""
@@ -108,6 +109,7 @@ def _steps(probe: Probe, arch: str) -> Iterator[tuple[str, Step]]:
     yield "launch", lambda m: replace(m, launch=probe.empty())
     yield "kernels", lambda m: _kernels(probe, m, arch)
     yield "kernels, one wave", lambda m: _one_wave(probe, m, arch)
+    yield "kernels, scales of blocks", lambda m: _with_blocks(probe, m, arch)
     yield "memory", lambda m: _memory(probe, m)
     yield (
         "host",
@@ -153,7 +155,7 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
         machine,
         sms=probe.sms,
         mma_rate=best[0],
-        efficiency={name: round(share / top, 3) for name, share in efficiency.items()},
+        efficiency={**machine.efficiency, **{name: round(e / top, 3) for name, e in efficiency.items()}},
     )
 
 
@@ -162,7 +164,21 @@ def _one_wave(probe: Probe, machine: Machine, arch: str) -> Machine:
     # A swapped one is bound by the memory there, which the model counts by itself.
     kernels = [config for config in _whole(machine, arch) if not config.is_swap_ab]
     shares = {efficiency_key(c): round(_one_wave_rate(c, probe) / machine.mma_rate, 3) for c in kernels}
-    return replace(machine, one_wave=shares)
+    return replace(machine, one_wave={**machine.one_wave, **shares})
+
+
+def _with_blocks(probe: Probe, machine: Machine, arch: str) -> Machine:
+    """Both rates of kernels with scales of blocks, as shares of what kernels of their types reach at best."""
+    kernels = [config for blocks in BLOCKS for config in candidates(arch, "e4m3", machine, blocks)]
+    whole = {efficiency_key(c): _share(_rate(c, GEMM_SIZES[0], probe, machine), c, machine) for c in kernels}
+    alone = {efficiency_key(c): _share(_one_wave_rate(c, probe), c, machine) for c in kernels}
+    return replace(
+        machine, efficiency={**machine.efficiency, **whole}, one_wave={**machine.one_wave, **alone}
+    )
+
+
+def _share(rate: float, config: GemmConfig, machine: Machine) -> float:
+    return round(rate / (machine.mma_rate * times_bytes(config, machine)), 3)
 
 
 def _whole(machine: Machine, arch: str) -> list[GemmConfig]:
@@ -172,14 +188,19 @@ def _whole(machine: Machine, arch: str) -> list[GemmConfig]:
 
 def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
     """FLOP/s of a kernel on all SMs while its tiles fill them."""
+    return rate_of(config, size, probe.gemm(config, size, size, size), replace(machine, sms=probe.sms))
+
+
+def rate_of(config: GemmConfig, size: int, seconds: float, machine: Machine) -> float:
+    """FLOP/s of a kernel that multiplies a cube in so many seconds, on all SMs while its tiles fill them."""
     tile_m, tile_n = config.cluster_tile
-    resident = max(1, probe.sms // config.cluster_ctas)
+    resident = max(1, machine.sms // config.cluster_ctas)
     waves = ceil_div(ceil_div(size, tile_m) * ceil_div(size, tile_n), resident)
     rows, columns = config.cta_tile
-    mainloop = (probe.gemm(config, size, size, size) - machine.launch) / waves
+    mainloop = (seconds - machine.launch) / waves
     if config.mma == "cooperative":
         mainloop -= machine.epilogue * rows * columns
-    return 2 * rows * columns * size / _positive(mainloop) * probe.sms
+    return 2 * rows * columns * size / _positive(mainloop) * machine.sms
 
 
 def _one_wave_rate(config: GemmConfig, probe: Probe) -> float:

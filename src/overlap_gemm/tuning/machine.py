@@ -26,6 +26,8 @@ import platformdirs
 import torch
 
 from ..kernels.arch import arch_of_capability
+from ..kernels.naming import blocks_name
+from ..kernels.scale_blocks import PROMOTED, Blocks, in_words
 
 MACHINE_VARIABLE = "OVERLAP_GEMM_MACHINE"
 SHIPPED = Path(__file__).with_name("machines")
@@ -49,6 +51,7 @@ class Machine:
         bytes_rate: How many times that 8-bit operands are multiplied, by torch and by kernels whose sums the
             tensor cores keep.
         promoted_rate: The same by kernels whose sums are promoted to float32.
+        blocks_rate: The same by torch with scales of blocks.
         memory_rate: Bytes/s of device memory.
         link_rate: Bytes/s out of each GPU, by SM stores to all peers at once: the bound of an op.
         bulk_rate: The same as the fused kernel's bulk stores reach.
@@ -59,7 +62,8 @@ class Machine:
         step: Seconds that a point-to-point transfer of `decomposed` costs in addition to its bytes.
         efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swap_ab"`` kernel's follows from
             what one SM loads, for which it waits (on H200 59 GB/s of A and B together; of B200 the same is
-            expected).
+            expected). With scales of blocks ``"MMA_KIND TILE CLUSTER BLOCKS"`` -> share of `mma_rate` times
+            `promoted_rate`, or `bytes_rate`, whichever the kernel has.
         collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum after it.
         host: Backend or ``"product"`` -> seconds of host time of an eager call.
         stream: Share of `memory_rate` at which a kernel reads its operands, where nothing else is slower.
@@ -123,6 +127,7 @@ class Machine:
     whole_gain: float
     bytes_rate: float
     promoted_rate: float
+    blocks_rate: float
     provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
 
@@ -133,11 +138,30 @@ class Machine:
         """
         return self.source == "measured" and self.name == device
 
-    def why_untimed_bytes(self) -> str | None:
-        """Why times of 8-bit operands are not known, None if they are."""
+    def why_untimed_bytes(self, blocks: Blocks | None = None) -> str | None:
+        """Why times of 8-bit operands with scales of blocks (None: of rows) are not known, None if they are.
+
+        Of the largest blocks those with scales of rows are near enough (`why_as_rows`); others stop for each.
+        """
+        if blocks != PROMOTED[0] and (reason := self.why_as_rows(blocks)):
+            return reason
         if self.provenance["bytes_rate"].startswith("expected"):
             return f"products of 8-bit operands have not been timed on {self.name}"
         return None
+
+    def efficiencies(self, blocks: Blocks | None) -> dict[str, float]:
+        """Those of `efficiency` with scales of these blocks; None: of kernels without."""
+        words = [blocks_name(blocks)] if blocks else []
+        return {name: share for name, share in self.efficiency.items() if name.split()[3:] == words}
+
+    def why_as_rows(self, blocks: Blocks | None) -> str | None:
+        """Why kernels with scales of blocks are taken to be as fast as those with scales of rows.
+
+        None if they are not.
+        """
+        if blocks is None or self.efficiencies(blocks):
+            return None
+        return f"kernels with scales of {in_words(blocks)} have not been timed on {self.name}"
 
     @cached_property
     def digest(self) -> str:

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import FLAG_BYTES, ExchangeShape
+from ..kernels.naming import blocks_name, by
+from ..kernels.scale_blocks import PROMOTED, Blocks
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
@@ -45,6 +47,7 @@ class Facts:
         dtype: Of the operands; of the result, too, unless it is an 8-bit type, whose results have 16.
         world: Ranks P.
         shard: Rows of a full shard, where rows are sharded; 0 for even shards.
+        blocks: Which blocks the scales of 8-bit operands are of; None: of rows.
     """
 
     op: str
@@ -54,6 +57,7 @@ class Facts:
     dtype: str
     world: int
     shard: int = 0
+    blocks: Blocks | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -87,29 +91,41 @@ class Facts:
 
 def efficiency_key(config: GemmConfig) -> str:
     """The name of a kernel in `Machine.efficiency`."""
-    (m, n), (cm, cn) = config.tile, config.cluster
-    return f"{config.mma} {m}x{n} {cm}x{cn}"
+    words = [config.mma, by(config.tile), by(config.cluster)]
+    return " ".join(words + ([blocks_name(config.blocks)] if config.blocks else []))
+
+
+def times_bytes(config: GemmConfig, machine: Machine) -> float:
+    """How many times `Machine.mma_rate` the kernels of a configuration's types reach at best."""
+    if not config.has_bytes:
+        return 1.0
+    return machine.promoted_rate if config.promotes else machine.bytes_rate
 
 
 def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) -> float:
     """A kernel's efficiency, in one wave or in several.
 
-    Of one that was not measured, the least of its tile's, its kind's, or all.
+    Of one that was not measured, the least of its tile's, its kind's, or all. Where none with scales of its
+    blocks was (`Machine.why_as_rows`), that of the kernel without.
     """
-    known, name = machine.efficiency, efficiency_key(config)
+    if machine.why_as_rows(config.blocks):
+        config = replace(config, blocks=None)
+    known, name = machine.efficiencies(config.blocks), efficiency_key(config)
     if one_wave and name in machine.one_wave:
         return machine.one_wave[name]
     if name in known:
         return known[name]
-    kind, tile, _ = name.split()
+    kind, tile, *_ = name.split()
     like = [e for other, e in known.items() if other.startswith(f"{kind} {tile} ")]
     return min(like or [e for other, e in known.items() if other.startswith(f"{kind} ")] or known.values())
 
 
 def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
     """The time of a rank's product by cuBLAS."""
-    m, n, k = facts.local
-    waves = _best_waves(m, n, machine, sms) * k / (machine.bytes_rate if DTYPE_BYTES[facts.dtype] == 1 else 1)
+    (m, n, k), rate = facts.local, 1.0
+    if DTYPE_BYTES[facts.dtype] == 1:
+        rate = machine.blocks_rate if facts.blocks in PROMOTED else machine.bytes_rate
+    waves = _best_waves(m, n, machine, sms) * k / rate
     return machine.launch + max(waves, _memory_seconds(facts, machine))
 
 
@@ -117,7 +133,7 @@ def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
 def _best_waves(m: int, n: int, machine: Machine, sms: int) -> float:
     """Seconds per unit of K of the best tile's waves."""
     best = float("inf")
-    for name, efficiency in machine.efficiency.items():
+    for name, efficiency in machine.efficiencies(None).items():
         kind, tile, _ = name.split()
         rows, columns = map(int, tile.split("x"))
         ctas = ceil_div(m, rows) * ceil_div(n, columns) * (2 if kind == "2cta" else 1)
@@ -136,7 +152,7 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
     """A CTA tile on its SM's tensor cores, one of so many waves."""
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
-    rate *= (machine.promoted_rate if config.promotes else machine.bytes_rate) if config.has_bytes else 1
+    rate *= times_bytes(config, machine)
     return 2 * rows * columns * ceil_div(k, config.k_split) / rate + machine.handover * (config.k_split - 1)
 
 

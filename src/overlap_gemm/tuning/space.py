@@ -14,22 +14,29 @@ from ..kernels.arch import MmaKind, arch_of
 from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import ExchangeShape
 from ..kernels.rules import K_SPLITS, may_split
+from ..kernels.scale_blocks import Blocks, fields_of
 from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
 
 
-def candidates(arch: str, dtype: str, machine: Machine | None = None) -> list[GemmConfig]:
+def candidates(
+    arch: str, dtype: str, machine: Machine | None = None, blocks: Blocks | None = None
+) -> list[GemmConfig]:
     """The configurations of an architecture among which a call's is chosen: those with a known efficiency.
 
     Args:
         arch: target, e.g. ``"sm_90a"``.
         dtype: of A and B, and unless that is an 8-bit type of slots and output.
         machine: whose efficiencies; the default is `machine_for`'s.
+        blocks: of 8-bit types, which the scales are of; None: of rows.
     """
-    known = (machine or constants(arch)).efficiency
-    return [config for config in every_config(arch, dtype) if efficiency_key(config) in known]
+    machine = machine or constants(arch)
+    timed = None if machine.why_as_rows(blocks) else blocks
+    known = machine.efficiencies(timed)
+    every = every_config(arch, dtype, **fields_of(blocks))
+    return [config for config in every if efficiency_key(replace(config, blocks=timed)) in known]
 
 
 def every_config(arch: str, dtype: str = "bf16", **fields: Any) -> list[GemmConfig]:
@@ -81,12 +88,12 @@ def default_config(
         shape: of the call; the same on all ranks.
         num_sms: SMs that every rank may use.
         depth: K over all ranks, where they have agreed on it.
-        **operands: fields that the call's tensors decide: majors, bias.
+        **operands: fields that the call's tensors decide: majors, bias, blocks.
 
     Raises:
         ValueError: the overridden fields make a configuration no kernel exists for.
     """
-    facts, machine = facts_of(shape, dtype, depth), constants(arch)
+    facts, machine = facts_of(shape, dtype, depth, operands.get("blocks")), constants(arch)
     return choose_config(facts, machine, arch, num_sms, shape.pattern, **operands)
 
 
@@ -127,7 +134,12 @@ def expected(
 
 
 def with_pattern(
-    arch: str, dtype: str, shape: ExchangeShape, num_sms: int, depth: int | None
+    arch: str,
+    dtype: str,
+    shape: ExchangeShape,
+    num_sms: int,
+    depth: int | None,
+    blocks: Blocks | None = None,
 ) -> ExchangeShape:
     """The shape with the pattern that it will have: a reduce-scatter may be an all-reduce (`executed_as`).
 
@@ -142,9 +154,10 @@ def with_pattern(
         shape: of the call.
         num_sms: SMs that every rank may use.
         depth: K over all ranks, where they have agreed on it.
+        blocks: which the scales of 8-bit operands are of; None: of rows.
     """
     machine = constants(arch)
-    facts = executed_as(facts_of(shape, dtype, depth), machine, arch, num_sms)
+    facts = executed_as(facts_of(shape, dtype, depth, blocks), machine, arch, num_sms)
     if len(patterns_of(facts.op)) == 1 and facts.op == shape.spec.op:
         return shape
     pattern = pattern_of(facts, machine, arch, num_sms)
@@ -164,11 +177,11 @@ def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
     return min(ways, key=lambda pattern: expected(facts, machine, arch, num_sms, pattern)[1].total)
 
 
-def facts_of(shape: ExchangeShape, dtype: str, depth: int | None) -> Facts:
+def facts_of(shape: ExchangeShape, dtype: str, depth: int | None, blocks: Blocks | None = None) -> Facts:
     """What the model needs to know of a call."""
     op = shape.spec.spec
     rows = shape.rows * (shape.world if op.x == "m" else 1)
-    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard)
+    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard, blocks)
 
 
 def choose_config(
@@ -193,9 +206,11 @@ def _choose(
     pattern: str,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
-    fitting = _resident(_fitting(arch, facts.dtype, machine, fields), num_sms)
+    fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
     if facts.m > machine.few_rows or facts.spec.gathers_operand:
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
+    if facts.spec.gathers_operand:  # with rows come their scales: `GemmConfig.gathers_rows`
+        fitting = [c for c in fitting if c.sum_parts == 1 or c.blocks] or fitting
     best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
     chosen = replace(best, **dict(fields))
     # What is gathered is the output, whatever partial sums travel as.
@@ -209,25 +224,33 @@ def seconds_of(config: GemmConfig, facts: Facts, machine: Machine, num_sms: int,
     return fused_time(config, facts, machine, num_sms, pattern)
 
 
-def possible(arch: str, dtype: str, fields: tuple[tuple[str, Any], ...]) -> list[GemmConfig]:
+def possible(
+    arch: str, dtype: str, fields: tuple[tuple[str, Any], ...], blocks: Blocks | None = None
+) -> list[GemmConfig]:
     """Every configuration that a call could get under the fields of `configured`.
 
     Raises:
         ValueError: no kernel exists for one of them.
     """
-    return [replace(config, **dict(fields)) for config in _fitting(arch, dtype, constants(arch), fields)]
+    fitting = _fitting(arch, dtype, constants(arch), fields, blocks)
+    return [replace(config, **dict(fields)) for config in fitting]
 
 
 def _fitting(
-    arch: str, dtype: str, machine: Machine, fields: tuple[tuple[str, Any], ...]
+    arch: str,
+    dtype: str,
+    machine: Machine,
+    fields: tuple[tuple[str, Any], ...],
+    blocks: Blocks | None = None,
 ) -> list[GemmConfig]:
     """The candidates of the shape that is asked for, else any kernels of it; all, where none has it.
 
     Of all candidates, those that the other fields go with: not every kernel has every type of slots.
     """
     wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster", "k_split")]
-    known = candidates(arch, dtype, machine)
-    for every in (known, every_config(arch, dtype)):
+    # No call gets a kernel where there are none with its blocks; the model has a time all the same.
+    known = candidates(arch, dtype, machine, blocks) or candidates(arch, dtype, machine)
+    for every in (known, every_config(arch, dtype, **fields_of(blocks))):
         fitting = [c for c in every if all(getattr(c, name) == value for name, value in wanted)]
         if fitting:
             return [c for c in fitting if _goes_with(c, fields)] or fitting
