@@ -5,9 +5,52 @@ cd benchmarks; python picture.py results/h200x4.json ../docs/pictures/beside-tor
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from overlap_gemm.cli.plots import draw_ratios
+from matplotlib.figure import Figure
+
+from overlap_gemm.cli.plots import PALETTE, where
+from overlap_gemm.cli.results import EAGER, GRAPH
+
+FEW = 256
+"""Rows up to which a shape is one of few rows in `draw_ratios`."""
+
+
+def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
+    """Draws `auto` against the fastest way that is not ours, eager and captured: a dot for each shape.
+
+    Args:
+        report: A benchmark's.
+        file: Where to; the ending decides the format.
+    """
+    kinds = sorted({(result["op"], result["m"] <= FEW) for result in report["results"]})
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(kinds)), layout="constrained")
+    axes = figure.add_subplot()
+    for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
+        found = [
+            (ours["against"], kinds.index((result["op"], result["m"] <= FEW)) + shift)
+            for result in report["results"]
+            if (ours := result.get(mode, {}).get("ours", {}).get("auto")) and ours["against"] is not None
+        ]
+        if found:
+            ratios, places = (list(column) for column in zip(*found, strict=True))
+            label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
+            axes.plot(ratios, places, "o", color=colour, markersize=4, alpha=0.7, label=label)
+    axes.set_yticks(
+        range(len(kinds)), [f"{op}, {'up to' if few else 'above'} {FEW} rows" for op, few in kinds]
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.axvline(1, color="black", linewidth=0.5)
+    axes.set_xlabel("our time / torch's: left of the line we are faster")
+    axes.set_title(
+        f"Time against the faster of torch's own ways\n{where(report)}", loc="left", fontsize="medium"
+    )
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(file, dpi=120)
+
 
 if __name__ == "__main__":
     results, picture = sys.argv[1:]

@@ -84,4 +84,4 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
 
 
 if find_spec("cute_emulator") is not None:  # where it is installed, fused calls run in one that is opened
-    import_module("cute_emulator.clients").register("overlap_gemm.emulated")
+    import_module("cute_emulator.clients").register("overlap_gemm.integrations.cute_emulator")

@@ -18,12 +18,13 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.kernels.copies import CopiedUnit
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchanging import TileExchange
+from overlap_gemm.kernels.orders import DealtShards
 from overlap_gemm.kernels.receive import Receiver, Window, copy_unit, unit_exists
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Shards, Share, shard_tiles
-from overlap_gemm.schedules import DealtShards, ceil_div, num_owners
 from overlap_gemm.spec import OpSpec, PatternSpec
+from overlap_gemm.spec.sharding import ceil_div, num_owners
 
 GEMM_ALL_TO_ALL = OpSpec("gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n")
 PATTERN = PatternSpec(
@@ -66,7 +67,7 @@ class AllToAll(TileExchange):
 
     def sender(self, stages: Any, work: Any, call: Any, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return OwnerSender(self, work, call, stages, call.epoch)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
 """Rules of the house that a reader would otherwise have to check by eye."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("src", "emulator/src")
 LONGEST_FILE = 450
 """The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
+
+ROOMS, FLOORS, ARROWS = 15, 12, 58
+"""The package's subpackages and modules, their layers, and the pairs of which one imports the other."""
 
 
 def lint_imports(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess:
@@ -25,6 +30,41 @@ def test_imports_keep_the_contracts():
     done = lint_imports()
     assert done.returncode == 0, done.stdout
     assert " 0 broken" in done.stdout
+
+
+def layers() -> list[list[str]]:
+    """The rooms on each floor, as the exhaustive contract has them: it is kept, so that these are all."""
+    contract = r'containers = \["overlap_gemm"\]\nexhaustive = true\nlayers = \[(.*?)\]'
+    [found] = re.findall(contract, (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    return [floor.split(" | ") for floor in re.findall(r'"(.+)"', found)]
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second, where types are not checked."""
+    graph = grimp.build_graph("overlap_gemm", exclude_type_checking_imports=True, cache_dir=None)
+    edges = (
+        (importer.split(".")[1:2], imported.split(".")[1:2])
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    )
+    return {(*above, *below) for above, below in edges if above and below and above != below}
+
+
+def test_the_house_grows_neither_rooms_nor_floors_nor_stairs():
+    floors = layers()
+    rooms, stairs = {room for floor in floors for room in floor}, arrows()
+    assert rooms == {room for arrow in stairs for room in arrow}  # what is counted is all there is
+    assert len(rooms) <= ROOMS
+    assert len(floors) <= FLOORS
+    assert len(stairs) <= ARROWS, sorted(stairs)
+
+
+def test_the_map_names_every_room():
+    """CONTRIBUTING.md draws the floors as the contract has them."""
+    picture = re.search(r"```\n(cli .*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert picture is not None
+    drawn = [re.split(r" {2,}", line)[0].split(" | ") for line in picture[1].splitlines()]
+    assert drawn == layers()
 
 
 PLANTED = {
@@ -44,7 +84,7 @@ PLANTED = {
     "overlap_gemm/runtime/order.py": "overlap_gemm.dispatch.ops",
     "overlap_gemm/kernels/config.py": "overlap_gemm.transports",
     "overlap_gemm/backends/base.py": "overlap_gemm.nn",
-    "overlap_gemm/schedules/orders.py": "nvshmem",
+    "overlap_gemm/kernels/orders.py": "nvshmem",
 }
 
 

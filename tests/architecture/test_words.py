@@ -12,7 +12,7 @@ OURS = (
 )  # fmt: skip
 """Names and phrases that the field has better ones for."""
 
-AT_MOST = {"behind": 20, "beside": 20}
+AT_MOST = {"behind": 20, "beside": 2}
 """Where they mean a place; of time it is "after"."""
 
 

@@ -17,11 +17,10 @@ from overlap_gemm.dispatch import calls, choosing
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
+from overlap_gemm.kernels.orders import OwnShardFirst, TileGrid, WorkList
 from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
-from overlap_gemm.schedules import TileGrid
-from overlap_gemm.schedules.orders import OwnShardFirst, WorkList
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.machine import machine_for
@@ -267,7 +266,7 @@ def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monk
         torch_symm_mem, "_torchs", lambda op, A, why: said.append(why) or (lambda *_: "torch's")
     )
     monkeypatch.setattr(torch_symm_mem, "gemm_reduce_scatter", lambda A, B, **_: A)
-    out = torch_symm_mem._matmul_reduce_scatter(torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g", "auto")
+    out = torch_symm_mem._matmul_reduce_scatter("auto", torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g")
     assert isinstance(out, torch.Tensor) == divides
     assert said == ([] if divides else [f"{rows} rows are not divisible by P=2"])
 

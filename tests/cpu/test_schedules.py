@@ -6,17 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_gemm.schedules import (
+from overlap_gemm.kernels.orders import (
     DealtShards,
     LinearOrder,
     OwnTilesLast,
     TileGrid,
     WorkList,
-    num_owners,
-    owned_rows,
-    shard_rows,
+    grouped_raster,
 )
-from overlap_gemm.schedules.orders import grouped_raster
+from overlap_gemm.spec.sharding import Shards, num_owners, shard_rows
 
 grids = st.builds(TileGrid, st.integers(1, 12), st.integers(1, 12))
 groups = st.integers(1, 5)
@@ -25,9 +23,8 @@ groups = st.integers(1, 5)
 @given(rows=st.integers(1, 300), world=st.integers(1, 12))
 def test_ownership_is_torch_chunk(rows, world):
     chunks = [len(c) for c in torch.arange(rows).chunk(world)]
-    assert [owned_rows(rows, shard_rows(rows, world), r) for r in range(world)] == chunks + [0] * (
-        world - len(chunks)
-    )
+    shards = Shards(rows, world, shard_rows(rows, world))
+    assert shards.sizes == chunks + [0] * (world - len(chunks))
     assert num_owners(rows, shard_rows(rows, world)) == len(chunks)
     assert shard_rows(rows, world) == chunks[0]
 

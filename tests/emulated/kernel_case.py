@@ -16,7 +16,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
 from overlap_gemm.kernels.scale_blocks import MX
-from overlap_gemm.schedules import owned_rows
+from overlap_gemm.spec.sharding import Shards
 
 TORCH = {
     "bf16": torch.bfloat16,
@@ -53,8 +53,7 @@ class KernelCase:
         self.shape = ExchangeShape.even(self.rows, self.cols, self.world)
         self.a = [operand(self.rows, cfg.a_major, cfg.in_dtypes[0]) for _ in range(self.world)]
         self.b = [operand(self.cols, cfg.b_major, cfg.in_dtypes[1]) for _ in range(self.world)]
-        own = [owned_rows(self.rows, self.shape.shard, rank) for rank in range(self.world)]
-        self.own = own
+        self.own = own = Shards(self.rows, self.world, self.shape.shard).sizes
         self.scales = [self._scales(generator) for _ in range(self.world)]
         self.extras = [self._extras(rank, generator) for rank in range(self.world)]
         self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]

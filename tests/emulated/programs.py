@@ -16,7 +16,7 @@ from cute_emulator import Emulator, EmulatorError
 from cute_emulator.host.graphs import Capture
 from overlap_gemm.backends import gather, plans
 from overlap_gemm.backends.plan import Plan
-from overlap_gemm.emulated import SECOND_STREAM
+from overlap_gemm.integrations.cute_emulator import SECOND_STREAM
 from overlap_gemm.kernels.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,

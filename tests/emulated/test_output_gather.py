@@ -6,6 +6,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import GEMM_ALL_GATHER
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
@@ -85,7 +86,9 @@ def with_shards(world: VirtualWorld, case, chunk):
     with poisoned_allocations():
         for rank, group in enumerate(world.ranks):
             own = slice(*shards.range(rank))
-            outs.append(Fused().gemm_all_gather(given.x, given.weight[own], given.bias[own], shards, group))
+            outs.append(
+                Fused().call(GEMM_ALL_GATHER, given.x, given.weight[own], given.bias[own], shards, group)
+            )
     return given, outs
 
 

@@ -9,12 +9,12 @@ from overlap_gemm.kernels.build import make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.copies import Results
 from overlap_gemm.kernels.exchanging import TileExchange
+from overlap_gemm.kernels.orders import DealtShards, OwnTilesLast
 from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
 from overlap_gemm.kernels.send import GatherSender
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
 from overlap_gemm.runtime.workspace import CommTimeoutError
-from overlap_gemm.schedules import DealtShards, OwnTilesLast
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.transports import LL, PeerBulk

@@ -11,8 +11,8 @@ from ..kernels.geometry import ExchangeShape
 from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..runtime.workspace import SizeClass, obtain
-from ..schedules import shard_rows
 from ..spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
+from ..spec.sharding import shard_rows
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import constants, pattern_of, possible

@@ -1,5 +1,6 @@
 """The surface every backend has: the seam at which a new way to carry out the ops plugs in."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from ..kernels.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
-from .collectives import all_gather_rows
+from .collectives import all_gather_rows, gemms
 from .reach import Reach, reach_of
 from .scaling import Operand, dequantised, with_scales
 
@@ -165,11 +166,6 @@ class Problem:
 class Backend(Protocol):
     """One way to carry out the four ops.
 
-    All tensors are 2-D, on one device and of one dtype; `x` is contiguous; a weight is `[N, K]` and may be
-    the transpose of a contiguous matrix (the backward passes call with `weight.t()`). Shapes are validated
-    before. Calls are collective over `group`, stream-ordered on CUDA, and return new tensors. The bias is
-    added once, after the sum over the ranks.
-
     Attributes:
         name: What users call it.
         deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
@@ -190,19 +186,36 @@ class Backend(Protocol):
         """The reason `auto` need not compare its time with others', None if it is worth it."""
 
     def bind(
-        self,
-        problem: Problem,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        shards: Shards,
-        group: Group,
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
 
         Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`. Everything that a
-        call need not find out again is found out here. x may be any matrix.
+        call need not find out again is found out here. All tensors are 2-D, on one device and of one dtype; x
+        may be any matrix; a weight is `[N, K]` and may be the transpose of a contiguous matrix (the backward
+        passes call with `weight.t()`). Shapes are validated before. Calls are collective over `group`,
+        stream-ordered on CUDA, and return new tensors. The bias is added once, after the sum over the ranks.
         """
+
+
+class Portable(ABC):
+    """A `Backend` of torch.distributed's transfers and torch's products: a method for each op.
+
+    Their tensors are those of `Backend.bind`, but x is contiguous.
+    """
+
+    name: str
+    deterministic = verifies = True
+    operand: Operand = staticmethod(dequantised)
+    """What products take of an operand with scales, see `with_scales`."""
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Carries out everything that torch.distributed has a group for."""
+        return VIRTUAL if problem.virtual else None
+
+    @abstractmethod
+    def why_slower(self, problem: Problem) -> str | None:
+        """See `Backend`."""
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
@@ -210,14 +223,18 @@ class Backend(Protocol):
         """Gathers x `[shards.size(rank), K]` to `[M, K]` and multiplies it with each weight `[N_i, K]`.
 
         `biases` holds one `[N_i]` per weight, or nothing. Returns the gathered x (x itself in a group of one)
-        and the products `[M, N_i]`.
+        and the products `[M, N_i]`. Here the one after the other.
         """
+        gathered = all_gather_rows(x, shards, group)
+        return gathered, gemms(gathered, weights, biases)
 
+    @abstractmethod
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
         """X `[M, K_local]`, weight `[N, K_local]` -> this rank's rows `[shards.size(rank), N]` of the sum."""
 
+    @abstractmethod
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
@@ -226,6 +243,7 @@ class Backend(Protocol):
         `shards` divides the rows among the ranks that sum them.
         """
 
+    @abstractmethod
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
@@ -234,20 +252,12 @@ class Backend(Protocol):
         `bias` `[shards.size(rank)]` goes with the weight's rows.
         """
 
-
-def bind_method(
-    backend: Backend,
-    problem: Problem,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    shards: Shards,
-    group: Group,
-    operand: Operand = dequantised,
-) -> Callable[..., Any]:
-    """`Backend.bind` of a backend that has nothing to find out; `operand` as for `with_scales`."""
-    method: Callable[..., Any] = partial(getattr(backend, problem.op), shards=shards, group=group)
-    if problem.out_dtype is not None:
-        gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
-        method = with_scales(method, problem.out_dtype, operand, gather)
-    return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)
+    def bind(
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    ) -> Callable[..., Any]:
+        """See `Backend.bind`: there is nothing to find out."""
+        method: Callable[..., Any] = partial(getattr(self, problem.op), shards=shards, group=group)
+        if problem.out_dtype is not None:
+            gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
+            method = with_scales(method, problem.out_dtype, self.operand, gather)
+        return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)

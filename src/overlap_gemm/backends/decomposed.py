@@ -30,7 +30,7 @@ from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUC
 from ..spec.sharding import Shards
 from ..tuning.space import constants
 from . import by_shards
-from .base import VIRTUAL, Problem, bind_method
+from .base import Portable, Problem
 from .collectives import gemm, gemms, sum_in_rank_order
 
 _TAG_BASE = 1 << 30
@@ -92,16 +92,10 @@ class Transfer:
             ) from error
 
 
-class Decomposed:
+class Decomposed(Portable):
     """P chunk GEMMs and ring-ordered transfers, on any device and group. See the module's timeline."""
 
     name = "decomposed"
-    deterministic = True
-    verifies = True
-
-    def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything that torch.distributed has a group for."""
-        return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """Worth comparing where copy engines carry the shards, and its times are known."""
@@ -117,23 +111,17 @@ class Decomposed:
         return "on CPUs it costs more than it hides (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(
-        self,
-        problem: Problem,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        shards: Shards,
-        group: Group,
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: shards go by copy engines where they can."""
         if by_shards.why_not(problem) is None:
             return by_shards.bind(x, weight, bias, shards, group, problem.keep)
-        return bind_method(self, problem, x, weight, bias, shards, group)
+        return super().bind(problem, x, weight, bias, shards, group)
 
     def all_gather_gemm(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
+        """See `Portable.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
         if group.size == 1:
             return x, gemms(x, weights, biases)
         gathered = x.new_empty(shards.total, x.shape[1])
@@ -161,14 +149,14 @@ class Decomposed:
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
+        """See `Portable.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
         exchange = _Exchange(GEMM_REDUCE_SCATTER.name, group)
         return self._reduce_scatter(x, weight, bias, shards, group, exchange)
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
+        """See `Portable.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
         exchange = _Exchange(GEMM_ALL_REDUCE.name, group)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
@@ -184,7 +172,7 @@ class Decomposed:
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_gather`. P panels of rows: a panel travels while the next one is computed."""
+        """See `Portable.gemm_all_gather`. P panels of rows: one travels while the next one is computed."""
         exchange = _Exchange(GEMM_ALL_GATHER.name, group)
         out = x.new_empty(x.shape[0], shards.total)
         panels = Shards.even(x.shape[0], group.size)

@@ -19,17 +19,8 @@ from ..kernels.scale_blocks import BLOCKS, Blocks, fields_of, in_words
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
-from ..schedules import shard_rows
-from ..spec import (
-    GEMM_ALL_GATHER,
-    GEMM_ALL_REDUCE,
-    GEMM_REDUCE_SCATTER,
-    PATTERNS,
-    TRANSPORTS,
-    OpSpec,
-    patterns_of,
-)
-from ..spec.sharding import Shards
+from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
+from ..spec.sharding import Shards, shard_rows
 from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
 from . import gather, mx
@@ -65,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
-    """Those of a call; arguments as for `Backend`'s method of that name."""
+    """Those of a call; arguments as for `Portable`'s method of that name."""
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
     pattern = patterns_of(spec.name)[-1]  # the plan chooses one
     if spec.x == "m":  # rows stay where they are, and their columns go to whom they belong
@@ -163,13 +154,7 @@ class Fused:
         return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
 
     def bind(
-        self,
-        problem: Problem,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        shards: Shards,
-        group: Group,
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
         if problem.spec.gathers_operand:
@@ -216,15 +201,17 @@ class Fused:
         scales: Sequence[Tensor] = (),
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Carries out an op on any tensors.
+        """Carries out an op, other than an all-gather GEMM, on any tensors.
+
+        Every rank's partial is rounded once, before the sum.
 
         Args:
             op: It.
-            x: As for `Backend`.
-            weight: As for `Backend`.
-            bias: As for `Backend`.
-            shards: As for `Backend`.
-            group: As for `Backend`.
+            x: As for `Portable`.
+            weight: As for `Portable`.
+            bias: As for `Portable`.
+            shards: As for `Portable`.
+            group: As for `Portable`.
             depth: K over all ranks, where they have agreed on it.
             scales: Of x and weight, see `scaling`.
             out_dtype: Of the result where there are scales.
@@ -248,30 +235,6 @@ class Fused:
             extras += (aligned_vector(bias, len(bias)),)
         plan.launch(a, (b,), (out,), (extras or None,))
         return out[own]
-
-    def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
-    ) -> Tensor:
-        """See `Backend.gemm_reduce_scatter`. Every rank's partial is rounded once, before the sum."""
-        return self.call(GEMM_REDUCE_SCATTER, x, weight, bias, shards, group)
-
-    def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
-    ) -> Tensor:
-        """See `Backend.gemm_all_reduce`. Every rank's partial is rounded once, before the sum."""
-        return self.call(GEMM_ALL_REDUCE, x, weight, bias, shards, group)
-
-    def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
-    ) -> Tensor:
-        """See `Backend.gemm_all_gather`."""
-        return self.call(GEMM_ALL_GATHER, x, weight, bias, shards, group)
-
-    def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.all_gather_gemm`. Keeping the gathered x costs a copy of it."""
-        return gather.all_gather_gemm(x, weights, biases, shards, group, keep=True)
 
 
 def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:

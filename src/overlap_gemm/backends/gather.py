@@ -1,9 +1,9 @@
 """The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
 
 Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
-order in which peers want them (`schedules.OwnShardFirst`), each shard followed by its flag; they take no SM,
-so they run alongside the kernel that waits for them. Nothing else is queued there while it waits: a kernel
-would starve.
+order in which peers want them (`kernels.orders.OwnShardFirst`), each shard followed by its flag; they take no
+SM, so they run alongside the kernel that waits for them. Nothing else is queued there while it waits: a
+kernel would starve.
 
 Where some peer is beyond the reach of stores, or puts are asked for, a relay kernel puts the shard to all of
 them (`kernels.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.
@@ -30,9 +30,8 @@ from ..runtime.group import Group
 from ..runtime.identity import call_signature
 from ..runtime.peers import Peers
 from ..runtime.workspace import Workspace
-from ..schedules import ceil_div, num_owners
 from ..spec import ALL_GATHER_GEMM, patterns_of
-from ..spec.sharding import Shards
+from ..spec.sharding import Shards, ceil_div, num_owners
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
@@ -107,7 +106,7 @@ def all_gather_gemm(
     scales: Sequence[Any] = (),
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """See `Backend.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
+    """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
     ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
     (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.

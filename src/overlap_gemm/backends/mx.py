@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
-from ..schedules import ceil_div
+from ..spec.sharding import ceil_div
 
 SCALE = torch.float8_e8m0fnu
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.geometry import SCALE_BYTES
 from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
-from ..schedules import ceil_div
+from ..spec.sharding import ceil_div
 from ..tuning.settings import settings
 from . import mx
 from .operands import ROW_BYTES, aligned_vector, padded, widened

@@ -1,27 +1,18 @@
 """First the collective, then the product (or the other way round), summed in rank order: the last resort."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
-from .base import VIRTUAL, Problem, bind_method
-from .collectives import all_gather_rows, gemm, gemms, reduce_scatter_rows
+from .base import Portable, Problem
+from .collectives import all_gather_rows, gemm, reduce_scatter_rows
 from .scaling import why_no_scaled_mm
 
 
-class Sequential:
+class Sequential(Portable):
     """torch.distributed's collectives and torch's matmul, on any device and group. Nothing overlaps."""
 
     name = "sequential"
-    deterministic = True
-    verifies = True
-    bind = bind_method
-
-    def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything that torch.distributed has a group for."""
-        return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
         """For who asks for deterministic sums, or for a product that torch has not."""
@@ -29,28 +20,21 @@ class Sequential:
             return None
         return None if problem.deterministic else "its sums in rank order cost more than the collective's"
 
-    def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.all_gather_gemm`."""
-        gathered = all_gather_rows(x, shards, group)
-        return gathered, gemms(gathered, weights, biases)
-
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_reduce_scatter`."""
+        """See `Portable.gemm_reduce_scatter`."""
         return reduce_scatter_rows(gemm(x, weight), bias, shards, group)
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_reduce`."""
+        """See `Portable.gemm_all_reduce`."""
         return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group), shards, group)
 
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_gather`: the blocks travel transposed, as whole rows."""
+        """See `Portable.gemm_all_gather`: the blocks travel transposed, as whole rows."""
         local = gemm(x, weight, bias)
         return all_gather_rows(local.t().contiguous(), shards, group).t().contiguous()

@@ -8,59 +8,41 @@ equal blocks only. A product that is to be scattered is written into a padded te
 shard that is to be gathered is copied.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
-from .base import VIRTUAL, Problem, bind_method
-from .collectives import all_gather_rows, collective, gemm, gemms
+from .base import Portable, Problem
+from .collectives import collective, gemm
 from .scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Torch:
+class Torch(Portable):
     """Torch's products alongside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
 
     `torch.mm`, and of operands with scales `torch._scaled_mm` or, of blocks, `F.scaled_mm`.
     """
 
     name = "torch"
-    deterministic = False
-    verifies = False
+    deterministic = verifies = False
+    operand = Scaled
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for, and torch a product."""
-        if problem.virtual:
-            return VIRTUAL
-        return why_no_scaled_mm(problem) if problem.is_scaled else None
-
-    def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
-    ) -> Callable[..., Any]:
-        """See `Backend.bind`."""
-        return bind_method(self, problem, x, weight, bias, shards, group, Scaled)
+        return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)
 
     def why_slower(self, problem: Problem) -> str | None:
         """What every other way is compared with."""
         return None
 
-    def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
-    ) -> tuple[Tensor, list[Tensor]]:
-        """See `Backend.all_gather_gemm`."""
-        gathered = all_gather_rows(x, shards, group)
-        return gathered, gemms(gathered, weights, biases)
-
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_reduce_scatter`."""
+        """See `Portable.gemm_reduce_scatter`."""
         if group.size == 1:
             return gemm(x, weight, bias)
         whole = group.size * shards.chunk
@@ -73,7 +55,7 @@ class Torch:
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_reduce`."""
+        """See `Portable.gemm_all_reduce`."""
         if group.size == 1:
             return gemm(x, weight, bias)
         out = gemm(x, weight)
@@ -84,7 +66,7 @@ class Torch:
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
     ) -> Tensor:
-        """See `Backend.gemm_all_gather`: blocks of columns are gathered whole, then laid side by side.
+        """See `Portable.gemm_all_gather`: blocks of columns are gathered whole, then laid side by side.
 
         A copy of runs of a block's columns, several times faster than to compute the product transposed and
         to transpose what is gathered.

@@ -47,50 +47,13 @@ def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.5)
     axes.set_xlabel(f"bound / time, {mode} (1: the bound is reached; black: where the model expected it)")
-    axes.set_title(f"How near each way comes to its bound: longer is better\n{_where(report)}", loc="left")
+    axes.set_title(f"How near each way comes to its bound: longer is better\n{where(report)}", loc="left")
     figure.legend(loc="outside lower center", ncols=len(names))
     figure.savefig(file, dpi=150)
 
 
-FEW = 256
-"""Rows up to which a shape is one of few rows in `draw_ratios`."""
-
-
-def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
-    """Draws `auto` against the fastest way that is not ours, eager and captured: a dot for each shape.
-
-    Args:
-        report: A benchmark's.
-        file: Where to; the ending decides the format.
-    """
-    kinds = sorted({(result["op"], result["m"] <= FEW) for result in report["results"]})
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(kinds)), layout="constrained")
-    axes = figure.add_subplot()
-    for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
-        found = [
-            (ours["against"], kinds.index((result["op"], result["m"] <= FEW)) + shift)
-            for result in report["results"]
-            if (ours := result.get(mode, {}).get("ours", {}).get("auto")) and ours["against"] is not None
-        ]
-        if found:
-            ratios, places = (list(column) for column in zip(*found, strict=True))
-            label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
-            axes.plot(ratios, places, "o", color=colour, markersize=4, alpha=0.7, label=label)
-    axes.set_yticks(
-        range(len(kinds)), [f"{op}, {'up to' if few else 'above'} {FEW} rows" for op, few in kinds]
-    )
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel("our time / torch's: left of the line we are faster")
-    axes.set_title(
-        f"Time against the faster of torch's own ways\n{_where(report)}", loc="left", fontsize="medium"
-    )
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(file, dpi=120)
-
-
-def _where(report: Mapping[str, Any]) -> str:
+def where(report: Mapping[str, Any]) -> str:
+    """What a benchmark ran on, for a picture's title."""
     machine = report["machine"]
     dated = [f"torch {machine['torch']}"] * ("torch" in machine) + [machine["date"]] * ("date" in machine)
     return ", ".join([f"{machine['ranks']} x {machine['processor']}", machine["carrier"], *dated])

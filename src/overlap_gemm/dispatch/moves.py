@@ -8,7 +8,6 @@ A result that all ranks have is replicated: its gradient must be the same on eve
 """
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,16 +47,13 @@ def _bind_all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Run:
     return lambda x: new(x, _all_gather_rows(x.contiguous(), shards, ranks))
 
 
-def _save_all_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.chunk, ctx.group = inputs
-
-
 all_gather_rows = Registered(
     "all_gather_rows(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
     bind=_bind_all_gather_rows,
     fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
-    save=_save_all_gather_rows,
-    backward=lambda ctx, needs, grad: (_ops.reduce_scatter_rows(grad, ctx.chunk, ctx.group, "auto", None),),
+    backward=lambda ctx, given, needs, grad: (
+        _ops.reduce_scatter_rows(grad, given.chunk, given.group, "auto", None),
+    ),
 )
 
 
@@ -83,17 +79,13 @@ def _bind_reduce_scatter_rows(
     return run
 
 
-def _save_reduce_scatter_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.chunk, ctx.group, *_ = inputs
-    ctx.rows = x.shape[0]
-
-
 reduce_scatter_rows = Registered(
     "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
     bind=_bind_reduce_scatter_rows,
     fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
-    save=_save_reduce_scatter_rows,
-    backward=lambda ctx, needs, grad: (_ops.all_gather_rows(grad, ctx.rows, ctx.chunk, ctx.group),),
+    backward=lambda ctx, given, needs, grad: (
+        _ops.all_gather_rows(grad, ctx.shape[0], given.chunk, given.group),
+    ),
 )
 
 
@@ -121,15 +113,6 @@ def _bind_join_shards(x: Tensor, dim: int, total: int, group: str) -> Run:
     return run
 
 
-def _save_keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, ctx.group = inputs
-    ctx.total = x.shape[ctx.dim]
-
-
-def _save_join_shards(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.dim, _, ctx.group = inputs
-
-
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty([size if axis == dim else given for axis, given in enumerate(x.shape)])
 
@@ -140,16 +123,16 @@ keep_shard = Registered(
     fake=lambda x, dim, group: _resized(
         x, dim, Shards.even(x.shape[dim], resolve(group).size).size(resolve(group).rank)
     ),
-    save=_save_keep_shard,
-    backward=lambda ctx, needs, grad: (_ops.join_shards(grad, ctx.dim, ctx.total, ctx.group),),
+    backward=lambda ctx, given, needs, grad: (
+        _ops.join_shards(grad, given.dim, ctx.shape[given.dim], given.group),
+    ),
 )
 
 join_shards = Registered(
     "join_shards(Tensor x, int dim, SymInt total, str group) -> Tensor",
     bind=_bind_join_shards,
     fake=lambda x, dim, total, group: _resized(x, dim, total),
-    save=_save_join_shards,
-    backward=lambda ctx, needs, grad: (_ops.keep_shard(grad, ctx.dim, ctx.group),),
+    backward=lambda ctx, given, needs, grad: (_ops.keep_shard(grad, given.dim, given.group),),
 )
 
 
@@ -169,16 +152,11 @@ def _bind_sum_over_ranks(x: Tensor, group: str) -> Run:
     return run
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.group = inputs
-
-
 sum_over_ranks = Registered(
     "sum_over_ranks(Tensor x, str group) -> Tensor",
     bind=_bind_sum_over_ranks,
     fake=lambda x, group: x.new_empty(x.shape),
-    save=_save_group,
-    backward=lambda ctx, needs, grad: (each(grad, ctx.group),),
+    backward=lambda ctx, given, needs, grad: (each(grad, *given),),
 )
 
 
@@ -194,6 +172,5 @@ for_each_rank = Registered(
     "for_each_rank(Tensor x, str group) -> Tensor",
     bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
     fake=lambda x, group: x.new_empty(x.shape),
-    save=_save_group,
-    backward=lambda ctx, needs, grad: (_ops.sum_over_ranks(grad, ctx.group),),
+    backward=lambda ctx, given, needs, grad: (_ops.sum_over_ranks(grad, *given),),
 )

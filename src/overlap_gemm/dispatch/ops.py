@@ -36,6 +36,11 @@ from .registered import Registered, Run
 _ops = torch.ops.overlap_gemm
 
 
+def _for_gradient(given: Any) -> Passed:
+    """What a gradient's ops take of what the op was told: `Passed` is the last of it."""
+    return Passed(*given[-len(Passed._fields) :]).backward()
+
+
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
@@ -86,35 +91,38 @@ def _fake_all_gather_gemm(
 
 
 def _save_all_gather_gemm(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, biases, ctx.rows, ctx.chunk, ctx.kept, ctx.columns, *ctx.passed = inputs
-    ctx.save_for_backward(output[0] if ctx.kept else x, *weights)
+    x, weights, _, *ctx.rest = inputs
+    _, _, kept, *_ = ctx.rest
+    ctx.save_for_backward(output[0] if kept else x, *weights)
     ctx.set_materialize_grads(False)
 
 
-def _backward_all_gather_gemm(ctx: Any, needs: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward_all_gather_gemm(
+    ctx: Any, given: Any, needs: Any, grads: list[Tensor | None]
+) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     needs_x, needs_weights, needs_biases = needs
-    grad_gathered = grads[0] if ctx.kept else None
+    rows, chunk, kept, columns, *_ = given
+    passed = _for_gradient(given)
+    grad_gathered = grads[0] if kept else None
     grad_outs = [
-        x.new_zeros(ctx.rows, weight.shape[0]) if grad is None else grad
+        x.new_zeros(rows, weight.shape[0]) if grad is None else grad
         for grad, weight in zip(grads[1:], weights, strict=True)
     ]
     grad_x = None
     grad_weights: list[Tensor | None] = [None] * len(weights)
     grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
-    if needs_x and all(needs_weights) and not ctx.kept and not torch.is_grad_enabled():
-        how = (ctx.rows, ctx.chunk, ctx.columns, *Passed(*ctx.passed).backward())
-        grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *how)
+    if needs_x and all(needs_weights) and not kept and not torch.is_grad_enabled():
+        grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, rows, chunk, columns, *passed)
         return grad_x, found, grad_biases
     if needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
-        passed = Passed(*ctx.passed).backward()
         if grad_gathered is None:
-            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, ctx.chunk, ctx.columns, *passed)
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, chunk, columns, *passed)
         else:
-            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, ctx.chunk, *passed[:3])
+            grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, chunk, *passed[:3])
     if any(needs_weights):
-        gathered = x if ctx.kept else _ops.all_gather_rows(x, ctx.rows, ctx.chunk, ctx.passed[0])
+        gathered = x if kept else _ops.all_gather_rows(x, rows, chunk, passed.group)
         grad_weights = [
             grad.t() @ gathered if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
@@ -186,7 +194,6 @@ all_gather_gemm_gradients = Registered(
     f"SymInt? columns, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm_gradients,
     fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
-    save=lambda ctx, inputs, output: None,
     backward=_no_second_gradient,
 )
 
@@ -209,19 +216,14 @@ def _bind_gemm_reduce_scatter(
     return chosen(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, k, shards, options, **scaled).run
 
 
-def _save_gemm_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.chunk, ctx.k, *ctx.passed = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward_gemm_reduce_scatter(ctx: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_gemm_reduce_scatter(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    rows, chunk, group = x.shape[0], ctx.chunk, ctx.passed[0]
+    rows, chunk, group = x.shape[0], given.chunk, given.group
     whole = needs_weight or needs_bias
     grad_x = gathered = None
     if needs_x:
-        how = (ctx.k, *Passed(*ctx.passed).backward())
+        how = (given.k, *_for_gradient(given))
         gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
@@ -240,8 +242,8 @@ gemm_reduce_scatter = Registered(
     fake=lambda x, weight, bias, chunk, k, group, *_: x.new_empty(
         own_rows(chunk, x.shape[0], group), weight.shape[0]
     ),
-    save=_save_gemm_reduce_scatter,
     backward=_backward_gemm_reduce_scatter,
+    saves=2,
 )
 
 
@@ -281,73 +283,58 @@ def _bind_local_gemm(
     return with_scales(gemm, out_dtype, Scaled if why is None else dequantised)
 
 
-def _save_gemm_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, _, *ctx.passed = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _save_local_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, *ctx.passed = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _save_gemm_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.columns, *ctx.passed = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward_gemm_all_reduce(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_gemm_all_reduce(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
     return (
-        _ops.local_gemm(grad, weight.t(), None, *Passed(*ctx.passed).backward()) if needs_x else None,
-        each(grad, ctx.passed[0]).t() @ x if needs_weight else None,
+        _ops.local_gemm(grad, weight.t(), None, *_for_gradient(given)) if needs_x else None,
+        each(grad, given.group).t() @ x if needs_weight else None,
         grad.sum(0) if needs_bias else None,
     )
 
 
 def _backward_local_gemm(
-    ctx: Any, needs: Any, grad: Tensor, columns: int | None = None
+    ctx: Any, given: Any, needs: Any, grad: Tensor, columns: int | None = None
 ) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    how = (columns, *Passed(*ctx.passed).backward())
+    how = (columns, *_for_gradient(given))
     return (
         _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
-        grad.t() @ each(x, ctx.passed[0]) if needs_weight else None,
+        grad.t() @ each(x, given.group) if needs_weight else None,
         grad.sum(0) if needs_bias else None,
     )
 
 
-def _backward_gemm_all_gather(ctx: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    ranks = resolve(ctx.passed[0])
+def _backward_gemm_all_gather(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    ranks = resolve(given.group)
     if torch.is_grad_enabled():
-        own = _ops.keep_shard(grad, 1, ctx.passed[0])
+        own = _ops.keep_shard(grad, 1, given.group)
     else:  # the same without a copy
-        own = grad[:, slice(*Shards.even(ctx.columns, ranks.size).range(ranks.rank))]
-    return _backward_local_gemm(ctx, needs, own, ctx.columns)
+        own = grad[:, slice(*Shards.even(given.columns, ranks.size).range(ranks.rank))]
+    return _backward_local_gemm(ctx, given, needs, own, given.columns)
 
 
 gemm_all_reduce = Registered(
     f"gemm_all_reduce(Tensor x, Tensor weight, Tensor? bias, SymInt? k, {SCHEMA}) -> Tensor",
     bind=_bind_gemm_all_reduce,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
-    save=_save_gemm_all_reduce,
     backward=_backward_gemm_all_reduce,
+    saves=2,
 )
 
 local_gemm = Registered(
     f"local_gemm(Tensor x, Tensor weight, Tensor? bias, {SCHEMA}) -> Tensor",
     bind=_bind_local_gemm,
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
-    save=_save_local_gemm,
     backward=_backward_local_gemm,
+    saves=2,
 )
 
 gemm_all_gather = Registered(
     f"gemm_all_gather(Tensor x, Tensor weight, Tensor? bias, SymInt columns, {SCHEMA}) -> Tensor",
     bind=_bind_gemm_all_gather,
     fake=lambda x, weight, bias, columns, *_: x.new_empty(x.shape[0], columns),
-    save=_save_gemm_all_gather,
     backward=_backward_gemm_all_gather,
+    saves=2,
 )

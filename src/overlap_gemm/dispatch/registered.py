@@ -6,6 +6,7 @@ through `Bound.with_gradient` where a gradient is wanted: `Registered.__call__`,
 keeps what it checked.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,8 +30,12 @@ class Registered:
         schema: As torch writes it.
         bind: All arguments -> what computes the result from tensors of these layouts.
         fake: What the op returns, in shape and dtype.
-        save: `(ctx, arguments, result)`, keeps what backward needs.
-        backward: `(ctx, needs, gradients)` -> the gradients of the tensors; `needs` says which are wanted.
+        backward: `(ctx, given, needs, gradients)` -> the gradients of the tensors. `given` are the arguments
+            after the tensors, by their names; `needs` says which gradients are wanted; `ctx.shape` is the
+            first tensor's.
+        saves: How many of the first tensors backward needs: `ctx.saved_tensors`.
+        save: `(ctx, arguments, result)`, keeps what backward needs, instead: `ctx.rest`, the arguments after
+            the tensors, at least.
     """
 
     def __init__(
@@ -38,15 +43,18 @@ class Registered:
         schema: str,
         bind: Callable[..., Run],
         fake: Callable[..., Any],
-        save: Callable[..., None],
         backward: Callable[..., tuple[Any, ...]],
+        saves: int = 0,
+        save: Callable[..., None] | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.schema, self.fake = schema, fake
-        self.bind, self.save, self.backward = bind, save, backward
-        parameters = schema.partition(" ->")[0].split(",")
-        tensors, others = sum("Tensor" in p for p in parameters), sum("Tensor" not in p for p in parameters)
-        self.tensors = tensors
+        self.bind, self.backward, self.saves, self.save = bind, backward, saves, save or self._save
+        parameters = schema.partition("(")[2].partition(") ->")[0].split(", ")
+        names = [parameter.split()[-1] for parameter in parameters if "Tensor" not in parameter]
+        self.tensors = tensors = len(parameters) - len(names)
+        named: Any = namedtuple("Named", names)  # type: ignore[misc]
+        self._named = named
 
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
@@ -59,13 +67,22 @@ class Registered:
                 raise
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return *backward(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * others
+            return *self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * len(names)
 
         name = f"overlap_gemm::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=_library)
-        torch.library.register_autograd(name, gradients, setup_context=save, lib=_library)
+        torch.library.register_autograd(name, gradients, setup_context=self.save, lib=_library)
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest, ctx.shape = inputs[self.tensors :], inputs[0].shape
+        if self.saves:
+            ctx.save_for_backward(*inputs[: self.saves])
+
+    def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
+        """Those of the tensors; see `backward`."""
+        return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
 
     def __call__(self, *given: Any) -> Any:
         """The op of these tensors and arguments; past torch's dispatcher where only autograd looks."""
@@ -159,7 +176,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         bound: Bound = ctx.bound
         needs = bound.grouped(ctx.needs_input_grad[1:])
-        found = bound.op.backward(ctx, needs, *([list(grads)] if bound.lists else grads))
+        found = bound.op.gradients(ctx, needs, *([list(grads)] if bound.lists else grads))
         flat: list[Any] = [None]
         for grad in found:
             flat += grad if isinstance(grad, list) else [grad]

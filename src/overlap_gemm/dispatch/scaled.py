@@ -33,7 +33,6 @@ def _scaled(op: Registered) -> Registered:
         f"scaled_{_with_scales(op.schema)}",
         bind=bind,
         fake=fake,
-        save=lambda ctx, inputs, output: None,
         backward=_no_backward,
     )
 

@@ -21,8 +21,12 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from ..api.functional import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
-from ..nn import column_parallel_gemm
+from ..api.functional import (
+    all_gather_gemm,
+    column_parallel_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..backends.scaling import BLOCK, OUT_DTYPES
-from ..schedules import ceil_div
 from ..spec import op_named
+from ..spec.sharding import ceil_div
 from ..tuning.settings import configured
 
 RECIPES = ("TensorWise", "RowWise")

@@ -63,17 +63,9 @@ def install(*, backend: BackendName = "auto") -> None:
         raise RuntimeError("torch_symm_mem is installed already; uninstall() it first")
     library = torch.library.Library("symm_mem", "IMPL")
 
-    def gather(
-        A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        return _all_gather_matmul(A, list(Bs), gather_dim, group_name, return_A, backend)
-
-    def scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-        return _matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name, backend)
-
     ours = {
-        "fused_all_gather_matmul": gather,
-        "fused_matmul_reduce_scatter": scatter,
+        "fused_all_gather_matmul": partial(_all_gather_matmul, backend),
+        "fused_matmul_reduce_scatter": partial(_matmul_reduce_scatter, backend),
         "fused_all_gather_scaled_matmul": partial(_all_gather_scaled_matmul, backend),
         "fused_scaled_matmul_reduce_scatter": partial(_scaled_matmul_reduce_scatter, backend),
     }
@@ -100,36 +92,38 @@ def installed() -> bool:
 
 
 def _all_gather_matmul(
-    A: Tensor, Bs: list[Tensor], gather_dim: int, group: str, return_A: bool, backend: BackendName
+    backend: BackendName,
+    A: Tensor,
+    Bs: Sequence[Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    why = _why_not(A, Bs, gather_dim) or _why_slower(ALL_GATHER_GEMM.name, A, Bs, gather_dim, group, backend)
+    why = _why_not(A, Bs, gather_dim)
+    why = why or _why_slower(ALL_GATHER_GEMM.name, A, Bs, gather_dim, group_name, backend)
     if why is not None:
         own = _torchs("fused_all_gather_matmul", A, why)
-        return own(A, Bs, gather_dim, group, return_A=return_A)
+        return own(A, list(Bs), gather_dim, group_name, return_A=return_A)
     out = all_gather_gemm(
-        A, [B.t() for B in Bs], group=group, dim=gather_dim, rows="equal", columns="equal",
+        A, [B.t() for B in Bs], group=group_name, dim=gather_dim, rows="equal", columns="equal",
         return_gathered=return_A, backend=backend,
     )  # fmt: skip
     return (out[1], out[0]) if return_A else (None, out)
 
 
 def _matmul_reduce_scatter(
-    A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group: str, backend: BackendName
+    backend: BackendName, A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
-    why = _why_not(A, [B], scatter_dim)
-    ranks = group_size(group)
-    if why is None and A.shape[scatter_dim] % ranks:
-        why = f"{A.shape[scatter_dim]} rows are not divisible by P={ranks}"
-    if why is None and reduce_op not in ("sum", "avg"):
-        why = f"reduce_op={reduce_op!r}"
-    why = why or _why_slower(GEMM_REDUCE_SCATTER.name, A, [B], scatter_dim, group, backend)
+    why = _why_not(A, [B], scatter_dim) or _why_no_sum(A.shape[scatter_dim], reduce_op, group_name)
+    why = why or _why_slower(GEMM_REDUCE_SCATTER.name, A, [B], scatter_dim, group_name, backend)
     if why is not None:
         own = _torchs("fused_matmul_reduce_scatter", A, why)
-        return own(A, B, reduce_op, scatter_dim, group)
-    out = gemm_reduce_scatter(A, B.t(), group=group, dim=scatter_dim, k="equal", backend=backend)
+        return own(A, B, reduce_op, scatter_dim, group_name)
+    out = gemm_reduce_scatter(A, B.t(), group=group_name, dim=scatter_dim, k="equal", backend=backend)
     # What torch's fake kernel promises to the compiler is contiguous, whatever the dimension.
     out = out.contiguous()
-    return out / ranks if reduce_op == "avg" else out
+    return out / group_size(group_name) if reduce_op == "avg" else out
 
 
 def _all_gather_scaled_matmul(
@@ -148,7 +142,7 @@ def _all_gather_scaled_matmul(
     # torch's dispatcher turns a list of types into one of numbers.
     out_dtypes = symm_mem._maybe_convert_scalar_types_to_dtypes(list(out_dtypes))
     promised = {dtype or A.dtype for dtype in out_dtypes}
-    why = _why_not_scaled(A, list(Bs), gather_dim, result_scales, promised)
+    why = _why_not_scaled(A, Bs, gather_dim, result_scales, promised)
     if why is None and len(set(use_fast_accum)) > 1:
         why = f"use_fast_accum={list(use_fast_accum)} differ"
     if why is not None:
@@ -194,10 +188,7 @@ def _scaled_matmul_reduce_scatter(
     batch, ranks, dtype = list((output_shape or A.shape)[:-1]), group_size(group_name), out_dtype or A.dtype
     x = A.reshape(*batch, A.shape[-1])
     why = _why_not_scaled(x, [B], orig_scatter_dim, [result_scale], {dtype})
-    if why is None and batch[orig_scatter_dim] % ranks:
-        why = f"{batch[orig_scatter_dim]} rows are not divisible by P={ranks}"
-    if why is None and reduce_op not in ("sum", "avg"):
-        why = f"reduce_op={reduce_op!r}"
+    why = why or _why_no_sum(batch[orig_scatter_dim], reduce_op, group_name)
     if why is not None:
         own = _torchs("fused_scaled_matmul_reduce_scatter", A, why)
         dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, [*batch, B.shape[1]])
@@ -226,7 +217,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _why_not_scaled(
-    A: Tensor, Bs: list[Tensor], dim: int, result_scales: Sequence[Tensor | None], promised: set[torch.dtype]
+    A: Tensor,
+    Bs: Sequence[Tensor],
+    dim: int,
+    result_scales: Sequence[Tensor | None],
+    promised: set[torch.dtype],
 ) -> str | None:
     """Why our ops cannot carry out a scaled call that torch's may; `promised`: the results' types."""
     if any(scale is not None for scale in result_scales):
@@ -238,7 +233,7 @@ def _why_not_scaled(
     return _why_not(A, Bs, dim, tuple(FLOAT8))
 
 
-def _why_not(A: Tensor, Bs: list[Tensor], dim: int, mixed: Sequence[torch.dtype] = ()) -> str | None:
+def _why_not(A: Tensor, Bs: Sequence[Tensor], dim: int, mixed: Sequence[torch.dtype] = ()) -> str | None:
     """Why our ops cannot carry out a call that torch's may; `mixed`: types that go together."""
     if not 0 <= dim < A.ndim - 1:
         return f"dimension {dim} of {A.ndim} is not a row dimension of A"
@@ -249,8 +244,15 @@ def _why_not(A: Tensor, Bs: list[Tensor], dim: int, mixed: Sequence[torch.dtype]
     return None
 
 
+def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
+    """Why our ops cannot scatter so many rows of what a reduction gives."""
+    if rows % (ranks := group_size(group)):
+        return f"{rows} rows are not divisible by P={ranks}"
+    return None if reduce_op in ("sum", "avg") else f"reduce_op={reduce_op!r}"
+
+
 def _why_slower(
-    op: str, A: Tensor, Bs: list[Tensor], dim: int, group: str, backend: BackendName
+    op: str, A: Tensor, Bs: Sequence[Tensor], dim: int, group: str, backend: BackendName
 ) -> str | None:
     """Why torch's own pipelining may be the faster way on GPUs; CPUs have only ours."""
     if not A.is_cuda or backend != "auto":

@@ -45,31 +45,28 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
-from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernels import mx
-from overlap_gemm.kernels.call import Call, end_warp
-from overlap_gemm.kernels.epilogue import stage_layout
 from overlap_gemm.kernels.gathering import (
     GatherCall,
     Gathering,
+    GatherOp,
     ShardRole,
     await_shard,
     has_read,
     readers,
-    store_output,
 )
-from overlap_gemm.kernels.gemm import store_subtile
+from overlap_gemm.kernels.gemm import OutputSender, store_subtile
 from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.product import OutputOp
+from overlap_gemm.kernels.orders import OwnShardFirst, Place
+from overlap_gemm.kernels.product import output_store
 from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.kernels.work import CtaTile, Share, Work
-from overlap_gemm.schedules import OwnShardFirst, Place, ceil_div
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.spec.sharding import ceil_div
 
 
 class Shards(NamedTuple):
@@ -99,7 +96,7 @@ class GatherOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AllGather(OutputOp):
+class AllGather(GatherOp):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``.
 
     Attributes:
@@ -109,7 +106,6 @@ class AllGather(OutputOp):
         keep: whether the gathered operand is copied to a tensor of the caller's.
     """
 
-    transport: Transport
     push: bool = False
     keep: bool = False
 
@@ -134,10 +130,6 @@ class AllGather(OutputOp):
         """All rows, by shards; A is the own one here."""
         return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
-    def begin(self, given: Gathering, near: Any) -> GatherCall:
-        """Reads the epoch."""
-        return GatherCall(Call.begin(given.exchange, near=near), given)
-
     def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
         """The gather buffer."""
         scales = None
@@ -157,27 +149,16 @@ class AllGather(OutputOp):
         rest = cute.make_layout((given.rows - last * shard, columns, 1), stride=(pitch, 1, between))
 
         def stores(tensor: cute.Tensor) -> Shards:
-            layout = stage_layout(cfg, self.stage_dtype)
-            return Shards(
-                *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, cfg.epi_tile)
-            )
+            return Shards(*output_store(cfg, self.stage_dtype, tensor))
 
         return GatherOutput(
             stores(cute.make_tensor(out.iterator, full)),
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
 
-    def comm_role(
-        self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: GatherOutput
-    ) -> None:
-        """See `gathering.store_output`."""
-        store_output(ring, ShardSender(self, work, output, stages), call, self.config, self.transport)
-
-    @cute.jit
-    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
-        """See `KernelOp.end`."""
-        if call.given.is_last != 0:
-            end_warp(call.call, tally, warps)
+    def sender(self, work: Work, output: GatherOutput, stages: Stages) -> ShardSender:
+        """Stores the output, cut into shards."""
+        return ShardSender(self, work, output, stages)
 
 
 @dataclass(frozen=True)
@@ -277,29 +258,8 @@ class ArrivalGate:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 
 
-@dataclass(frozen=True)
-class ShardSender:
-    """One clipped TMA tensor store per subtile into the caller's output, by shards (a ``TileSender``).
-
-    Attributes:
-        op: configuration and order.
-        work: this cluster's work.
-        output: the output.
-        stages: the ring's stages.
-    """
-
-    op: AllGather
-    work: Work
-    output: GatherOutput
-    stages: Stages
-
-    def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
-        return tile < self.work.num_tiles
-
-    def locate(self, tile: Scalar) -> CtaTile:
-        """The CTA tile's place."""
-        return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+class ShardSender(OutputSender):
+    """The same of an output by shards: `GatherOutput`."""
 
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
@@ -313,6 +273,3 @@ class ShardSender:
             store_subtile(
                 cfg, full.tma, full.tensor[(None, None, place.owner)], stages, place, subtile, stage
             )
-
-    def publish(self, tile: Scalar, place: CtaTile) -> None:
-        """Nobody waits for the output but the kernel's end."""

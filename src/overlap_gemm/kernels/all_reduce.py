@@ -75,13 +75,14 @@ from overlap_gemm.kernels.copies import ResultCopies, Results, ResultSender
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
 from overlap_gemm.kernels.gemm import own_columns
-from overlap_gemm.kernels.own import OwnSums, check_own_last, dealt_to_owners
+from overlap_gemm.kernels.orders import LinearOrder
+from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Part, Receiver
-from overlap_gemm.kernels.send import BroadcastSender, GatherSender, OwnerSender
+from overlap_gemm.kernels.reduce_scatter import ReduceScatter
+from overlap_gemm.kernels.send import BroadcastSender
 from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import DealtShards, LinearOrder, OwnTilesLast
 from overlap_gemm.spec import GEMM_ALL_REDUCE
 
 
@@ -116,11 +117,11 @@ class OneShot(PartialExchange):
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> BroadcastSender:
         """Sends every tile to everybody."""
-        return BroadcastSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return BroadcastSender(self, work, call, stages, call.epoch)
 
 
 @dataclass(frozen=True)
-class TwoShot(PartialExchange):
+class TwoShot(ReduceScatter):
     """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of columns sum, and send the sums.
 
     Attributes:
@@ -135,17 +136,12 @@ class TwoShot(PartialExchange):
 
     def __post_init__(self) -> None:
         """Raises ValueError for own tiles last that are wanted in their slots, or of another type."""
-        check_own_last(self.config, self.transport)
+        super().__post_init__()
         if self.config.own_last and self.config.slot_dtype != self.config.out_dtype:
             raise ValueError(
                 f"own_last: sums of a two-shot all-reduce go on from the ring's stages, so slot_dtype="
                 f"{self.config.slot_dtype!r} must be out_dtype={self.config.out_dtype!r}"
             )
-
-    @property
-    def order(self) -> DealtShards | OwnTilesLast:
-        """Owners in turn, the own tiles among the others or last."""
-        return dealt_to_owners(self.config)
 
     @property
     def own_sums(self) -> OwnSums | None:
@@ -171,18 +167,13 @@ class TwoShot(PartialExchange):
         """By ordinary stores; the own columns by TMA, where they go on from the ring."""
         if self.config.own_last:
             return own_columns(self.config, self.stage_dtype, out, exchange)
-        return PartialExchange.output(self, out, exchange)
+        return super().output(out, exchange)
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All of it, by the owners' columns."""
         return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)
 
-    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
-        """Sends every tile to its owner."""
-        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
-
     def own_sender(self, stages: Stages, own: Work, call: Call, output: Output) -> ResultSender:
         """Stores the own tiles' sums, and sends them to everybody."""
-        given = (self.config, self.order, self.transport, own, call, stages, call.epoch)
-        tiles = GatherSender(BroadcastSender(*given, to_itself=False), output)
-        return ResultSender(tiles, self._results)
+        peers = BroadcastSender(self, own, call, stages, call.epoch, to_itself=False)
+        return ResultSender(peers, output, self._results)

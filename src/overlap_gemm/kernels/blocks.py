@@ -33,7 +33,7 @@ from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, copy_chu
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import JointLoads, OperandLoads
-from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 
 NUM_OPERANDS = 2
 """Of the kernel's ``extras``."""

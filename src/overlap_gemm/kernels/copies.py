@@ -21,6 +21,7 @@ from overlap_gemm.device.traced import Address, Predicate, Scalar
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks
+from overlap_gemm.kernels.orders import TileGrid, WorkList
 from overlap_gemm.kernels.receive import (
     ReceiveContext,
     Window,
@@ -29,7 +30,7 @@ from overlap_gemm.kernels.receive import (
 )
 from overlap_gemm.kernels.send import GatherSender, Placed
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
-from overlap_gemm.schedules import TileGrid, WorkList, ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 
@@ -295,34 +296,20 @@ class Results:
 
 
 @dataclass(frozen=True)
-class ResultSender:
-    """Sends tiles that the epilogue has summed to the other ranks' result slots (a ``TileSender``).
+class ResultSender(GatherSender):
+    """The same of tiles that the epilogue has summed: they go to the other ranks' result slots.
 
     Attributes:
-        tiles: stores them in the own output, and sends them to slots, of which these here take the place.
         results: where sums lie, by tile.
     """
 
-    tiles: GatherSender
     results: Results
-
-    def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
-        return self.tiles.has(tile)
 
     def locate(self, tile: Scalar) -> Placed:
         """The tile's place, and its route."""
-        placed, (call, work) = self.tiles.locate(tile), (self.tiles.peers.call, self.tiles.peers.work)
+        placed, call, work = super().locate(tile), self.peers.call, self.peers.work
         index, route = placed.at.index, placed.to_peers.route
         slot = self.results.slot(call, work, route.rank, index)
         flag = call.flag(Int64(0), self.results.flag(work, index, 0), route.rank)
         to_peers = placed.to_peers._replace(route=route._replace(slot=slot, flag=flag))
         return placed._replace(to_peers=to_peers)
-
-    def send(self, place: Placed, subtile: Scalar, stage: Any) -> None:
-        """Starts moving one subtile."""
-        self.tiles.send(place, subtile, stage)
-
-    def publish(self, tile: Scalar, place: Placed) -> None:
-        """Tells the peers that the tile's sums are complete."""
-        self.tiles.publish(tile, place)

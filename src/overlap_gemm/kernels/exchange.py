@@ -17,7 +17,7 @@ class Exchange(NamedTuple):
             them at once, if the transport wants one (``nvls``).
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
-        shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.schedules.shards`; where shards
+        shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.spec.sharding`; where shards
             are cut along the columns (`ExchangeShape.is_by_columns`), columns.
         slots_offset: ``Int64``: bytes from the base to the slot buffer of even epochs.
         buffer_bytes: ``Int64``: bytes from there to the slot buffer of odd epochs; fixed by the workspace.

@@ -12,11 +12,9 @@ from cutlass.cute.nvgpu import cpasync
 from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import stage_layout
-from overlap_gemm.kernels.product import OutputOp
+from overlap_gemm.kernels.product import OutputOp, output_store
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work
-from overlap_gemm.schedules import LinearOrder
 
 
 @dataclass(frozen=True)
@@ -29,21 +27,9 @@ class PlainGemm(OutputOp):
 
     gate = receive = None
 
-    @property
-    def order(self) -> LinearOrder:
-        """One shard, walked once."""
-        return LinearOrder(self.config.raster_group)
-
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """One rank computes everything."""
         return Share.whole(rows, cols, cols)
-
-    def more_sources(self, mainloop: Any, exchange: Any) -> None:
-        """A is all there is to load."""
-
-    def output(self, out: cute.Tensor, exchange: Any) -> Output:
-        """By TMA, from the ring's stages."""
-        return output_store(self.config, self.stage_dtype, out)
 
     def begin(self, exchange: Any, near: Any) -> None:
         """There is no call to share."""
@@ -66,13 +52,13 @@ class OutputSender:
     Attributes:
         op: configuration and order: this one, or another whose tiles are the output's.
         work: this cluster's work.
-        output: the output's TMA atom and coordinate tensor (rows, cols).
+        output: the output's TMA atom and coordinate tensor (rows, cols), as `Output`.
         stages: the ring's stages.
     """
 
     op: Any
     work: Work
-    output: Output
+    output: Any
     stages: Stages
 
     def has(self, tile: Scalar) -> Any:
@@ -90,12 +76,6 @@ class OutputSender:
 
     def publish(self, tile: Scalar, place: CtaTile) -> None:
         """Nobody waits for the output but the kernel's end."""
-
-
-def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
-    """Host side: how ring stages of ``dtype`` are stored to ``out`` by TMA."""
-    layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
-    return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))
 
 
 def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
+from overlap_gemm.kernels.orders import TileGrid
 from overlap_gemm.kernels.rules import MAX_WORLD as MAX_WORLD
-from overlap_gemm.schedules import TileGrid, ceil_div, num_owners, shard_rows
 from overlap_gemm.spec import PATTERNS, PatternSpec
+from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
 
 CONTROL_BYTES = 4096
 """Control words and what peers tell a rank of whole calls, rounded up; see the offsets below."""

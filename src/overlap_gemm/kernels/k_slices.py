@@ -33,25 +33,24 @@ from cutlass import Int32, Int64, cute, pipeline
 
 from overlap_gemm.device.flags import test_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, order_async_writes
-from overlap_gemm.device.traced import Extras, Scalar, Stages
-from overlap_gemm.kernels.call import Call, await_entry, count_grid, end_warp
+from overlap_gemm.device.traced import Extras, Scalar
+from overlap_gemm.kernels.call import await_entry, count_grid
 from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
 from overlap_gemm.kernels.gathering import (
     GatherCall,
     Gathering,
+    GatherOp,
     await_piece,
     chunk_at,
     has_read,
-    store_output,
 )
-from overlap_gemm.kernels.gemm import OutputSender, output_store
 from overlap_gemm.kernels.geometry import SENDER_BYTES, SENDERS_OFFSET, k_slice
 from overlap_gemm.kernels.operands import Operands
-from overlap_gemm.kernels.product import OutputOp
+from overlap_gemm.kernels.orders import Place
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work, cta_number, num_ctas
-from overlap_gemm.schedules import LinearOrder, Place, ceil_div
 from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 RUN_CHUNKS = 2
@@ -67,7 +66,7 @@ ALL = 1 << 30
 
 
 @dataclass(frozen=True)
-class SlicedGather(OutputOp):
+class SlicedGather(GatherOp):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``, A's rows by slices of K.
 
     Attributes:
@@ -75,17 +74,10 @@ class SlicedGather(OutputOp):
         transport: raises flags at peers, all of which stores reach.
     """
 
-    transport: Transport
-
     def __post_init__(self) -> None:
         """Raises ValueError for scales of A, which would have to come with the slices."""
         if self.config.visits_rows or self.config.blocks is not None:
             raise ValueError("what comes by slices of K are rows without scales of their own")
-
-    @property
-    def order(self) -> LinearOrder:
-        """All rows, as one shard."""
-        return LinearOrder(self.config.raster_group)
 
     @property
     def gate(self) -> SliceGate:
@@ -101,27 +93,9 @@ class SlicedGather(OutputOp):
         """All rows, one shard; A is the own ones here."""
         return Share.whole(given.rows, cols, cols)
 
-    def begin(self, given: Gathering, near: Any) -> GatherCall:
-        """Reads the epoch."""
-        return GatherCall(Call.begin(given.exchange, near=near), given)
-
     def more_sources(self, mainloop: Any, given: Gathering) -> Output:
         """The gather buffer, ``(M, K, 1)``."""
         return Output(*mainloop.tma_of_a(given.gathered))
-
-    def output(self, out: cute.Tensor, given: Gathering) -> Output:
-        """By TMA, from the ring's stages."""
-        return output_store(self.config, self.stage_dtype, out)
-
-    def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Output) -> None:
-        """See `gathering.store_output`."""
-        store_output(ring, OutputSender(self, work, output, stages), call, self.config, self.transport)
-
-    @cute.jit
-    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
-        """See `KernelOp.end`."""
-        if call.given.is_last != 0:
-            end_warp(call.call, tally, warps)
 
 
 class Arrivals(NamedTuple):

@@ -27,14 +27,15 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute, memory, pipeline, utils
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import mx, split
-from overlap_gemm.kernels.config import TMEM_COLUMNS, GemmConfig
+from overlap_gemm.kernels.config import TMEM_COLUMNS
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
+from overlap_gemm.kernels.mainloop import LoadedMainloop
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
 from overlap_gemm.kernels.scale_blocks import MX
@@ -71,14 +72,12 @@ class Accumulator:
 
 
 @dataclass(frozen=True)
-class MainloopSm100:
+class MainloopSm100(LoadedMainloop):
     """tcgen05 mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
         config: the kernel's configuration; ``config.mma`` is one of sm_100's.
     """
-
-    config: GemmConfig
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
@@ -90,20 +89,15 @@ class MainloopSm100:
     def tiled_mma(self) -> cute.TiledMma:
         """One MMA instruction over the whole tile."""
         cfg, (first, second) = self.config, self.config.mma_order
-        major = [
-            OperandMajorMode.K if major == "k" else OperandMajorMode.MN
-            for major in (cfg.a_major, cfg.b_major)
-        ]
-        majors = major[first], major[second]
         if cfg.blocks == MX:
-            return mx.tiled_mma(cfg, *majors)
+            return mx.tiled_mma(cfg, *self.majors)
         return utils.sm100.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtypes[first]],
             DTYPES[cfg.in_dtypes[second]],
-            *majors,
+            *self.majors,
             cutlass.Float32,
             mx.cta_group(cfg),
-            self._mma_tile,
+            self.mma_tile,
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
@@ -125,7 +119,7 @@ class MainloopSm100:
             op(self.config.cluster, mma.thr_id),
             tensor,
             cute.slice_(self._smem_layouts(mma)[operand], (None, None, None, 0)),
-            (*self._mma_tile, self.config.tile_k),
+            (*self.mma_tile, self.config.tile_k),
             mma,
             self._cluster_layout(mma).shape,
         )
@@ -143,7 +137,6 @@ class MainloopSm100:
         cfg, mma = self.config, ops.mma
         cluster = self._cluster_layout(mma)
         multicast = cute.size(cluster, mode=[2]) + cute.size(cluster, mode=[1]) - 1
-        a_layout, b_layout = self._smem_layouts(mma)
         ab = pipeline.PipelineTmaUmma.create(
             barrier_storage=barriers,
             num_stages=cfg.ab_stages,
@@ -171,9 +164,7 @@ class MainloopSm100:
             two_cta_tmem_dealloc_mbar_ptr=barriers + 1,
         )
         parts = split.setup(cfg, barriers + 2, smem) if cfg.k_split > 1 else None
-        a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
-        sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
-        sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        sA, sB = self.allocate(smem, self._smem_layouts(mma))
         scales = mx.setup(cfg, mma, smem) if cfg.blocks == MX else None
         return Resources(ab, acc, tmem, sA, sB, parts, scales)
 
@@ -181,10 +172,6 @@ class MainloopSm100:
         """No register reallocation: 352 threads have enough each."""
 
     # -- load role
-
-    def load_state(self) -> pipeline.PipelineState:
-        """State of the load warp at the start."""
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
 
     def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
@@ -201,13 +188,7 @@ class MainloopSm100:
         if cfg.blocks == MX:
             first_row = row + m * tile[0] + v * cfg.cta_tile[0]
             a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, col + n * tile[1])
-        number = split.num_k_tiles(self.config, ops.a)
-        first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
-        return a, b, first, number
-
-    def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
-        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
-        res.ab.producer_tail(state)
+        return a, b, *self.part_of_k(ops)
 
     # -- MMA role
 
@@ -345,12 +326,6 @@ class MainloopSm100:
     # -- which operand is whose part
 
     @property
-    def _mma_tile(self) -> tuple[int, int]:
-        """(M, N) of the MMA."""
-        first, second = self.config.mma_order
-        return self.config.tile[first], self.config.tile[second]
-
-    @property
     def _accumulated_major(self) -> LayoutEnum:
         """How a subtile, row major, looks with the modes of the accumulator."""
         return LayoutEnum.COL_MAJOR if self.config.is_swap_ab else LayoutEnum.ROW_MAJOR
@@ -368,7 +343,7 @@ class MainloopSm100:
 
     def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
         """Of A and of B."""
-        tiler, dtype = (*self._mma_tile, self.config.tile_k), DTYPES[self.config.in_dtype]
+        tiler, dtype = (*self.mma_tile, self.config.tile_k), DTYPES[self.config.in_dtype]
         stages = self.config.ab_stages
         layouts = (
             utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
@@ -388,14 +363,14 @@ class MainloopSm100:
 
     @property
     def _accumulator_columns(self) -> int:
-        return self.config.acc_stages * self._mma_tile[1]
+        return self.config.acc_stages * self.mma_tile[1]
 
     @property
     def _tmem_columns(self) -> int:
         return TMEM_COLUMNS if self.config.blocks == MX else self._accumulator_columns
 
     def _accumulator_layout(self, mma: cute.TiledMma) -> Any:
-        shape = cute.append(mma.partition_shape_C(self._mma_tile), self.config.acc_stages)
+        shape = cute.append(mma.partition_shape_C(self.mma_tile), self.config.acc_stages)
         return mma.make_fragment_C(shape).layout
 
     def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:
@@ -409,7 +384,7 @@ class MainloopSm100:
         epi_tile = cfg.epi_tile[first], cfg.epi_tile[second]
         subtiles = cute.flat_divide(acc, epi_tile)  # (epi_m, epi_n, rows, columns, stage)
         atom = utils.sm100.get_tmem_load_op(
-            self._mma_tile, self._accumulated_major, DTYPES[cfg.half_dtype], cutlass.Float32, epi_tile, False
+            self.mma_tile, self._accumulated_major, DTYPES[cfg.half_dtype], cutlass.Float32, epi_tile, False
         )
         copy = tcgen05.make_tmem_copy(atom, subtiles[(None, None, 0, 0, 0)])
         thread, _, _ = cute.arch.thread_idx()

@@ -34,7 +34,7 @@ from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import JointLoads, OperandLoads
 from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
-from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 
 SCALE = cutlass.Float8E8M0FNU
 WORD = cutlass.Int16  # what scales are moved as: a TMA box has 256 elements at most along a dimension

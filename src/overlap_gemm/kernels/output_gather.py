@@ -46,11 +46,11 @@ from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import TileExchange
 from overlap_gemm.kernels.gemm import own_columns
+from overlap_gemm.kernels.orders import LinearOrder
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import BroadcastSender, GatherSender
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import LinearOrder
 from overlap_gemm.spec import GEMM_ALL_GATHER
 
 
@@ -104,5 +104,4 @@ class OutputGather(TileExchange):
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> GatherSender:
         """Stores every tile, and sends it to everybody."""
-        given = (self.config, self.order, self.transport, work, call, stages, call.epoch)
-        return GatherSender(BroadcastSender(*given, to_itself=False), output)
+        return GatherSender(BroadcastSender(self, work, call, stages, call.epoch, to_itself=False), output)

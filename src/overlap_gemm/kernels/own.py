@@ -30,10 +30,10 @@ from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Sca
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import StageChunks, Visits
+from overlap_gemm.kernels.orders import DealtShards, OwnTilesLast
 from overlap_gemm.kernels.receive import Window, unit_exists
 from overlap_gemm.kernels.send import place_of
 from overlap_gemm.kernels.work import CtaTile, Work
-from overlap_gemm.schedules import DealtShards, OwnTilesLast
 from overlap_gemm.transports.base import Transport
 
 

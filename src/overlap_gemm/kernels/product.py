@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
+
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.epilogue import Visits
+from overlap_gemm.kernels.epilogue import Visits, stage_layout
+from overlap_gemm.kernels.orders import LinearOrder
+from overlap_gemm.kernels.surface import Output
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,21 @@ class OutputOp:
     def visits(self) -> Visits:
         """An accumulator is a complete sum."""
         return Visits(self.config, ("partial", "complete"))
+
+    @property
+    def order(self) -> Any:
+        """All that this rank computes, as one shard."""
+        return LinearOrder(self.config.raster_group)
+
+    def more_sources(self, mainloop: Any, exchange: Any) -> Any:
+        """A is all there is to load."""
+
+    def output(self, out: cute.Tensor, exchange: Any) -> Any:
+        """By TMA, from the ring's stages."""
+        return output_store(self.config, self.stage_dtype, out)
+
+
+def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
+    """Host side: how ring stages of ``dtype`` are stored to ``out`` by TMA."""
+    layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
+    return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))

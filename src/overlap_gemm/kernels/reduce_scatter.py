@@ -34,13 +34,13 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
+from overlap_gemm.kernels.orders import DealtShards, OwnTilesLast
 from overlap_gemm.kernels.own import OwnSums, check_own_last, dealt_to_owners
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.sums import Sums
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import Share, Work
-from overlap_gemm.schedules import DealtShards, OwnTilesLast
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 
 
@@ -86,4 +86,4 @@ class ReduceScatter(PartialExchange):
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""
-        return OwnerSender(self.config, self.order, self.transport, work, call, stages, call.epoch)
+        return OwnerSender(self, work, call, stages, call.epoch)

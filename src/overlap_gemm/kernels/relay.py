@@ -38,8 +38,8 @@ from overlap_gemm.device.route import Route
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.geometry import FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
-from overlap_gemm.schedules import ceil_div
 from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
 
 WARPS = 8
 """Puts under way at once: a warp waits for its put to be handed over."""

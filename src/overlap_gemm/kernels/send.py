@@ -19,7 +19,7 @@ from overlap_gemm.kernels.gemm import store_subtile
 from overlap_gemm.kernels.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Work, cta_number
-from overlap_gemm.schedules import ceil_div
+from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
 
 
@@ -87,35 +87,51 @@ class Destination(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnerSender:
-    """Sends each tile to the slot of its owner and releases its flag there (a ``TileSender``).
+class SlotSender:
+    """What senders to slots (``TileSender``) have in common.
 
     Attributes:
-        config: the kernel's configuration.
-        order: the op's order.
-        transport: how a tile reaches its owner.
+        op: its configuration, order and transport.
         work: this cluster's work.
         call: the call's run-time values.
         stages: the ring's stages.
         epoch: the call's, in a register: few of the sending warps' are in use, unlike others' (`Call.epoch`).
     """
 
-    config: GemmConfig
-    order: Any
-    transport: Transport
+    op: Any
     work: Work
     call: Call
     stages: Stages
     epoch: Scalar
 
+    @property
+    def config(self) -> GemmConfig:
+        """The kernel's configuration."""
+        config: GemmConfig = self.op.config
+        return config
+
+    @property
+    def transport(self) -> Transport:
+        """How a tile reaches a rank."""
+        transport: Transport = self.op.transport
+        return transport
+
     def has(self, tile: Scalar) -> Any:
         """Whether this cluster has so many."""
         return tile < self.work.num_tiles
 
+    def at(self, tile: Scalar) -> CtaTile:
+        """The CTA tile's place."""
+        return CtaTile.at(self.config, self.work.place(self.op.order, tile))
+
+
+@dataclass(frozen=True)
+class OwnerSender(SlotSender):
+    """Sends each tile to the slot of its owner and releases its flag there."""
+
     def locate(self, tile: Scalar) -> Destination:
         """The tile's route to its owner."""
-        work = self.work
-        at = CtaTile.at(self.config, work.place(self.order, tile))
+        work, at = self.work, self.at(tile)
         source = self.transport.source_of(self.call.exchange.rank, at.owner)
         route = route_of(self.config, self.call, work.slots, at.index, source, at.owner)
         return Destination(route, *work.left(at))
@@ -134,39 +150,21 @@ class OwnerSender:
 
 
 @dataclass(frozen=True)
-class BroadcastSender:
-    """Sends each tile to this rank's slot at every rank (a ``TileSender``).
+class BroadcastSender(SlotSender):
+    """Sends each tile to this rank's slot at every rank.
 
     A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them, and one
     fence the flags that say so. To ranks beyond reach the tile is put from the own slot, when it is complete.
 
     Attributes:
-        config: the kernel's configuration.
-        order: the op's order.
-        transport: how a tile reaches a rank.
-        work: this cluster's work.
-        call: the call's run-time values.
-        stages: the ring's stages.
-        epoch: as `OwnerSender` has it.
         to_itself: whether this rank itself needs the tile in its slot.
     """
 
-    config: GemmConfig
-    order: Any
-    transport: Transport
-    work: Work
-    call: Call
-    stages: Stages
-    epoch: Scalar
     to_itself: bool = True
-
-    def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
-        return tile < self.work.num_tiles
 
     def locate(self, tile: Scalar) -> Destination:
         """The tile's route to this rank itself: slot and flag are the same everywhere."""
-        at = CtaTile.at(self.config, self.work.place(self.order, tile))
+        at = self.at(tile)
         rank = self.call.exchange.rank
         route = route_of(self.config, self.call, self.work.slots, at.index, rank, rank)
         own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
@@ -239,8 +237,7 @@ class GatherSender:
 
     def locate(self, tile: Scalar) -> Placed:
         """The tile's place, and its route."""
-        at = CtaTile.at(self.config, self.peers.work.place(self.peers.order, tile))
-        return Placed(at, self.peers.locate(tile))
+        return Placed(self.peers.at(tile), self.peers.locate(tile))
 
     @cute.jit
     def send(self, place: Placed, subtile: Int32, stage: Int32) -> None:

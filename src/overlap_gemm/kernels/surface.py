@@ -18,13 +18,13 @@ from overlap_gemm.device.traced import Extras, Fragment, Scalar, Stages
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
 from overlap_gemm.kernels.operands import Operands
+from overlap_gemm.kernels.orders import Place, WorkList
 from overlap_gemm.kernels.work import Share, Work
 from overlap_gemm.pipelines.ring import TileSender
-from overlap_gemm.schedules import Place, WorkList
 
 
 class Order(Protocol):
-    """In which order the tiles are computed: plain integer arithmetic, see :mod:`overlap_gemm.schedules`."""
+    """In which order the tiles are computed: integer arithmetic, see :mod:`overlap_gemm.kernels.orders`."""
 
     def num_tiles(self, work: WorkList) -> Any:
         """Positions in the work list of all clusters together."""

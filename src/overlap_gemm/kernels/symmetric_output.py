@@ -55,15 +55,15 @@ from overlap_gemm.kernels.call import (
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
-from overlap_gemm.kernels.gemm import own_columns, store_subtile
+from overlap_gemm.kernels.gemm import OutputSender, own_columns, store_subtile
 from overlap_gemm.kernels.geometry import READERS_OFFSET
+from overlap_gemm.kernels.orders import DealtShards, OwnTilesLast
 from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.surface import Output
 from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
-from overlap_gemm.schedules import DealtShards, LinearOrder, OwnTilesLast
 from overlap_gemm.spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from overlap_gemm.transports.base import Transport
 
@@ -96,19 +96,11 @@ class SymmetricGather(OutputOp):
 
     gate = receive = None
 
-    @property
-    def order(self) -> LinearOrder:
-        """The own columns, walked once."""
-        return LinearOrder(self.config.raster_group)
-
     def share(self, given: SymmetricOutputs, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""
         shard = given.exchange.shard_rows
         left = cute.size(out, mode=[1]) - given.exchange.rank * shard
         return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
-
-    def more_sources(self, mainloop: Any, given: SymmetricOutputs) -> None:
-        """A is all there is to load."""
 
     def output(self, out: cute.Tensor, given: SymmetricOutputs) -> tuple[Output, ...]:
         """The own columns in the output of each rank, by TMA; ``out`` is the own one."""
@@ -245,35 +237,11 @@ def tell_stored(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr)
     cute.arch.sync_warp()
 
 
-@dataclass(frozen=True)
-class EverywhereSender:
-    """A clipped TMA tensor store per subtile into the output of each rank (a ``TileSender``).
-
-    Attributes:
-        op: configuration and order.
-        work: this cluster's work.
-        outputs: of all ranks.
-        stages: the ring's stages.
-    """
-
-    op: Any
-    work: Work
-    outputs: tuple[Output, ...]
-    stages: Stages
-
-    def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
-        return tile < self.work.num_tiles
-
-    def locate(self, tile: Scalar) -> CtaTile:
-        """The CTA tile's place."""
-        return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+class EverywhereSender(OutputSender):
+    """The same into the output of each rank: a tuple of `Output`."""
 
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
         """One TMA tensor store for each rank, in one bulk group."""
-        for output in self.outputs:
+        for output in self.output:
             store_subtile(self.op.config, output.tma, output.tensor, self.stages, place, subtile, stage)
-
-    def publish(self, tile: Scalar, place: CtaTile) -> None:
-        """Peers wait for the last word alone."""

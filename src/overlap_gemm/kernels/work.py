@@ -9,7 +9,8 @@ from cutlass import Int32, cute
 
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.schedules import Place, TileGrid, WorkList, ceil_div, num_owners
+from overlap_gemm.kernels.orders import Place, TileGrid, WorkList
+from overlap_gemm.spec.sharding import ceil_div, num_owners
 
 
 class Shards(NamedTuple):

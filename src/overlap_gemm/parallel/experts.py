@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..dispatch.lowering import total_extent
-from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from ..dispatch.moves import for_each_rank, keep_shard, sum_over_ranks
 from .assignment import PAIRED, expert_shapes, features_dim
-from .parts import SEQUENCE_DIM, LengthFor, Localized
+from .layouts import as_output
+from .parts import SEQUENCE_DIM, LengthFor, Localized, whole_sequence
 
 
 def placements(experts: Any) -> dict[str, Placement]:
@@ -48,10 +48,7 @@ def put_together(experts: Any) -> None:
 
 def _replace(experts: Any, local: Tensor, placement: Placement, whole: torch.Size) -> None:
     old = experts.gate_up_proj
-    stride = torch.empty(whole, device="meta").stride()
-    new = DTensor.from_local(
-        local.detach(), old.device_mesh, (placement,), run_check=False, shape=whole, stride=stride
-    )
+    new = as_output(local.detach(), whole, old.device_mesh, placement, use_local_output=False)
     experts.gate_up_proj = nn.Parameter(new, requires_grad=old.requires_grad)
 
 
@@ -116,10 +113,7 @@ class GatherTokens:
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Called by torch before the mixture."""
         own, *others = args
-        rows = own.shape[SEQUENCE_DIM]
-        facts = (("op", "a mixture of experts"),)
-        total = total_extent("a mixture of experts", "rows", self.length(), rows, own, self.group, facts)
-        return join_shards(own, SEQUENCE_DIM, total, self.group), *others
+        return whole_sequence("a mixture of experts", own, self.length(), self.group), *others
 
 
 class KeepTokens:

@@ -1,12 +1,12 @@
 """Between DTensors and what this rank has of them: the parameters, inputs and outputs of one linear."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ..api.float8 import Stored
 from ..api.functional import Length
@@ -30,9 +30,19 @@ def distribute(
         raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    cut(module, mesh, layouts, src_data_rank)
+
+
+def cut(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    layouts: Mapping[str, Placement] | None = None,
+    src_data_rank: int | None = 0,
+) -> None:
+    """Makes DTensors of a module's own parameters: replicated, where nothing else is said."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        source = None if parameter.is_meta else src_data_rank
-        sharded = distribute_tensor(parameter, mesh, [layouts[name]], src_data_rank=source)
+        layout, source = (layouts or {}).get(name, Replicate()), None if parameter.is_meta else src_data_rank
+        sharded = distribute_tensor(parameter, mesh, [layout], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
@@ -74,6 +84,13 @@ def local_part(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tu
     if x.placements != (layout,):
         x = x.redistribute(mesh, (layout,))
     return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else None
+
+
+def lying_as(old: DTensor, own: Tensor) -> DTensor:
+    """A DTensor of this rank's part that lies as another one does."""
+    return DTensor.from_local(
+        own, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
 
 
 def as_output(

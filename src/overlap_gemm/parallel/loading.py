@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..api.float8 import Float8
 from ..backends.base import BackendName
 from .experts import put_together, set_apart
+from .layouts import lying_as
 from .model import Logits, Model, mixed_experts, packed_linears, parallelize
 from .stored import Checkpoint, Quantized, QuantizedCheckpointError, Whole, form_of, keep
 
@@ -142,12 +143,7 @@ def _filled(parameter: Any) -> nn.Parameter:
     own = parameter.to_local() if whole else parameter
     device = _device_of(parameter.device_mesh) if whole else torch.get_default_device()
     own = torch.full_like(own, float("nan"), device=device)
-    if whole:
-        own = DTensor.from_local(
-            own, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    return nn.Parameter(lying_as(parameter, own) if whole else own, requires_grad=parameter.requires_grad)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -1,6 +1,6 @@
 """`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
@@ -21,7 +21,7 @@ from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, pl
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
-from .layouts import Rows
+from .layouts import Rows, cut, lying_as
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -175,11 +175,7 @@ def _whole(value: DTensor) -> Tensor:
     """All of it; of 8 bits as bytes, since not every backend of torch.distributed has a type for those."""
     if value.dtype not in FLOAT8:
         return value.full_tensor()
-    own = value.to_local().view(torch.uint8)
-    as_bytes = DTensor.from_local(
-        own, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
-    return as_bytes.full_tensor().view(value.dtype)
+    return lying_as(value, value.to_local().view(torch.uint8)).full_tensor().view(value.dtype)
 
 
 class _Builder:
@@ -219,7 +215,7 @@ class _Builder:
                 if self.sequence_parallel:
                     module.register_forward_pre_hook(self.length.for_norm.begin)
             case "embedding":
-                self._distribute(module, {"weight": Shard(0)})
+                cut(module, self.mesh, {"weight": Shard(0)})
                 module.forward = EmbeddingForward(module, self.group)
             case "layer":
                 if self.sequence_parallel:
@@ -232,27 +228,27 @@ class _Builder:
             case "mlp":
                 self._mlp(module)
             case "norm" | "head norm" | "final norm":
-                self._distribute(module)
+                cut(module, self.mesh)
                 is_partial = self.sequence_parallel or role == "head norm"
                 module.forward = ReplicatedForward(module, self.group if is_partial else None)
                 if role == "final norm" and self.sequence_parallel:
                     module.register_forward_hook(GatherOutput(self.group, self.length.for_norm))
             case "spread norm":
-                self._distribute(module, {"weight": Shard(0)})
+                cut(module, self.mesh, {"weight": Shard(0)})
                 width = module.weight.numel()
                 module.forward = SpreadNormForward(module, self.group, width)
             case "mixture" if self.sequence_parallel:
                 module.register_forward_pre_hook(GatherTokens(self.group, self.length.for_mlp))
                 module.register_forward_hook(KeepTokens(self.group))
             case "router":  # it sees all tokens
-                self._distribute(module)
+                cut(module, self.mesh)
                 module.forward = RouterForward(module)
             case "experts":
                 set_apart(module)
-                self._distribute(module, placements(module))
+                cut(module, self.mesh, placements(module))
                 module.forward = ExpertsForward(module, self.group)
             case "shared head":
-                self._distribute(module)
+                cut(module, self.mesh)
                 module.forward = SharedHeadForward(module, self.mesh, self.column, kv_heads(self.config))
             case "column" | "shared column":
                 parallelize_module(module, self.mesh, self.column)
@@ -304,12 +300,6 @@ class _Builder:
                 *linears, argument=argument, rows=rows, backend=self.backend, float8=self.float8
             )
             parallelize_module(module, self.mesh, style)
-
-    def _distribute(self, module: nn.Module, layouts: Mapping[str, Placement] | None = None) -> None:
-        """Makes DTensors of a module's own parameters: replicated, where nothing else is said."""
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = distribute_tensor(parameter, self.mesh, [(layouts or {}).get(name, Replicate())])
-            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 def _pack(module: nn.Module, name: str, sizes: dict[str, int]) -> list[str]:

@@ -188,10 +188,13 @@ class GatherOutput:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Called by torch after the norm."""
-        own = out.shape[SEQUENCE_DIM]
-        facts = (("op", "the last norm"),)
-        total = total_extent("the last norm", "rows", self.length(), own, out, self.group, facts)
-        return join_shards(out, SEQUENCE_DIM, total, self.group)
+        return whole_sequence("the last norm", out, self.length(), self.group)
+
+
+def whole_sequence(op: str, own: Tensor, total: int | None, group: str) -> Tensor:
+    """What is sharded by rows, whole on every rank; `total`: of the sequence, if it was said."""
+    total = total_extent(op, "rows", total, own.shape[SEQUENCE_DIM], own, group, (("op", op),))
+    return join_shards(own, SEQUENCE_DIM, total, group)
 
 
 class PackedLinear(nn.Linear):

@@ -16,11 +16,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..kernels.scale_blocks import PROMOTED
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
+from .layouts import lying_as
 from .styles import ColwiseForward, RowwiseForward
 
 Quantized: TypeAlias = Literal["keep", "dequantize"]
@@ -249,13 +250,7 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
             f"quantized='dequantize') makes the model's dtype of it"
         )
     weight, scale = module.weight, checkpoint.scale(source)
-    local = torch.empty_like(weight.to_local(), dtype=E4M3)
-    module.weight = _frozen(
-        DTensor.from_local(
-            local, weight.device_mesh, weight.placements, run_check=False,
-            shape=weight.shape, stride=weight.stride(),
-        )
-    )  # fmt: skip
+    module.weight = _frozen(lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
     shape, (placement,) = (1, 1), weight.placements
     if scale.numel() > 1:
         shape = (len(weight), 1) if checkpoint.form.block is None else tuple(scale.shape)

@@ -46,7 +46,7 @@ from .environment import nbytes
 
 logger = logging.getLogger(__name__)
 
-DEVICE_ROOMS = ("device", "pipelines", "kernels", "transports", "schedules")
+DEVICE_ROOMS = ("device", "pipelines", "kernels", "transports", "spec")
 """Folders of the package whose source text decides what a kernel compiles to."""
 
 OPTIONS = "--enable-tvm-ffi"

@@ -96,7 +96,7 @@ class Emulation(Protocol):
 
 
 emulation: Emulation | None = None
-"""The open one, as it registered itself (`overlap_gemm.emulated`). Calls read it, so it is no function."""
+"""The open one, as `integrations.cute_emulator` registered it. Calls read it, so it is no function."""
 
 
 def register(opened: Emulation | None) -> None:

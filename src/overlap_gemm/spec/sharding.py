@@ -1,7 +1,28 @@
-"""The one sharding rule of the package: contiguous blocks as `torch.chunk` and DTensor's `Shard` cut them."""
+"""The one sharding rule of the package: contiguous blocks as `torch.chunk` and DTensor's `Shard` cut them.
+
+Functions also take a kernel's ``Int32``, of non-negative values.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+Int = TypeVar("Int")  # int on the host, Int32 in a kernel
+
+
+def ceil_div(a: Int, b: Int) -> Int:
+    """``a / b`` rounded up, for ``a >= 0`` and ``b > 0``."""
+    return (a + b - 1) // b  # type: ignore[operator]
+
+
+def shard_rows(rows: Int, world: Int) -> Int:
+    """Rows of a full shard by the rule of ``torch.chunk``; at least 1 when ``rows >= 1``."""
+    return ceil_div(rows, world)
+
+
+def num_owners(rows: Int, shard: Int) -> Int:
+    """Ranks that own at least one row, with ``shard`` rows in a full shard; ``rows >= 1``."""
+    return ceil_div(rows, shard)
 
 
 @dataclass(frozen=True)
@@ -25,7 +46,7 @@ class Shards:
     @classmethod
     def even(cls, total: int, parts: int, unit: int = 1) -> "Shards":
         """The shards of `total` rows over `parts` ranks, cut only at multiples of `unit` rows."""
-        return cls(total, parts, -(-(total // unit) // parts) * unit)
+        return cls(total, parts, ceil_div(total // unit, parts) * unit)
 
     @classmethod
     def owned_by(cls, parts: int, rank: int) -> Callable[[int], int]:

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from ..kernels.config import GemmConfig
 from ..kernels.scale_blocks import BLOCKS
-from ..schedules import ceil_div
 from ..spec import GEMM_REDUCE_SCATTER
+from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
 from .model import Facts, efficiency_key, fused_time, times_bytes
 from .space import candidates

@@ -25,8 +25,8 @@ from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import FLAG_BYTES, ExchangeShape
 from ..kernels.naming import blocks_name, by
 from ..kernels.scale_blocks import PROMOTED, Blocks
-from ..schedules import ceil_div, num_owners, shard_rows
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
+from ..spec.sharding import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
 
 UNKNOWN = 4

@@ -16,9 +16,9 @@ import torch
 from cute_emulator import Emulator
 from cute_emulator.clients import per_process
 
-from .device.failure import RECORD_WORDS
-from .runtime.executor import register
-from .runtime.order import LaunchOrder, Stream
+from ..device.failure import RECORD_WORDS
+from ..runtime.executor import register
+from ..runtime.order import LaunchOrder, Stream
 
 SECOND_STREAM = 1 << 16
 """Number of an emulated rank's second stream alongside its stream 0."""

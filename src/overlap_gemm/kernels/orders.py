@@ -3,6 +3,9 @@
 An order maps a position ``t`` in the kernel's work list to a :class:`Place`: the shard (owner rank) and the
 tile in it. Positions are dealt to clusters round robin: cluster ``c`` of ``C`` takes ``t = c, c + C, c + 2C,
 ...``, a wave after the other.
+
+Plain integer arithmetic, on non-negative values with ``+ - * // % <`` only, so that the same function runs on
+Python integers (tests, performance model) and on a kernel's ``Int32``.
 """
 
 from __future__ import annotations
@@ -67,35 +70,8 @@ class WorkList(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearOrder:
-    """One shard, walked once: a plain GEMM.
-
-    Attributes:
-        group: tile rows per band of the raster.
-    """
-
-    group: int = 8
-
-    def num_tiles(self, work: WorkList) -> Int:
-        """Positions in the work list."""
-        return work.grid.rows * work.grid.cols
-
-    def place(self, t: Int, work: WorkList) -> Place:
-        """The tile at position ``t``."""
-        m, n = self.tile(t, work)
-        return Place(0, t, m, n)
-
-    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
-        """``(m, n)`` of the tile with this index in its shard."""
-        return grouped_raster(index, work.grid, self.group)
-
-
-@dataclass(frozen=True)
-class OwnShardFirst:
-    """All-gather GEMM: whole shards one after the other, the own one first, then ``rank + 1, rank + 2, ...``.
-
-    That is the order in which shards arrive where every rank sends to ``rank - 1, rank - 2, ...``, so that
-    all ranks receive from different ones. Ranks after the last owner own nothing to begin with.
+class _Order:
+    """What orders have in common: the tiles of a shard, and that all of them are computed.
 
     Attributes:
         group: tile rows per band of the raster.
@@ -107,6 +83,33 @@ class OwnShardFirst:
         """Positions in the work list: all tiles of all shards that have rows."""
         return work.owners * work.grid.rows * work.grid.cols
 
+    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
+        """``(m, n)`` of the tile with this index in its shard."""
+        return grouped_raster(index, work.grid, self.group)
+
+
+@dataclass(frozen=True)
+class LinearOrder(_Order):
+    """One shard, walked once: a plain GEMM."""
+
+    def num_tiles(self, work: WorkList) -> Int:
+        """Positions in the work list."""
+        return work.grid.rows * work.grid.cols
+
+    def place(self, t: Int, work: WorkList) -> Place:
+        """The tile at position ``t``."""
+        m, n = self.tile(t, work)
+        return Place(0, t, m, n)
+
+
+@dataclass(frozen=True)
+class OwnShardFirst(_Order):
+    """All-gather GEMM: whole shards one after the other, the own one first, then ``rank + 1, rank + 2, ...``.
+
+    That is the order in which shards arrive where every rank sends to ``rank - 1, rank - 2, ...``, so that
+    all ranks receive from different ones. Ranks after the last owner own nothing to begin with.
+    """
+
     def place(self, t: Int, work: WorkList) -> Place:
         """The tile at position ``t``."""
         tiles = work.grid.rows * work.grid.cols
@@ -114,13 +117,9 @@ class OwnShardFirst:
         m, n = self.tile(index, work)
         return Place((work.rank + t // tiles) % work.owners, index, m, n)
 
-    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
-        """``(m, n)`` of the tile with this index in its shard."""
-        return grouped_raster(index, work.grid, self.group)
-
 
 @dataclass(frozen=True)
-class DealtShards:
+class DealtShards(_Order):
     """GEMM reduce-scatter: tiles are dealt to their owners in turn, rank ``r`` beginning with ``r + 1``.
 
     In each turn every rank computes one tile for every owner, itself last, so the links are asked for the
@@ -133,12 +132,6 @@ class DealtShards:
     Attributes:
         group: tile rows per band of the raster, in all shards together: what a wave shares in the L2 cache.
     """
-
-    group: int = 8
-
-    def num_tiles(self, work: WorkList) -> Int:
-        """Positions in the work list: all tiles of all shards that have rows."""
-        return work.owners * work.grid.rows * work.grid.cols
 
     def num_sent(self, work: WorkList) -> Int:
         """Positions before those of tiles that stay: here all, since own tiles are among the others."""
@@ -157,18 +150,8 @@ class DealtShards:
 
 
 @dataclass(frozen=True)
-class OwnTilesLast:
-    """GEMM reduce-scatter: tiles are dealt to the other owners in turn, then come the own ones.
-
-    Attributes:
-        group: as `DealtShards` has it.
-    """
-
-    group: int = 8
-
-    def num_tiles(self, work: WorkList) -> Int:
-        """Positions in the work list: all tiles of all shards that have rows."""
-        return work.owners * work.grid.rows * work.grid.cols
+class OwnTilesLast(DealtShards):
+    """GEMM reduce-scatter: tiles are dealt to the other owners in turn, then come the own ones."""
 
     def num_sent(self, work: WorkList) -> Int:
         """Positions before the own tiles'."""
@@ -182,10 +165,6 @@ class OwnTilesLast:
         index = (t // dealt) * (1 - stays) + (t - sent) * stays
         m, n = self.tile(index, work)
         return Place((work.rank + (1 + t % dealt) * (1 - stays)) % work.owners, index, m, n)
-
-    def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
-        """``(m, n)`` of the tile with this index in its shard."""
-        return DealtShards(self.group).tile(index, work)
 
     def _others(self, work: WorkList) -> Int:
         """Owners but this rank."""
