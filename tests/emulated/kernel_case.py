@@ -10,7 +10,6 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator
 from overlap_gemm.api.quantization import swizzle_scales
-from overlap_gemm.backends.operands import aligned_lines
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
@@ -110,7 +109,7 @@ class KernelCase:
         clusters = min(num_clusters, self.shape.num_clusters(self.config))
         for rank, exchange in enumerate(exchanges):
             extras = [extra for of_visitor in self.extras[rank] for extra in of_visitor]
-            scales = tuple(map(_matrix, map(aligned_lines, self.scales[rank])))
+            scales = tuple(map(_matrix, self.scales[rank]))
             if self.config.blocks == MX:
                 steps = (self.shape.shard if len(exchanges) > 1 else self.rows), self.cols
                 scales = tuple(_atoms(*given) for given in zip(self.scales[rank], steps, strict=True))

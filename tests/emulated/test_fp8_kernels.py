@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from cutlass import cute
 
 from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.kernels.arch import ARCHS
+from overlap_gemm.kernels.blocks import stages_of
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
@@ -55,9 +57,7 @@ BLOCKED = [
         blocks=BLOCKS,
         epilogue=(Bias("bf16"),),
     ),
-    GemmConfig(
-        "sm_90a", (128, 256), (2, 1), "cooperative", in_dtype="e4m3", blocks=BLOCKS, ring_stages=2, inflight=1
-    ),
+    GemmConfig("sm_90a", (128, 256), (2, 1), "cooperative", in_dtype="e4m3", blocks=BLOCKS),
     GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32)),
     GemmConfig("sm_90a", (128, 128), (1, 1), "cooperative", in_dtype="e5m2", blocks=(1, 32, 32)),
 ]
@@ -74,25 +74,22 @@ def test_blocks_are_scaled_as_they_are_promoted(config, world):
     launched(config, transport, world, rows=2 * tile_m + 9, cols=tile_n + 24, depth=464).check()
 
 
-LONG = {"rows": 300, "cols": 280, "depth": 1232}
-"""Of each tile 10 k tiles: 2 chunks of scales and a part of one; several tiles for each group of warps."""
-
-
 @pytest.mark.parametrize("config", BLOCKED[:3], ids=lambda config: config.name)
-def test_chunks_of_scales_follow_from_tile_to_tile(config):
-    launched(config, None, 1, **LONG).check()
+def test_scales_follow_from_tile_to_tile(config):
+    """More k tiles than stages, and several tiles for each group of warps."""
+    launched(config, None, 1, rows=300, cols=280, depth=1232).check()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_too_few_slots_of_scales_are_noticed(monkeypatch, slots):
-    """There are as many as stages: with fewer, chunks are copied over some that are still to be read."""
+def test_scales_without_a_stage_of_their_own_are_noticed(monkeypatch):
+    """Copied over those that are still to be read."""
 
-    def few(config, first, k):
-        return (first + k // config.chunk_k_tiles) % slots
+    def at_one_place(config, smem):
+        words = stages_of(config, smem)
+        return cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=(1, 0)))
 
-    monkeypatch.setattr("overlap_gemm.kernels.blocks.slot_of", few)
+    monkeypatch.setattr("overlap_gemm.kernels.mainloop_sm90.stages_of", at_one_place)
     with pytest.raises((AssertionError, EmulatorError)):
-        launched(BLOCKED[1], None, 1, **LONG).check()
+        launched(BLOCKED[1], None, 1, rows=300, cols=280, depth=1232).check()
 
 
 SPOILED = {

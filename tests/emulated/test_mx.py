@@ -279,8 +279,7 @@ def test_what_is_judged_notices(op):
 
 def without_padding(patch):
     """As if shards' tiles began with whole atoms."""
-    patch.setattr(device, "of_shard", lambda ops, shard, work: ops)
-    patch.setattr("overlap_gemm.kernels.roles.of_shard", lambda ops, shard, work: ops)
+    patch.setattr(device.MxScales, "of_shard", lambda scales, shard, work: scales)
 
 
 def without_copies_of_b(patch):
@@ -300,7 +299,7 @@ def with_the_first_blocks_scales(patch):
 
 
 def with_own_scales_for_all(patch):
-    patch.setattr(device, "with_gathered", lambda gathered, own, tma, scales: gathered._replace(scales=own))
+    patch.setattr(device.MxScales, "with_gathered", lambda own, scales: own)
 
 
 def with_flags_before_scales(patch):

@@ -25,7 +25,7 @@ from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
 from . import gather, mx
 from .base import Problem
-from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major
+from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
 from .scaling import of_blocks
@@ -240,14 +240,13 @@ class Fused:
 def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """An element for each row and for each column of the product, as `RowColumnScale` reads them.
 
-    Or what they are of blocks, as the load role copies them; those of MX types by the shards that a plan's
-    tiles begin with.
+    Or what they are of blocks, K contiguous; those of MX types by the shards that a plan's tiles begin with.
     """
     if scales and scales[0].dtype == mx.SCALE:
         each = zip(scales, (x, weight), plan.steps, strict=True)
         return tuple(mx.words_of(scale, rows.shape, step) for scale, rows, step in each)
     if any(scale.ndim == 2 for scale in scales):
-        return tuple(map(aligned_lines, scales))
+        return tuple(scale if scale.stride(1) == 1 else scale.contiguous() for scale in scales)
     return tuple(
         aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
     )

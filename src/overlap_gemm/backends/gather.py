@@ -37,7 +37,7 @@ from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
 from . import mx, plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_ELEMENTS, aligned, aligned_lines, aligned_vector, has_tma_strides, major, padded
+from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major, padded
 from .plan import Copies, Plan, Product, Relayed, Travel
 from .plans import (
     both,
@@ -166,9 +166,9 @@ def _vectors(
 
 def _blocks(own: Tensor, scales: Sequence[Any], alone: bool) -> list[tuple[Tensor, ...]]:
     """Likewise of blocks."""
-    by_row = aligned_lines(scales[0]) if alone else as_words(own)[None]
+    by_row = scales[0].contiguous() if alone else as_words(own)[None]
     empty = scales[0].new_zeros(1, scales[0].shape[1])  # of a weight without rows
-    return [(by_row, aligned_lines(scale if len(scale) else empty)) for scale in scales[1]]
+    return [(by_row, scale.contiguous() if len(scale) else empty) for scale in scales[1]]
 
 
 def plan_for(

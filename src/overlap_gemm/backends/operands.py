@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 ROW_BYTES = 16
@@ -59,18 +58,6 @@ def aligned_vector(vector: Tensor, size: int) -> Tensor:
     if len(vector) == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
         return vector
     return vector.expand(size).clone(memory_format=torch.contiguous_format)
-
-
-def aligned_lines(scales: Tensor) -> Tensor:
-    """Scales of blocks as the load role copies them, 16 bytes along K at a time: themselves, or a copy.
-
-    Returns:
-        `[lines, blocks of K]` and what is missing to whole 16 bytes, K contiguous, each line so aligned.
-    """
-    missing = -scales.shape[1] % (ROW_BYTES // scales.itemsize)
-    if not missing and scales.stride(1) == 1 and has_tma_strides(scales) and scales.data_ptr() % 16 == 0:
-        return scales
-    return F.pad(scales, (0, missing)).contiguous()
 
 
 def major(matrix: Tensor, other: str) -> Any:

@@ -18,7 +18,10 @@ from overlap_gemm.device.traced import Address, Fragment, Scalar
 CHUNK_BYTES = 16
 """The widest load or store of one thread."""
 
-CHUNK_WORDS = CHUNK_BYTES // 4
+WORD_BYTES = 4
+"""Of a register."""
+
+CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
 """Registers of 32 bits that it takes."""
 
 LANES = 32
@@ -64,10 +67,10 @@ def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
     )
 
 
-def copy_chunk(target: Scalar, address: Address) -> None:
-    """Starts to copy 16 bytes of global memory to a shared address (``cp.async``), both aligned so."""
+def copy_word(target: Scalar, address: Address) -> None:
+    """Starts to copy 4 bytes of global memory to a shared address (``cp.async``), both aligned so."""
     cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[Int32(target), Int64(address)]
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(target), Int64(address)]
     )
 
 

@@ -276,8 +276,8 @@ def _fake_scales(blocks: Blocks) -> Any:
     """Scales of blocks: K contiguous."""
     if blocks == MX:
         return mx.fake_scales()
-    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64(divisibility=4)
-    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=16)
+    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64()
+    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=4)
 
 
 def _fake_exchange() -> Exchange:

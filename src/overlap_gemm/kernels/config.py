@@ -161,6 +161,8 @@ class GemmConfig:
     @property
     def keeping(self) -> GemmConfig:
         """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
+        if self.sum_parts > 1:
+            return replace(self, tile=(self.tile[0], self.tile[1] // self.sum_parts))
         return replace(self, cluster=(1, 1)) if self.receives_with_few else self
 
     @property
@@ -335,7 +337,7 @@ class GemmConfig:
     @property
     def ab_stage_bytes(self) -> int:
         """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
-        return -(-self.ab_loaded_bytes // 1024) * 1024 + 16 * self.scale_lines
+        return -(-self.ab_loaded_bytes // 1024) * 1024 + self.scale_bytes
 
     @property
     def ab_loaded_bytes(self) -> int:
@@ -359,9 +361,10 @@ class GemmConfig:
         return self.cta_tile[0] + self.column_blocks if self.column_blocks else 0
 
     @property
-    def chunk_k_tiles(self) -> int:
-        """K tiles of a chunk of these: of 4 that follow each other along K, 16 bytes."""
-        return max(4 * self.blocks[2] // self.tile_k, 1) if self.blocks else 1
+    def scale_bytes(self) -> int:
+        """Bytes of these in a stage, for each block of K that lies in it, up to a multiple of 16."""
+        parts = max(self.tile_k // self.blocks[2], 1) if self.blocks else 1
+        return -(-4 * parts * self.scale_lines // 16) * 16
 
     @property
     def scale_atoms(self) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from cutlass.tensor_utils import LayoutEnum
 from overlap_gemm.device.memory import DTYPES, LANES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import NUM_OPERANDS, BlockScales, slots_of, tile_scales
+from overlap_gemm.kernels.blocks import NUM_OPERANDS, BlockScales, StageScales, rows_of, stages_of
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
@@ -176,7 +176,7 @@ class MainloopSm90:
         a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
         sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        scales = None if cfg.blocks is None else slots_of(cfg, smem)
+        scales = None if cfg.blocks is None else stages_of(cfg, smem)
         return Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
@@ -214,7 +214,7 @@ class MainloopSm90:
         number = split.num_k_tiles(self.config, ops.a)
         if cfg.blocks is not None:
             first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
-            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col, number)
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col)
         first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
         return a, b, first, number
 
@@ -259,7 +259,7 @@ class MainloopSm90:
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
         if cutlass.const_expr(cfg.promotes):
-            scales = tile_scales(cfg, res.scales, ops.a, part, read.count, k_tiles)
+            scales = None if res.scales is None else StageScales(res.scales, rows_of(part, cfg.tile))
             read = accumulate_promoted(cfg, mma, acc, operands, ab, read, k_tiles, scales)
         else:
             ab.consumer_wait(read)

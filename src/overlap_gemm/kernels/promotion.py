@@ -68,7 +68,7 @@ def accumulate_promoted(
                         if step + 1 < k_tiles:  # this stage is held meanwhile, and there are two at least
                             ab.consumer_wait(following)
                     if cutlass.const_expr(column == 0 and scales is not None):
-                        factors = read_scales.factors(config, step, number)
+                        factors = read_scales.factors(config, read.index, number)
                     warpgroup.wait_group(0)
                     if cutlass.const_expr(number == parts - 1 and column == halves - 1):
                         ab.consumer_release(read)

@@ -33,9 +33,7 @@ def fields_of(blocks: Blocks | None) -> dict[str, Any]:
     """Fields of a configuration whose scales are of these blocks; None: of rows."""
     if blocks is None:
         return {}
-    # A small ring leaves room for one more stage of A and B than the scales would (docs/design/fp8.md).
-    ring = {"ring_stages": 2, "inflight": 1} if blocks in PROMOTED else {}
-    return {"blocks": blocks, **ring}
+    return {"blocks": blocks}
 
 
 def in_words(blocks: Blocks | None) -> str:
