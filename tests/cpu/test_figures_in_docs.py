@@ -153,6 +153,14 @@ def float8_beside_every_way():
     return [us["now"] / min(us[way] for way in us if way.startswith("torch")) for us in every]
 
 
+def quantised(*ways):
+    """Microseconds of 8192 x 8192."""
+    [shape] = [
+        s for s in report("h200-quantize")["shapes"] if (s.get("rows"), s.get("width")) == (8192, 8192)
+    ]
+    return [f"{shape['us'][way]:.0f}" for way in ways]
+
+
 FIGURES = {
     "README.md": [
         lambda: f"2 H200, against torch's product and collective | {said(float8('e4m3: fused / torch'))} |",
@@ -211,6 +219,10 @@ FIGURES = {
         ),
     ],
     "docs/fp8.md": [
+        lambda: "then takes {} us, where a copy of as many bytes takes {}, and {} eagerly".format(
+            *quantised("compiled", "copy of as many bytes", "eager")
+        ),
+        lambda: "(`dynamic=True`) it takes {}.".format(*quantised("compiled for any shape")),
         lambda: f"took {said(float8('e4m3: fused / torch'))} of the time of `torch` in CUDA graphs",
         lambda: f"and {said(float8('fused: e4m3 / bf16'))} of what they take with bfloat16",
         lambda: (
@@ -233,7 +245,7 @@ SOURCES = {
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
     "docs/evidence.md": ["h200x4"],
-    "docs/fp8.md": ["h200x2-variants"],
+    "docs/fp8.md": ["h200x2-variants", "h200-quantize"],
 }  # fmt: skip
 NOT_TIMED = {
     ("docs/fused.md", "64 of 132 "): "8192 columns in tiles of 128, and the SMs of an H200",

@@ -302,7 +302,7 @@ def test_kernels_with_scales_of_blocks_have_efficiencies_of_their_own():
     own = replace(ROWS_ALONE, efficiency={**ROWS_ALONE.efficiency, f"{kernel} b1x128x128": halved})
     slower = of_blocks(own)
     assert slower.config == best.config, "the only one that was timed is the only candidate"
-    assert 1.9 * best.fused.waves < slower.fused.waves < 2 * best.fused.waves, "an epilogue stays as it is"
+    assert 1.85 * best.fused.waves < slower.fused.waves < 2 * best.fused.waves, "an epilogue stays as it is"
     assert slower.ways["torch"] == best.ways["torch"]
     assert of_blocks(own, blocks=None) == replace(of_blocks(ROWS_ALONE, blocks=None), machine=own)
     alone = replace(best.config, cluster=(1, 1))

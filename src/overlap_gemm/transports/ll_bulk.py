@@ -10,7 +10,7 @@ No word of a stage is `EMPTY`: stages hold sums that were rounded from fp32, and
 **Not covered by the memory model**: PTX has no rule for ordinary loads of what an asynchronous store is
 writing, and the emulator reports them as races. It is assumed that a word of 32 bits arrives as a whole,
 which is what the reader needs (`device.ll`): each word is waited for by itself. So it is for trials, by name;
-no GPU has answered yet (tests/gpu/test_ll_bulk.py).
+one GPU has answered, whose ranks are virtual: no word was torn (tests/gpu/test_ll_bulk.py).
 
 What reading finds to be in order: polling loads are ``ld.relaxed.sys``, which no L1 answers, as `ll`'s that
 have run on four GPUs; places are emptied by ordinary stores, and the lane that starts a later call's bulk
