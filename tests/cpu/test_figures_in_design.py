@@ -83,6 +83,16 @@ def roof(way):
     return cube["us"][way]
 
 
+def own_last(op):
+    """Of two virtual ranks, each of two runs."""
+    every = [one for one in report("h200-virtual-own-last")["results"] if one["op"] == op]
+    return [ratio for one in every for ratio in one["ratio"].get("own last", [])]
+
+
+def since_one_receive_role():
+    return [one["default to before"] for one in report("h200-virtual-own-last")["results"]]
+
+
 def without_the_word(result):
     return re.fullmatch(r"gemm (8192|2048) 8192 2048", result["case"])
 
@@ -133,6 +143,11 @@ FIGURES = {
             f"{sum(one < 1 for one in ratios('h200x2-own-last', 'own last'))} of "
             f"{len(ratios('h200x2-own-last', 'own last'))} shapes"
         ),
+        lambda: (
+            f"it takes {said(own_last('gemm_reduce_scatter'))} of the default's time, of two-shot all-reduces "
+            f"{said(own_last('gemm_all_reduce'))}"
+        ),
+        lambda: f"takes {said(since_one_receive_role())} of the time before on one H200",
         lambda: f"It takes {said(ratios('h200x2-publisher', 'publisher'))} of the default's time",
         lambda: f"{said(ratios('h200x2-symmetric-output', 'symmetric'))} of the default's time on two H200",
         *(
