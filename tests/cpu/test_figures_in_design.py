@@ -144,8 +144,8 @@ FIGURES = {
             f"{len(ratios('h200x2-own-last', 'own last'))} shapes"
         ),
         lambda: (
-            f"it takes {said(own_last('gemm_reduce_scatter'))} of the default's time, of two-shot all-reduces "
-            f"{said(own_last('gemm_all_reduce'))}"
+            f"it takes {said(own_last('gemm_reduce_scatter'))} of the default's time, of two-shot "
+            f"all-reduces {said(own_last('gemm_all_reduce'))}"
         ),
         lambda: f"takes {said(since_one_receive_role())} of the time before on one H200",
         lambda: f"It takes {said(ratios('h200x2-publisher', 'publisher'))} of the default's time",

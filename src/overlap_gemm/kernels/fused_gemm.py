@@ -19,7 +19,7 @@ from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_earl
 from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
-from overlap_gemm.kernels.split import part_of_k
+from overlap_gemm.kernels.split import end_together, sent_of
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing, Publisher
@@ -112,10 +112,7 @@ class FusedGemm:
             wait_for_kernel_before(cfg)
             call = op.begin(exchange, near)
             cute.arch.sync_threads()
-        sent = work
-        if cutlass.const_expr(cfg.k_split > 1):  # the first of a tile's parts has the sum
-            sent = work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
-
+        sent = sent_of(cfg, work)
         if _is_one_of(warp, self._other_warps):
             mainloop.adjust_registers(is_epilogue=False)
             if warp == mainloop.load_warp:
@@ -149,10 +146,7 @@ class FusedGemm:
             if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
                 op.end(call, tally, self._ending_warps)
-        if cutlass.const_expr(cfg.k_split > 1):  # no part ends while another may reach its shared memory
-            cute.arch.sync_warp()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        end_together(cfg)
 
     def _set_up(self, ops: Operands, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
         """The mainloop's resources, the ring, its stages, and the tally of warps that have ended, or None.

@@ -28,6 +28,7 @@ from cutlass._mlir.dialects._nvvm_enum_gen import MBarrierWaitKind, MemScopeKind
 
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.work import Work
 
 VALUES = 4
 """Of a run: 16 bytes."""
@@ -49,6 +50,21 @@ class Parts(NamedTuple):
 
 
 NUM_BARRIERS = 2
+
+
+def sent_of(config: GemmConfig, work: Work) -> Work:
+    """What of a CTA's work its comm lane sends: of a tile's parts the first has the sum."""
+    if config.k_split == 1:
+        return work
+    return work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
+
+
+def end_together(config: GemmConfig) -> None:
+    """All warps, at their end: no part ends while another may reach its shared memory."""
+    if config.k_split > 1:
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
 
 @cute.jit
