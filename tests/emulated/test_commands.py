@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overlap_gemm.cli import app, compile_check
+from overlap_gemm.kernels.lint import Inspected
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.testing import emulated
 
@@ -96,7 +97,7 @@ def test_compile_check_lists_what_ptxas_says():
 
 @pytest.mark.usefixtures("few_kernels")
 def test_compile_check_fails_on_a_finding(monkeypatch):
-    monkeypatch.setattr(compile_check, "ptx_findings", lambda ptx, exchanges: ["planted finding"])
+    monkeypatch.setattr(Inspected, "findings", lambda self, *given, **more: ["planted finding"])
     result = invoke("compile-check", "--arch", "sm_100a", "--match", "128x64_c1x1_bf16")
     assert result.exit_code == 1
     assert "planted finding" in result.output

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from overlap_gemm.kernels import roles
-from overlap_gemm.kernels.blocks import BlockScales
+from overlap_gemm.kernels.blocks import BlockScales, ScaleLoads, StageScales
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 
@@ -28,21 +27,22 @@ from .test_scaled_ops import (
 
 
 def with_the_row_scale_alone(patch):
-    at = BlockScales.at
-    patch.setattr(BlockScales, "at", lambda self, rows, k, blocks: at(
-        self._replace(b=self.a, block=self.row), rows, k, blocks
-    ))  # fmt: skip
+    def factors(self, config, stage, part):
+        first = part * config.scale_lines
+        return [[self.words[(first + row, stage)] for row in self.rows]] * config.column_blocks
+
+    patch.setattr(StageScales, "factors", factors)
 
 
 def with_the_first_block_of_k(patch):
-    at = BlockScales.at
-    patch.setattr(BlockScales, "at", lambda self, rows, k, blocks: at(self, rows, k * 0, blocks))
+    load = ScaleLoads.load
+    patch.setattr(ScaleLoads, "load", lambda self, ab, state, k: load(self, ab, state, k * 0))
 
 
 def with_the_next_block_of_columns(patch):
-    made = roles.block_scales
-    patch.setattr(roles, "block_scales", lambda config, extras, row, column: made(
-        config, extras, row, column + config.blocks[1]
+    joined = BlockScales.joined
+    patch.setattr(BlockScales, "joined", lambda self, config, a, b, stages, row, column: joined(
+        self, config, a, b, stages, row, column + config.block_rows
     ))  # fmt: skip
 
 

@@ -85,7 +85,9 @@ def epilogue_role(
         own = None
         if cutlass.const_expr(op.own_sums is not None):
             own = OwnTile.begin(op.own_sums, call, work, out, extras, tile, thread)
-        place = computed_here(thread)  # else what follows from it takes registers from the accumulators
+        place = thread
+        if cutlass.const_expr(cfg.sum_parts > 1):  # else what follows from it takes the sums' registers
+            place = computed_here(thread)
         writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column, own)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
