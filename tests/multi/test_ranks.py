@@ -146,7 +146,7 @@ def test_two_workers_of_gloo_corrupt_the_heap_of_torch_alone():
     """Why ranks have one: all-gathers as DTensor makes them end the process, on two CPUs within seconds.
 
     Not with one worker, nor where the collective's name is short ("ALLGATHER": it lies in the string).
-    When this fails torch has mended it, and ranks may have two workers again.
+    When this fails torch has fixed it, and ranks may have two workers again.
     """
     assert len(os.sched_getaffinity(0)) > 1, "one worker at a time does no harm"
     assert not crashes_within(20, 1, "allgather_coalesced")

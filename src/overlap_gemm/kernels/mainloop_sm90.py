@@ -58,7 +58,7 @@ NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 @dataclass(frozen=True)
 class Resources:
-    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, slots of scales."""
+    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, stages of scales."""
 
     ab: Any
     turn: Scalar
