@@ -3,8 +3,10 @@
     python benchmarks/fp8_gemm.py OUT.json [SECONDS]
 
 Each of our kernels is compiled here, checked against float32, captured in a CUDA graph and timed in turn with
-`torch._scaled_mm` (scales of rows, of a tensor, both settings of `use_fast_accum`) and `F.scaled_mm` (of
-blocks); operands rotate between two copies.
+`torch._scaled_mm` (scales of rows, of a tensor, both settings of `use_fast_accum`), `F.scaled_mm` (of blocks)
+and, where `deep_gemm` can be imported, DeepGEMM's product (of blocks); operands rotate between two copies.
+DeepGEMM's wheels of 2026 are made for torch 2.13 and later, whose tensors lie otherwise in memory: with torch
+2.11 build it from its source.
 Figures are medians of a call in microseconds, and the median ratio to torch's row-wise fast product.
 """
 
@@ -24,12 +26,19 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import from_dlpack
 from torch.nn.functional import ScalingType, scaled_mm
 
+from overlap_gemm.backends.block_scales import layout_of
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ExchangeShape
 from overlap_gemm.kernels.scale_blocks import fields_of
 from overlap_gemm.kernels.visitors import RowColumnScale
+from overlap_gemm.tuning.space import every_config
 from overlap_gemm.tuning.timing import Replay, captured, measure
+
+try:
+    import deep_gemm  # type: ignore[import-not-found]
+except ImportError:
+    deep_gemm = None
 
 SHAPES = [
     (8192, 8192, 8192),
@@ -41,16 +50,8 @@ SHAPES = [
     (512, 8192, 2048),
     (64, 8192, 7168),
 ]
-BLOCKED = [
-    GemmConfig("sm_90a", tile, cluster, mma, in_dtype="e4m3", **fields_of((1, 128, 128)))  # type: ignore[arg-type]
-    for mma, tile, cluster in (
-        ("cooperative", (128, 256), (2, 1)),
-        ("cooperative", (128, 256), (1, 2)),
-        ("cooperative", (128, 128), (2, 1)),
-        ("cooperative", (128, 128), (1, 1)),
-        ("pingpong", (64, 128), (2, 1)),
-    )
-]
+BLOCKS = 1, 128, 128
+BLOCKED = every_config("sm_90a", "e4m3", **fields_of(BLOCKS))
 """With scales of blocks, of their own; their ratios are to torch's row-wise product, too."""
 
 KERNELS = [
@@ -90,7 +91,7 @@ def main() -> None:
         kernels[config.name] = (config, compile_kernel(make_kernel(config)))
     blocked = [compile_kernel(make_kernel(config)) for config in BLOCKED]
     print(f"{len(blocked) + len(kernels)} kernels compiled in {time.time() - began:.0f} s", flush=True)
-    results = []
+    results, layout = [], layout_of(BLOCKS)
     for m, n, k in SHAPES:
         if time.time() - began > limit:
             print("out of time before", (m, n, k))
@@ -152,6 +153,7 @@ def main() -> None:
 
             capture(name, ours)
         scales = [torch.rand(rows, k // 128, device="cuda") + 0.5 for rows in (m, n // 128)]
+        lines = layout.of_a(scales[0], a.shape), layout.of_b(scales[1], b.shape)
         wide_a = scales[0][:256].repeat_interleave(128, 1)
         wide_b = scales[1].repeat_interleave(128, 0).repeat_interleave(128, 1)
         of_blocks = (a[:256].float() * wide_a) @ (b.float() * wide_b).t()
@@ -173,12 +175,19 @@ def main() -> None:
                 out.copy_(product)  # noqa: B023
 
         capture("torch blocks", torch_blocks, of_blocks)
+        if deep_gemm is not None:
+
+            def deep(i: int, aligned: torch.Tensor = torchs[0]) -> None:
+                a, b, _, _ = pairs[i % 2]  # noqa: B023
+                deep_gemm.fp8_gemm_nt((a, aligned), (b, scales[1]), out)  # noqa: B023
+
+            capture("DeepGEMM", deep, of_blocks)
         for config, compiled in zip(BLOCKED, blocked, strict=True):
             clusters = min(sms // config.cluster_size, ExchangeShape.even(m, n, 1).num_clusters(config))
 
             def with_blocks(i: int, compiled: Any = compiled, clusters: int = clusters) -> None:
                 a, b, _, _ = pairs[i % 2]  # noqa: B023
-                extras = tuple(map(tensor, scales))  # noqa: B023
+                extras = tuple(map(tensor, lines))  # noqa: B023
                 stream = CUstream(torch.cuda.current_stream().cuda_stream)
                 compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
 

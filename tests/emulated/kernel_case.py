@@ -109,10 +109,14 @@ class KernelCase:
         clusters = min(num_clusters, self.shape.num_clusters(self.config))
         for rank, exchange in enumerate(exchanges):
             extras = [extra for of_visitor in self.extras[rank] for extra in of_visitor]
-            scales = tuple(map(_matrix, self.scales[rank]))
-            if self.config.blocks == MX:
-                steps = (self.shape.shard if len(exchanges) > 1 else self.rows), self.cols
-                scales = tuple(_atoms(*given) for given in zip(self.scales[rank], steps, strict=True))
+            scales, step = (), self.shape.shard if len(exchanges) > 1 else self.rows
+            if self.config.blocks is not None:
+                of_a, of_b = self.scales[rank]
+                is_mx = self.config.blocks == MX
+                scales = (
+                    _atoms(of_a, step) if is_mx else _lines(of_a.t(), step),
+                    _atoms(of_b, self.cols) if is_mx else _lines(of_b, of_b.shape[1]),
+                )
             with emulator.rank(rank):
                 compiled(
                     _matrix(self.a[rank]),
@@ -205,6 +209,13 @@ class Workspaces:
             )
             for rank in range(case.world)
         ]
+
+
+def _lines(scales, step):
+    """Of `blocks`: of every `step` rows or k blocks lines of whole 16 bytes, filled with what is not read."""
+    parts = scales.split(step, 1)
+    whole = torch.cat([F.pad(part, (0, -part.shape[1] % 4), value=torch.nan) for part in parts], 1)
+    return _matrix(whole.contiguous()[:, : whole.shape[1] - -parts[-1].shape[1] % 4])
 
 
 def _atoms(scales, step):

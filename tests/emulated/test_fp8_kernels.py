@@ -7,8 +7,9 @@ import torch
 from cutlass import cute
 
 from cute_emulator import Emulator, EmulatorError
+from overlap_gemm.kernels import blocks
 from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.blocks import stages_of
+from overlap_gemm.kernels.blocks import StageScales, setup
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
@@ -84,10 +85,11 @@ def test_scales_without_a_stage_of_their_own_are_noticed(monkeypatch):
     """Copied over those that are still to be read."""
 
     def at_one_place(config, smem):
-        words = stages_of(config, smem)
-        return cute.make_tensor(words.iterator, cute.make_layout(words.shape, stride=(1, 0)))
+        of_a, of_b = setup(config, smem)
+        layout = cute.make_layout(of_a.shape, stride=(*of_a.stride[:2], 0))
+        return StageScales(cute.make_tensor(of_a.iterator, layout), of_b)
 
-    monkeypatch.setattr("overlap_gemm.kernels.mainloop_sm90.stages_of", at_one_place)
+    monkeypatch.setattr(blocks, "setup", at_one_place)
     with pytest.raises((AssertionError, EmulatorError)):
         launched(BLOCKED[1], None, 1, rows=300, cols=280, depth=1232).check()
 

@@ -1,15 +1,18 @@
 """8-bit operands: sequences of calls of every kind, and mistakes in scales of blocks."""
 
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from overlap_gemm.kernels.blocks import BlockScales, ScaleLoads, StageScales
+from overlap_gemm.kernels.blocks import BlockScales, StageScales
+from overlap_gemm.kernels.loads import JointLoads, OperandLoads
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 
 from .op_runs import lagging, world_of
+from .test_mx import with_flags_before_scales
 from .test_scaled_ops import (
     AG,
     AR,
@@ -21,22 +24,33 @@ from .test_scaled_ops import (
     gathers_hold,
     queue,
     share_of_bound,
-    with_flags_before_scales,
-    with_the_next_shards,
 )
 
 
 def with_the_row_scale_alone(patch):
-    def factors(self, config, stage, part):
-        first = part * config.scale_lines
-        return [[self.words[(first + row, stage)] for row in self.rows]] * config.column_blocks
+    def factors(self, config, rows, stage, k, part):
+        return [[self.a[(part, row, stage)] for row in rows]] * config.column_blocks
 
     patch.setattr(StageScales, "factors", factors)
 
 
+class AtTheFirst(NamedTuple):
+    """Loads, of whichever k tile is asked for, the first."""
+
+    loads: OperandLoads
+
+    def load(self, ab, state, k):
+        self.loads.load(ab, state, k * 0)
+
+
 def with_the_first_block_of_k(patch):
-    load = ScaleLoads.load
-    patch.setattr(ScaleLoads, "load", lambda self, ab, state, k: load(self, ab, state, k * 0))
+    joined = BlockScales.joined
+
+    def of_the_first(self, *given):
+        each = (loads.parts for loads in joined(self, *given))
+        return [JointLoads((operand, AtTheFirst(scales))) for operand, scales in each]
+
+    patch.setattr(BlockScales, "joined", of_the_first)
 
 
 def with_the_next_block_of_columns(patch):
@@ -46,6 +60,10 @@ def with_the_next_block_of_columns(patch):
     ))  # fmt: skip
 
 
+def with_own_scales_for_all(patch):
+    patch.setattr(BlockScales, "with_gathered", lambda own, scales: own)
+
+
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     ("mistake", "size"),
@@ -53,7 +71,7 @@ def with_the_next_block_of_columns(patch):
         (with_the_row_scale_alone, 128),
         (with_the_first_block_of_k, 32),
         (with_the_next_block_of_columns, 32),
-        pytest.param(with_the_next_shards, 32, marks=pytest.mark.slow),
+        (with_own_scales_for_all, 32),
         pytest.param(with_the_first_block_of_k, 128, marks=pytest.mark.slow),
     ],
 )
@@ -71,7 +89,7 @@ def test_what_is_taken_out_of_blocks_is_missed(mistake, size, monkeypatch):
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize("mistake", [None, with_flags_before_scales])
 def test_scales_of_blocks_are_there_when_a_shards_flag_is(mistake, monkeypatch):
-    """Three scales of a row are 16 bytes, as one is.
+    """They travel after all rows.
 
     That the epilogue reads them too need not be told: it reads a k tile's before it frees the tile's stage,
     and the load role, which tells, ends when all stages are free.

@@ -23,8 +23,9 @@ from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
 from ..spec.sharding import Shards, shard_rows
 from ..tuning.settings import settings
 from ..tuning.space import constants, every_config
-from . import gather, mx
+from . import gather
 from .base import Problem
+from .block_scales import layout_of
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
@@ -240,13 +241,14 @@ class Fused:
 def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """An element for each row and for each column of the product, as `RowColumnScale` reads them.
 
-    Or what they are of blocks, K contiguous; those of MX types by the shards that a plan's tiles begin with.
+    Or those of blocks (`block_scales`); of MX types by the shards that a plan's tiles begin with.
     """
-    if scales and scales[0].dtype == mx.SCALE:
-        each = zip(scales, (x, weight), plan.steps, strict=True)
-        return tuple(mx.words_of(scale, rows.shape, step) for scale, rows, step in each)
-    if any(scale.ndim == 2 for scale in scales):
-        return tuple(scale if scale.stride(1) == 1 else scale.contiguous() for scale in scales)
+    if scales and (blocks := of_blocks(scales[0], x.shape[1])):
+        layout, (step_a, step_b) = layout_of(blocks), plan.steps
+        return (
+            layout.of_a(scales[0], x.shape, step_a),
+            layout.of_b(scales[1], weight.shape, step_b),
+        )
     return tuple(
         aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
     )

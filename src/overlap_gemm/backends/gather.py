@@ -24,7 +24,7 @@ from ..kernels.geometry import (
     ExchangeShape,
     shard_puts,
 )
-from ..kernels.scale_blocks import MX, Blocks
+from ..kernels.scale_blocks import Blocks
 from ..runtime.executor import CudaExecutor
 from ..runtime.group import Group
 from ..runtime.identity import call_signature
@@ -35,7 +35,8 @@ from ..spec.sharding import Shards, ceil_div, num_owners
 from ..tuning.model import Facts
 from ..tuning.settings import settings
 from ..tuning.space import choose_config, constants
-from . import mx, plans
+from . import plans
+from .block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major, padded
 from .plan import Copies, Plan, Product, Relayed, Travel
@@ -119,18 +120,20 @@ def all_gather_gemm(
     used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
     operands = [aligned(weight) for weight in used]
     outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
-    if blocks == MX:
-        own = aligned(x) if alone else mx.rows_and_scales(x, scales[0], shards.chunk)
+    if blocks and not alone:
+        own = rows_and_scales(x, scales[0], blocks, shards.chunk)
     elif scales and not alone:
         own = rows_with_scales(x, scales[0])
     else:
         own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
-    if blocks == MX:
-        words = mx.words_of(scales[0], x.shape) if alone else mx.scales_after(own, shards.chunk)
-        vectors = [(words, mx.words_of(one, w.shape)) for one, w in zip(scales[1], weights, strict=True)]
+    if blocks:
+        layout = layout_of(blocks)
+        of_x = layout.of_a(scales[0], x.shape) if alone else scales_after(own, blocks)
+        each = zip(scales[1], weights, strict=True)
+        vectors = [(of_x, layout.of_b(scale, weight.shape)) for scale, weight in each]
     elif scales:
-        vectors = _blocks(own, scales, alone) if blocks else _vectors(x, own, used, scales, alone)
+        vectors = _vectors(x, own, used, scales, alone)
     if biases:
         found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
@@ -162,13 +165,6 @@ def _vectors(
         for scale, weight in zip(scales[1], weights, strict=True)
     ]
     return [(by_row, _padded(column, padded(len(column)))) for column in columns]
-
-
-def _blocks(own: Tensor, scales: Sequence[Any], alone: bool) -> list[tuple[Tensor, ...]]:
-    """Likewise of blocks."""
-    by_row = scales[0].contiguous() if alone else as_words(own)[None]
-    empty = scales[0].new_zeros(1, scales[0].shape[1])  # of a weight without rows
-    return [(by_row, scale.contiguous() if len(scale) else empty) for scale in scales[1]]
 
 
 def plan_for(
@@ -283,7 +279,7 @@ def _make_plan(
     gathered = buffer.as_strided(extents, (pitch, 1, full // dtype.itemsize), buffer.storage_offset())
     exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    scales = mx.gathered_scales(buffer, owners, full, after, depth) if after else None
+    scales = gathered_scales(buffer, owners, chunk, depth, blocks) if blocks else None
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales)
     gate = None
     if len(products) > 1:

@@ -68,31 +68,3 @@ def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Te
     elif not scale.is_contiguous() or scale.data_ptr() % 16:
         scale = scale.clone(memory_format=torch.contiguous_format)
     return scale.view(torch.uint8).view(-1).view(torch.int16).view(-1, words)
-
-
-def rows_and_scales(x: Tensor, scale: Tensor, chunk: int) -> Tensor:
-    """`x` `[rows, depth]` as kernels send a shard: `[chunk, depth]`, and in memory after it the scales."""
-    rows, depth = x.shape
-    nbytes = num_scales(chunk, depth)
-    packed = x.new_zeros(chunk * depth + nbytes, dtype=torch.uint8)
-    packed[: rows * depth] = x.view(torch.uint8).reshape(-1)
-    packed[chunk * depth :][: scale.numel()] = scale.view(torch.uint8).reshape(-1)
-    return packed.view(x.dtype)[: chunk * depth].view(chunk, depth)
-
-
-def scales_after(shard: Tensor, chunk: int) -> Tensor:
-    """The scales of what `rows_and_scales` made, as `words_of` has them."""
-    depth, nbytes = shard.shape[1], num_scales(chunk, shard.shape[1])
-    words = shard.view(torch.uint8).as_strided((nbytes,), (1,), chunk * depth).view(torch.int16)
-    return words.view(ceil_div(chunk, ATOM_ROWS), -1)
-
-
-def gathered_scales(buffer: Tensor, owners: int, full: int, nbytes: int, depth: int) -> Tensor:
-    """Those in a gather buffer of shards of `full` bytes, of which the last `nbytes` are scales.
-
-    int16 `[atoms of a shard's rows, words, owners]`.
-    """
-    words = atoms_along(depth) * ATOM_BYTES // 2
-    flat = buffer.view(torch.int16)
-    extents = nbytes // (2 * words), words, owners
-    return flat.as_strided(extents, (words, 1, full // 2), flat.storage_offset() + (full - nbytes) // 2)

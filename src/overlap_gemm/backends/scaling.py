@@ -20,6 +20,7 @@ from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
 from ..spec.sharding import ceil_div
 from ..tuning.settings import settings
 from . import mx
+from .block_scales import num_bytes
 from .operands import ROW_BYTES, aligned_vector, padded, widened
 
 if TYPE_CHECKING:
@@ -108,31 +109,23 @@ def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
     return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
 
 
-def scale_bytes(depth: int, blocks: Blocks | None) -> int:
-    """After each row of `rows_with_scales`: its scale or those of its blocks, a multiple of 16."""
-    scales = ceil_div(depth, blocks[2]) if blocks else 1
-    return ceil_div(4 * scales, SCALE_BYTES) * SCALE_BYTES
-
-
 def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
     """Of a shard of 8-bit rows that is gathered: bytes of a row, and of what lies after all rows."""
-    if blocks == MX:
-        return depth, mx.num_scales(rows, depth)
-    return depth + scale_bytes(depth, blocks), 0
+    if blocks is None:
+        return depth + SCALE_BYTES, 0
+    return depth, num_bytes(blocks, rows, depth)
 
 
 def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
-    """`x` `[rows, K]` as fused kernels send it: in memory after each row its scales.
+    """`x` `[rows, K]` as fused kernels send it: in memory after each row its scale, and a whole 16 bytes.
 
     Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes.
     """
     (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
-    blocks = of_blocks(scale, depth)
-    scales = scale.contiguous() if blocks else aligned_vector(scale, rows)[:, None]
-    packed = x.new_empty(max(rows, 1), width + scale_bytes(width, blocks)).view(torch.uint8)
+    packed = x.new_empty(max(rows, 1), width + SCALE_BYTES).view(torch.uint8)
     packed[:rows, :depth] = x.view(torch.uint8)
     packed[:rows, depth:width] = 0
-    packed[:rows, width : width + scales.shape[1] * scale.itemsize] = scales.view(torch.uint8)
+    packed[:rows, width : width + scale.itemsize] = aligned_vector(scale, rows)[:, None].view(torch.uint8)
     return packed.view(x.dtype)[:, :width]
 
 

@@ -30,9 +30,8 @@ word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "
 the arrival of this rank's flags, so copied from.
 
 **Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
-are readers of the gather buffer, too. Those of blocks (:mod:`overlap_gemm.kernels.blocks`) are read by the
-load role with its tiles. So are those that the MMA multiplies with (:mod:`overlap_gemm.kernels.mx`); they
-travel after all rows of their shard, whose atoms begin with it.
+are readers of the gather buffer, too. Those of blocks (:mod:`overlap_gemm.kernels.blocks`,
+:mod:`overlap_gemm.kernels.mx`) travel after all rows of their shard; the load role reads them with its tiles.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
@@ -48,7 +47,6 @@ from cutlass import Int32, Int64, cute, pipeline
 
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
-from overlap_gemm.kernels import mx
 from overlap_gemm.kernels.gathering import (
     GatherCall,
     Gathering,
@@ -64,9 +62,7 @@ from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.orders import OwnShardFirst, Place
 from overlap_gemm.kernels.product import output_store
-from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
 from overlap_gemm.kernels.work import CtaTile, Share, Work
-from overlap_gemm.spec.sharding import ceil_div
 
 
 class Shards(NamedTuple):
@@ -75,7 +71,7 @@ class Shards(NamedTuple):
     Attributes:
         tma: atom.
         tensor: coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
-        scales: atom and coordinate tensor of scales that the MMA multiplies with, or None.
+        scales: atom and coordinate tensor of scales of blocks, or None.
     """
 
     tma: Any
@@ -132,9 +128,7 @@ class AllGather(GatherOp):
 
     def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
         """The gather buffer."""
-        scales = None
-        if self.config.blocks == MX:
-            scales = mx.tma_of(self.config, given.scales, self.config.scale_atoms[0])
+        scales = None if given.scales is None else mainloop.tma_of_scales(given.scales)
         tma, tensor = mainloop.tma_of_a(given.gathered)
         return Shards(tma, tensor, scales)
 
@@ -203,23 +197,17 @@ class ArrivalGate:
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
         if place.shard == call.call.exchange.rank:
-            own = ops
-            if cutlass.const_expr(self.op.config.blocks in PROMOTED):
-                own = ops._replace(scales=ops.scales.with_gathered(self._row_scales(place.shard, call)))
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, own, row, column), early)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
         else:
             if place.shard != opened:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
             gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
-            if cutlass.const_expr(self.op.config.blocks in PROMOTED):
-                scales = ops.scales.with_gathered(self._row_scales(place.shard, call))
-                gathered = gathered._replace(scales=scales)
-            elif cutlass.const_expr(buffer.scales is not None):
-                tma, atoms = buffer.scales
-                scales = ops.scales.with_gathered((tma, atoms[(None, None, place.shard)]))
-                gathered = gathered._replace(scales=scales)
+            if cutlass.const_expr(buffer.scales is not None):
+                tma, scales = buffer.scales
+                came = ops.scales.with_gathered((tma, scales[(None, None, place.shard)]))
+                gathered = gathered._replace(scales=came)
             state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
         return state, Int32(place.shard)
 
@@ -239,17 +227,14 @@ class ArrivalGate:
         return (self._row_scales(tile.owner, call), *extras[1:])
 
     def _row_scales(self, shard: Scalar, call: GatherCall) -> cute.Tensor:
-        """Those that came with the rows of a shard: one for each, or those of its blocks."""
+        """Those that came with the rows of a shard: one for each."""
         given, exchange = call.given, call.call.exchange
         offset, nbytes = call.shard(shard)
         base = cutlass.select_(shard == exchange.rank, given.own, call.buffer + offset)
-        depth, blocks = cute.size(given.gathered, mode=[1]), self.op.config.blocks
+        depth = cute.size(given.gathered, mode=[1])
         first = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
         rows, pitch = Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
-        layout = cute.make_layout(rows, stride=pitch)
-        if blocks is not None:
-            layout = cute.make_layout((rows, ceil_div(depth, blocks[2])), stride=(pitch, 1))
-        return cute.make_tensor(first, layout)
+        return cute.make_tensor(first, cute.make_layout(rows, stride=pitch))
 
     @cute.jit
     def end(self, call: GatherCall) -> None:

@@ -3,138 +3,172 @@
 They are applied where sums are promoted: the sum of a block of K is multiplied by both scales as it is added
 to the fp32 registers.
 
-    load warp       per k tile: cp.async of the scales of the CTA's rows of A, and of the tile's blocks of
-                    columns, into the stage of A and B; each lane arrives on ab.full when its own are there
+    load warp       per k tile: TMA of the scales of the CTA's rows of A, and of the tile's blocks of columns,
+                    into the stage of A and B, counted with them on ab.full
     epilogue warps  after ab.wait: each thread reads those of its 2 rows of a 64-row instruction, and of all
                     blocks of columns, before it releases the stage
 
-By ordinary loads in the epilogue warps they stood between the products of a k tile (docs/design/fp8.md).
+By ordinary loads in the epilogue warps they stood between the products of a k tile, and copies of 4 bytes,
+one a row, took a seventh of all time (docs/design/fp8.md). So A's lie along M.
 
-Matrices, both the first of the kernel's ``extras``, with blocks of b: of A ``(M, ceil(K / b))``, of B
-``(ceil(N / b), ceil(K / b))``, fp32, K contiguous.
+Matrices, both the first of the kernel's ``extras``, fp32, with blocks of b: of A ``(ceil(K / b), M)``, M
+contiguous; of B ``(ceil(N / b), ceil(K / b))``, K contiguous; both with lines of whole 16 bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_tensor
 
-from overlap_gemm.device.memory import LANES, WORD_BYTES, copy_word
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import JointLoads, OperandLoads
-
-NUM_OPERANDS = 2
-"""Of the kernel's ``extras``."""
+from overlap_gemm.kernels.scale_blocks import STAGE_ALIGNMENT, TMA_SCALES
+from overlap_gemm.spec.sharding import ceil_div
 
 
 class BlockScales(NamedTuple):
     """Where the scales of A and of B are.
 
     Attributes:
-        a: (rows, k blocks).
-        b: (blocks of rows, k blocks).
+        tma_a: TMA load atom of those of a CTA's rows, of a k tile.
+        a: coordinate tensor (k blocks, rows).
+        tma_b: of those of the tile's blocks of columns.
+        b: likewise (blocks of rows, k blocks).
+        padding: rows of A by which the shards in front of the tile's were padded: boxes begin at 16 bytes.
+    """
+
+    tma_a: Any
+    a: Any
+    tma_b: Any
+    b: Any
+    padding: Any = 0
+
+    def of_shard(self, shard: Scalar, work: Any) -> BlockScales:
+        """Those of a tile of an owner's shard, with whose rows lines begin at whole 16 bytes."""
+        step = work.shards.row_step
+        return self._replace(padding=shard * (ceil_div(step, TMA_SCALES) * TMA_SCALES - step))
+
+    def with_gathered(self, scales: tuple[Any, Any]) -> BlockScales:
+        """Those that came with a shard (TMA load atom, coordinate tensor), and the own ones of B."""
+        tma, tensor = scales
+        return self._replace(tma_a=tma, a=tensor)
+
+    def joined(
+        self,
+        config: GemmConfig,
+        a: OperandLoads,
+        b: OperandLoads,
+        stages: StageScales,
+        row: Scalar,
+        column: Scalar,
+    ) -> tuple[JointLoads, JointLoads]:
+        """The loads of A and B, and of their scales: of A from ``row`` on, of B from ``column``, a row of it.
+
+        After the end of A, of B or of K zeros: what they scale is clipped, or zero.
+        """
+        rows, parts = config.cta_tile[0], config.k_parts
+        of_a = cute.local_tile(cute.domain_offset((0, row + self.padding), self.a), (parts, rows), (None, 0))
+        begin = (column // config.block_rows, 0)
+        of_b = cute.local_tile(
+            cute.domain_offset(begin, self.b), (config.column_blocks, TMA_SCALES), (0, None)
+        )
+        from_a = OperandLoads.shared(self.tma_a, 0, 1, stages.a, of_a, None)
+        from_b = OperandLoads.shared(self.tma_b, 0, 1, stages.b, of_b, None)
+        return JointLoads((a, from_a)), JointLoads((b, SharedBoxes(from_b, TMA_SCALES // parts)))
+
+
+class SharedBoxes(NamedTuple):
+    """Loads of which one box serves several k tiles, each of which loads it: a box begins at 16 bytes.
+
+    Attributes:
+        boxes: loads of a box.
+        tiles: k tiles that one has scales for.
+    """
+
+    boxes: OperandLoads
+    tiles: int
+
+    def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
+        """Starts to load the box of k tile ``k`` into an acquired stage."""
+        self.boxes.load(ab, state, k // self.tiles)
+
+
+class StageScales(NamedTuple):
+    """Stages in shared memory: the last mode is the stage.
+
+    Attributes:
+        a: (parts of a k tile, the CTA tile's rows, stages).
+        b: (blocks of columns, k blocks of a TMA box, stages).
     """
 
     a: Any
     b: Any
 
-    def of_shard(self, shard: Scalar, work: Any) -> BlockScales:
-        """Those of a tile of an owner's shard, whose row is A's: the same."""
-        return self
+    def factors(
+        self, config: GemmConfig, rows: tuple[Any, Any], stage: Scalar, k: Scalar, part: int
+    ) -> list[list[Any]]:
+        """For each block of columns the products of its scale and a thread's rows'.
 
-    def with_gathered(self, scales: Any) -> BlockScales:
-        """Those of a shard that was gathered, and the own ones of B."""
-        return self._replace(a=scales)
-
-    def joined(
-        self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
-    ) -> tuple[Any, Any]:
-        """The loads of A, and of the scales of both: of A from ``row`` on, of B from ``column``, a row of it.
-
-        After the end of A, of B or of K the last one's: what they scale is clipped, or zero.
+        Args:
+            config: the kernel's configuration.
+            rows: the thread's.
+            stage: with the scales of k tile ``k``.
+            k: it.
+            part: of it.
         """
-        lane, rows = cute.arch.lane_idx(), config.cta_tile[0]
-        block = column // config.block_rows
-        last_row, last_block = cute.size(self.a, mode=[0]) - 1, cute.size(self.b, mode=[0]) - 1
-        lines = []
-        for first in range(0, config.scale_lines, LANES):
-            line = first + lane
-            if first < rows:
-                start = self.a[(cutlass.min(row + line, last_row), None)]
-            else:
-                start = self.b[(cutlass.min(block + line - rows, last_block), None)]
-            lines.append(start.iterator.toint())
-        last = Int32(cute.size(self.a, mode=[1]) - 1)
-        return JointLoads((a, ScaleLoads(config, tuple(lines), stages, last))), b
-
-
-@dataclass(frozen=True)
-class ScaleLoads:
-    """A lane's copies of scales of a k tile, as one of the loads of a stage (`loads.JointLoads`).
-
-    Attributes:
-        config: the kernel's configuration.
-        lines: addresses of the lines along K of which this lane copies, each a warp's after the other.
-        words: those of the stages, see `StageScales`.
-        last: the last block of K.
-    """
-
-    config: GemmConfig
-    lines: tuple[Any, ...]
-    words: Any
-    last: Scalar
-
-    @cute.jit
-    def load(self, ab: Any, state: Any, k: Int32) -> None:
-        """All lanes: starts the copies of k tile ``k``, and arrives on the stage's barrier when they end."""
-        number, parts = self.config.scale_lines, promotions(self.config)
-        first = cute.crd2idx((cute.arch.lane_idx(), state.index), self.words.layout)
-        stage = Int32(self.words.iterator.toint()) + first * WORD_BYTES
-        for part in cutlass.range_constexpr(parts):
-            offset = Int64(cutlass.min(parts * k + part, self.last)) * WORD_BYTES
-            for i in cutlass.range_constexpr(len(self.lines)):
-                target = stage + WORD_BYTES * (part * number + i * LANES)
-                if cutlass.const_expr((i + 1) * LANES <= number):
-                    copy_word(target, self.lines[i] + offset)
-                else:
-                    if cute.arch.lane_idx() < number - i * LANES:
-                        copy_word(target, self.lines[i] + offset)
-        cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
-
-
-class StageScales(NamedTuple):
-    """What an epilogue thread reads of the stages' scales.
-
-    Attributes:
-        words: (words of a k tile, stages): rows, then blocks of columns, for each part of K.
-        rows: the thread's rows in the CTA tile.
-    """
-
-    words: Any
-    rows: tuple[Any, Any]
-
-    def factors(self, config: GemmConfig, stage: Scalar, part: int) -> list[list[Any]]:
-        """For each block of columns the products of its scale and the rows', of a part of a k tile."""
-        first = part * config.scale_lines
-        columns = first + config.cta_tile[0]
-        of_rows = [self.words[(first + row, stage)] for row in self.rows]
-        of_columns = [self.words[(columns + i, stage)] for i in range(config.column_blocks)]
+        at = k * config.k_parts % TMA_SCALES + part
+        of_rows = [self.a[(part, row, stage)] for row in rows]
+        of_columns = [self.b[(block, at, stage)] for block in range(config.column_blocks)]
         return [[row * column for row in of_rows] for column in of_columns]
 
 
-def stages_of(config: GemmConfig, smem: Any) -> Any:
-    """Allocates the stages of scales."""
-    layout = cute.make_layout((config.scale_lines * promotions(config), config.ab_stages))
-    return smem.allocate_tensor(Float32, layout, byte_alignment=16)
+# -- host side of the launch
 
 
-def promotions(config: GemmConfig) -> int:
-    """How many sums of a k tile are promoted, each with scales of its own."""
-    return 1 if config.blocks is None else max(config.tile_k // config.blocks[2], 1)
+def scales_of(config: GemmConfig, a: Any, b: Any) -> BlockScales:
+    """TMA loads of the scales of A and B."""
+    return BlockScales(*tma_of_a(config, a), *_tma(b, (config.column_blocks, TMA_SCALES)))
+
+
+def tma_of_a(config: GemmConfig, scales: Any) -> tuple[Any, Any]:
+    """TMA load of the scales of A, and the coordinate tensor; others slice further modes away."""
+    return _tma(scales, (config.k_parts, config.cta_tile[0]))
+
+
+def _tma(scales: Any, box: tuple[int, int]) -> tuple[Any, Any]:
+    layout = cute.make_layout(box, stride=(box[1], 1))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), scales, layout, box)
+
+
+def fake_scales() -> Any:
+    """A matrix of scales to compile with."""
+    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64(divisibility=TMA_SCALES)
+    return make_fake_tensor(Float32, extents, stride=(pitch, 1), assumed_align=16)
+
+
+def fake_gathered() -> Any:
+    """Those of all shards in a gather buffer."""
+    extents = cute.sym_int32(), cute.sym_int32(divisibility=TMA_SCALES), cute.sym_int32()
+    pitch, shard = (cute.sym_int64(divisibility=TMA_SCALES) for _ in range(2))
+    return make_fake_tensor(Float32, extents, stride=(pitch, 1, shard), assumed_align=16)
+
+
+# -- epilogue warps
+
+
+def setup(config: GemmConfig, smem: Any) -> StageScales:
+    """Allocates the stages."""
+    parts, rows, blocks = config.k_parts, config.cta_tile[0], config.column_blocks
+    of_a = cute.make_layout((parts, rows, config.ab_stages), stride=(rows, 1, parts * rows))
+    pitch = STAGE_ALIGNMENT // 4
+    of_b = cute.make_layout((blocks, TMA_SCALES, config.ab_stages), stride=(TMA_SCALES, 1, pitch))
+    return StageScales(
+        *(smem.allocate_tensor(Float32, layout, byte_alignment=STAGE_ALIGNMENT) for layout in (of_a, of_b))
+    )
 
 
 def rows_of(part: Any, tile: tuple[int, int]) -> tuple[Any, Any]:

@@ -45,10 +45,9 @@ from cutlass import Int32, Int64, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from overlap_gemm.device.memory import DTYPES
-from overlap_gemm.kernels import mx
+from overlap_gemm.kernels import blocks, mx
 from overlap_gemm.kernels.all_gather import AllGather
 from overlap_gemm.kernels.arch import arch_of
-from overlap_gemm.kernels.blocks import NUM_OPERANDS
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.fused_gemm import FusedGemm
@@ -60,7 +59,7 @@ from overlap_gemm.kernels.k_slices import SlicedGather
 from overlap_gemm.kernels.naming import by
 from overlap_gemm.kernels.relay import Relay
 from overlap_gemm.kernels.rules import PROMOTED_VALUES
-from overlap_gemm.kernels.scale_blocks import MX, Blocks
+from overlap_gemm.kernels.scale_blocks import MX, NUM_MATRICES, Blocks
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
@@ -172,7 +171,9 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
             DTYPES[dtype], (cute.sym_int32(), cute.sym_int32()), stride=stride, assumed_align=16
         )
 
-    scales = () if cfg.blocks is None else tuple(_fake_scales(cfg.blocks) for _ in range(NUM_OPERANDS))
+    scales: tuple[Any, ...] = ()
+    if cfg.blocks is not None:
+        scales = tuple(scales_of(cfg.blocks).fake_scales() for _ in range(NUM_MATRICES))
     vectors = tuple(
         make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
         for operand in cfg.epilogue_operands
@@ -272,12 +273,9 @@ def _converted(value: Any) -> Any:
     return from_dlpack(value, assumed_align=16).mark_layout_dynamic(1 if value.stride(1) == 1 else 0)
 
 
-def _fake_scales(blocks: Blocks) -> Any:
-    """Scales of blocks: K contiguous."""
-    if blocks == MX:
-        return mx.fake_scales()
-    extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64()
-    return make_fake_tensor(cutlass.Float32, extents, stride=(pitch, 1), assumed_align=4)
+def scales_of(kind: Blocks) -> Any:
+    """The module of kernels with scales of such blocks."""
+    return mx if kind == MX else blocks
 
 
 def _fake_exchange() -> Exchange:
@@ -293,6 +291,6 @@ def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
     pitch, shard = cute.sym_int64(divisibility=whole), cute.sym_int64(divisibility=whole)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
-    scales = mx.fake_gathered() if config.blocks == MX else None
+    scales = None if config.blocks is None else scales_of(config.blocks).fake_gathered()
     words = Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1)
     return Gathering(_fake_exchange(), *words, scales)

@@ -11,7 +11,15 @@ from typing import Literal
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
 from overlap_gemm.kernels.naming import name_of
 from overlap_gemm.kernels.rules import BARRIER_BYTES, PROMOTED_VALUES, InDtype, Launch, OutDtype, check
-from overlap_gemm.kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, PROMOTED, Blocks
+from overlap_gemm.kernels.scale_blocks import (
+    ATOM_BYTES,
+    ATOM_ROWS,
+    MX,
+    PROMOTED,
+    STAGE_ALIGNMENT,
+    TMA_SCALES,
+    Blocks,
+)
 from overlap_gemm.kernels.visitors import Operand, Visitor
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
@@ -337,13 +345,15 @@ class GemmConfig:
     @property
     def ab_stage_bytes(self) -> int:
         """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
-        return -(-self.ab_loaded_bytes // 1024) * 1024 + self.scale_bytes
+        of_a, of_b = self.scale_bytes
+        loaded = -(-(self.ab_loaded_bytes - of_a - of_b) // 1024) * 1024
+        return loaded + of_a + -(-of_b // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
 
     @property
     def ab_loaded_bytes(self) -> int:
         """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
         operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
-        return operands + sum(self.scale_atoms) * ATOM_BYTES
+        return operands + sum(self.scale_atoms) * ATOM_BYTES + sum(self.scale_bytes)
 
     @property
     def block_rows(self) -> int:
@@ -356,15 +366,15 @@ class GemmConfig:
         return max(self.cta_tile[1] // self.block_rows, 1) if self.block_rows else 0
 
     @property
-    def scale_lines(self) -> int:
-        """Lines along K of which a CTA has scales of `PROMOTED`: of its rows, then of blocks of columns."""
-        return self.cta_tile[0] + self.column_blocks if self.column_blocks else 0
+    def k_parts(self) -> int:
+        """Parts of a k tile that have scales of `PROMOTED` of their own: whose sums are promoted each."""
+        return max(self.tile_k // self.blocks[2], 1) if self.blocks and self.blocks in PROMOTED else 1
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of these in a stage, for each block of K that lies in it, up to a multiple of 16."""
-        parts = max(self.tile_k // self.blocks[2], 1) if self.blocks else 1
-        return -(-4 * parts * self.scale_lines // 16) * 16
+    def scale_bytes(self) -> tuple[int, int]:
+        """Bytes of scales of `PROMOTED` that a CTA loads into a stage: of A's rows, of blocks of columns."""
+        of_rows = 4 * self.k_parts * self.cta_tile[0] if self.column_blocks else 0
+        return of_rows, 4 * TMA_SCALES * self.column_blocks
 
     @property
     def scale_atoms(self) -> tuple[int, int]:

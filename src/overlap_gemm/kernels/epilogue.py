@@ -11,8 +11,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
-from overlap_gemm.kernels.blocks import NUM_OPERANDS
 from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.scale_blocks import NUM_MATRICES
 from overlap_gemm.kernels.visitors import Sum
 
 
@@ -157,7 +157,7 @@ class Visits:
 
     def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
         """The visitors of these sums, each with its tensors."""
-        found, first = [], NUM_OPERANDS if self.config.blocks else 0
+        found, first = [], NUM_MATRICES if self.config.blocks else 0
         for visitor in self.config.epilogue:
             end = first + len(visitor.operands)
             if visitor.of in self.of:

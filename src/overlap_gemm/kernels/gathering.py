@@ -50,14 +50,14 @@ class Gathering(NamedTuple):
             it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
         row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16. Where
-            rows have scales, with `geometry.SCALE_BYTES`.
+            each has one scale, with `geometry.SCALE_BYTES`.
         own: ``Int64``: address of the own shard.
         kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
         is_last: ``Int32``: whether it is the last one: it ends the call.
-        scales: where the MMA multiplies with them (`mx`) those of the shards in the gather buffer,
-            ``(atoms, words of K, owners)``: after as many rows as a full shard has. Else None.
+        scales: of blocks: those of the shards in the gather buffer, a matrix as `mx` or `blocks` has it and
+            ``owners``: after as many rows as a full shard has. Else None.
     """
 
     exchange: Exchange
@@ -112,8 +112,8 @@ class GatherCall(NamedTuple):
 
     @property
     def _scale_bytes(self) -> Any:
-        atoms, words, _ = self.given.scales.shape
-        return Int64(atoms) * words * 2
+        lines, width, _ = self.given.scales.shape
+        return Int64(lines) * width * (self.given.scales.element_type.width // 8)
 
     @property
     def owners(self) -> Any:

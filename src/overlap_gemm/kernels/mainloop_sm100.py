@@ -38,7 +38,7 @@ from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.mainloop import LoadedMainloop
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.roles import SubtileWriter
-from overlap_gemm.kernels.scale_blocks import MX
+from overlap_gemm.kernels.scale_blocks import MX, NUM_MATRICES
 from overlap_gemm.kernels.split import part_of_k
 from overlap_gemm.kernels.work import Work
 
@@ -102,12 +102,16 @@ class MainloopSm100(LoadedMainloop):
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
-        scales = mx.scales_of(self.config, *extras[:2]) if self.config.blocks == MX else None
+        scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
         return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """See `Mainloop.tma_of_a`."""
         return self._tma(a, 0)
+
+    def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_scales`."""
+        return mx.tma_of(self.config, scales, self.config.scale_atoms[0])
 
     def _tma(self, tensor: cute.Tensor, operand: int) -> tuple[Any, Any]:
         """Atom and coordinate tensor of A (0) or B (1)."""

@@ -25,6 +25,7 @@ Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -33,15 +34,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
-from overlap_gemm.device.memory import DTYPES, LANES
+from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
-from overlap_gemm.kernels import split
-from overlap_gemm.kernels.blocks import NUM_OPERANDS, BlockScales, StageScales, rows_of, stages_of
+from overlap_gemm.kernels import blocks, split
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.promotion import accumulate_promoted, multiply
 from overlap_gemm.kernels.roles import SubtileWriter
+from overlap_gemm.kernels.scale_blocks import NUM_MATRICES
 from overlap_gemm.kernels.split import part_of_k
 
 LOAD_WARP = 0
@@ -114,7 +115,7 @@ class MainloopSm90:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         cfg = self.config
         _, b_layout = self._smem_layouts()
-        scales = None if cfg.blocks is None else BlockScales(*extras[:NUM_OPERANDS])
+        scales = blocks.scales_of(cfg, *extras[:NUM_MATRICES]) if cfg.blocks else None
         return Operands(
             self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0]), scales
         )
@@ -123,6 +124,10 @@ class MainloopSm90:
         """See `Mainloop.tma_of_a`."""
         cfg = self.config
         return self._tma(a, self._smem_layouts()[0], cfg.tile[0], cfg.cluster[1])
+
+    def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_scales`."""
+        return blocks.tma_of_a(self.config, scales)
 
     def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
         op = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp
@@ -148,9 +153,7 @@ class MainloopSm90:
         ab = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=cfg.ab_stages,
-            producer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, 1 + LANES * (cfg.blocks is not None)
-            ),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
                 pipeline.Agent.Thread, multicast * cfg.epilogue_threads // 32
             ),
@@ -176,7 +179,7 @@ class MainloopSm90:
         a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
         sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
         sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        scales = None if cfg.blocks is None else stages_of(cfg, smem)
+        scales = blocks.setup(cfg, smem) if cfg.blocks else None
         return Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
@@ -215,8 +218,11 @@ class MainloopSm90:
         if cfg.blocks is not None:
             first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
             a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col)
-        first = part_of_k() * number if cfg.k_split > 1 else Int32(0)
-        return a, b, first, number
+        return a, b, self._first_k_tile(number), number
+
+    def _first_k_tile(self, number: Scalar) -> Scalar:
+        """Of this CTA's part of K, of ``number`` k tiles."""
+        return part_of_k() * number if self.config.k_split > 1 else Int32(0)
 
     def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
@@ -247,8 +253,13 @@ class MainloopSm90:
         part = mma.get_slice((thread - 32 * FIRST_EPILOGUE_WARP) % cfg.epilogue_threads)
         first, second = self.config.mma_order
         stages = (res.sA, res.sB)
-        tCrA = mma.make_fragment_A(part.partition_A(stages[first]))
-        tCrB = mma.make_fragment_B(part.partition_B(stages[second]))
+        operands_of = part
+        if cutlass.const_expr(cfg.promotes):
+            # Descriptors, which a group shares, in uniform registers: less stands before the products.
+            group = cute.arch.make_warp_uniform(thread // 128 - 1) % (cfg.epilogue_threads // 128)
+            operands_of = mma.get_slice(128 * group)
+        tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
+        tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
         acc = cute.make_rmem_tensor(
             mma.partition_shape_C((cfg.tile[first], cfg.tile[second])), cutlass.Float32
         )
@@ -259,8 +270,11 @@ class MainloopSm90:
         if cutlass.const_expr(pingpong):
             turn.wait(state.turn)
         if cutlass.const_expr(cfg.promotes):
-            scales = None if res.scales is None else StageScales(res.scales, rows_of(part, cfg.tile))
-            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, k_tiles, scales)
+            scales = None
+            if cutlass.const_expr(res.scales is not None):
+                scales = partial(res.scales.factors, cfg, blocks.rows_of(part, cfg.tile))
+            along = self._first_k_tile(k_tiles), k_tiles
+            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, *along, scales)
         else:
             ab.consumer_wait(read)
             mma = multiply(mma, acc, operands, range(num_blocks), read)

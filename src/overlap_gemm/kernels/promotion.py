@@ -6,7 +6,7 @@ it takes as many registers as one instruction adds up, 64; the tile's own take 6
 - 64, without scales of blocks: two k tiles' sums are under way, one is promoted during the other's products.
 - else one sum is under way, of all columns or of one half after the other: while a warp group promotes, the
   tensor cores are at the other's, which is why these tiles are for cooperative kernels. What the next k tile
-  waits for is waited for meanwhile.
+  waits for is waited for during the last products of this one: earlier it keeps this one's sums waiting, too.
 
 With scales of blocks the sum is multiplied by them as it is added (`kernels.blocks`). Where 32 elements of K
 share a scale, the sum of each instruction is promoted, one after the other.
@@ -14,13 +14,14 @@ share a scale, the sum of each instruction is promoted, one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from overlap_gemm.kernels.blocks import StageScales, promote, promotions, share_of
+from overlap_gemm.kernels.blocks import promote, share_of
 
 
 @cute.jit
@@ -31,8 +32,9 @@ def accumulate_promoted(
     operands: tuple[Any, Any],
     ab: Any,
     read: pipeline.PipelineState,
+    first: Int32,
     k_tiles: Int32,
-    scales: StageScales | None,
+    scales: Callable[[Any, Any, int], Any] | None,
 ) -> pipeline.PipelineState:
     """All threads of the warp groups of a tile: waits for its k tiles, promotes their sums, releases them.
 
@@ -43,8 +45,9 @@ def accumulate_promoted(
         operands: fragments of the stages of A and B.
         ab: their pipeline.
         read: its state at the tile's first k tile.
-        k_tiles: of the tile.
-        scales: where its scales of blocks are, or None.
+        first: the number of the first along K.
+        k_tiles: how many there are.
+        scales: of the tile's blocks, of a stage, a k tile and a part of it (`StageScales.factors`), or None.
 
     Returns:
         The state after the last k tile.
@@ -52,7 +55,7 @@ def accumulate_promoted(
     acc.fill(0.0)
     num_blocks = cute.size(operands[0], mode=[2])
     if cutlass.const_expr(config.sums == 1):
-        parts, halves, read_scales = promotions(config), config.sum_parts, cast(Any, scales)
+        parts, halves, read_scales = config.k_parts, config.sum_parts, cast(Any, scales)
         shape = mma.partition_shape_C((config.tile[0], config.tile[1] // halves))
         done = cute.make_rmem_tensor(shape, Float32)
         ab.consumer_wait(read)
@@ -64,13 +67,14 @@ def accumulate_promoted(
                 factors: Any = None
                 for column in cutlass.range_constexpr(halves):
                     mma = multiply(mma, done, operands, blocks, read, column=column)
-                    if cutlass.const_expr(number == 0 and column == 0):  # noqa: SIM102
+                    is_last = number == parts - 1 and column == halves - 1
+                    if cutlass.const_expr(is_last):  # noqa: SIM102
                         if step + 1 < k_tiles:  # this stage is held meanwhile, and there are two at least
                             ab.consumer_wait(following)
                     if cutlass.const_expr(column == 0 and scales is not None):
-                        factors = read_scales.factors(config, read.index, number)
+                        factors = read_scales(read.index, first + step, number)
                     warpgroup.wait_group(0)
-                    if cutlass.const_expr(number == parts - 1 and column == halves - 1):
+                    if cutlass.const_expr(is_last):
                         ab.consumer_release(read)
                     promote(acc[(None, 0, column)], done, share_of(factors, column, halves))
             read.advance()

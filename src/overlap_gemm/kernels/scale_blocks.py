@@ -28,6 +28,15 @@ ATOM_ROWS = 128
 
 ATOM_BYTES = 512
 
+NUM_MATRICES = 2
+"""Of scales of blocks, the first of a kernel's ``extras``: A's and B's."""
+
+TMA_SCALES = 4
+"""Of `PROMOTED` that a TMA box has along K at least: 16 bytes."""
+
+STAGE_ALIGNMENT = 128
+"""Of what TMA stores to, in bytes."""
+
 
 def fields_of(blocks: Blocks | None) -> dict[str, Any]:
     """Fields of a configuration whose scales are of these blocks; None: of rows."""

@@ -199,6 +199,9 @@ class Mainloop(Protocol):
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """Host side: atom and coordinate tensor of an A; whoever loads slices further modes away."""
 
+    def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
+        """Host side: the same of scales of blocks of an A."""
+
     def setup(self, ops: Operands, barriers: Any, smem: Any) -> Any:
         """Pipelines and stages; the caller synchronises the cluster afterwards."""
 

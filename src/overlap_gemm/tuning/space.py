@@ -66,9 +66,13 @@ def _config(
     if DTYPE_BYTES[dtype] > 1:
         return GemmConfig(**given, out_dtype=dtype, slot_dtype=dtype)  # type: ignore[arg-type]
     try:
-        return GemmConfig(**given)
+        config = GemmConfig(**given)
     except ValueError:
         return None
+    if config.sum_parts > 1 and config.blocks is not None:
+        # Room that no further A/B stage has: the ring takes a whole tile, which no mainloop waits for then.
+        return replace(config, ring_stages=config.subtiles)
+    return config
 
 
 def default_config(
