@@ -34,7 +34,7 @@ def rows(shape, dtype, device):
     return x.to(device)
 
 
-def by_torch(monkeypatch, x, **how):
+def torchs(monkeypatch, x, **how):
     with monkeypatch.context() as patch:
         patch.setattr(quantization, "has_kernel", lambda *_: False)
         return quantize_rows(x, **how)
@@ -45,7 +45,7 @@ def by_one_kernel(monkeypatch, x, **how):
         raise AssertionError("torch's operations were called")
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantization, "_by_torch", never)
+        patch.setattr(quantization, "by_torch", never)
         return quantize_rows(x, **how)
 
 
@@ -72,7 +72,7 @@ def test_it_is_what_torchs_operations_make(device, monkeypatch, kind):
     for shape, (given, dtype), block, power in CASES[kind]:
         x, how = rows(shape, given, device), {"dtype": dtype, "block": block, "power_of_two": power}
         ours = by_one_kernel(monkeypatch, x, **how)
-        assert_same(ours, by_torch(monkeypatch, x, **how))
+        assert_same(ours, torchs(monkeypatch, x, **how))
         assert ours.values.is_contiguous()
         count, blocks = x.numel() // shape[-1], ours.scale.shape[-1]
         if blocks > 1 and count > 1:
@@ -93,9 +93,9 @@ def test_operands_as_they_lie(device, monkeypatch, block):
         wide[:0],
         wide[:, :0],
     ):
-        call = by_one_kernel if x.numel() else by_torch
+        call = by_one_kernel if x.numel() else torchs
         ours = call(monkeypatch, x, block=block)
-        assert_same(ours, by_torch(monkeypatch, x.contiguous(), block=block))
+        assert_same(ours, torchs(monkeypatch, x.contiguous(), block=block))
         assert not ours.values.requires_grad
 
 
@@ -104,7 +104,7 @@ def test_offsets_of_more_than_32_bits(device, monkeypatch):
     x[-3:] = rows((3, 2**14), torch.bfloat16, device)
     for block in (None, 128):
         ours = by_one_kernel(monkeypatch, x, block=block)
-        last = by_torch(monkeypatch, x[-3:], block=block)
+        last = torchs(monkeypatch, x[-3:], block=block)
         assert_same((ours.values[-3:], ours.scale[-3:]), last)
         del ours
 

@@ -76,10 +76,10 @@ def quantize_rows(
         block = None
     if not is_recorded(x) and has_kernel(x, block):
         return Quantized(*by_one_kernel(x, dtype, block, LEAST_SCALE, power_of_two))
-    return Quantized(*_by_torch(x, dtype, block, power_of_two))
+    return Quantized(*by_torch(x, dtype, block, power_of_two))
 
 
-def _by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Values and scales.
 
     Products with reciprocals, of which there are few, in place of quotients; what is rounded up by that, the
