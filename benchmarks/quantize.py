@@ -1,11 +1,18 @@
-"""`overlap_gemm.quantize_rows` on one GPU: eager, made one kernel by Inductor, and whoever else is installed.
+"""`overlap_gemm.quantize_rows` on one GPU: eager, compiled by Inductor, and whoever else is installed.
 
     python benchmarks/quantize.py OUT.json [SECONDS]
 
-Beside each time the fraction of a copy's bandwidth: bytes read and written, over the time of `Tensor.copy_`
-of as many. Then the whole of what fp8 is for: bfloat16 rows quantised and multiplied by `torch._scaled_mm`,
-beside the bfloat16 product. Every call is captured in a CUDA graph; inputs rotate so that they come from
-memory, not from the L2 cache; medians of rounds in turn, in microseconds.
+Three kinds of results, in the order in which they are wanted should the time not suffice for all:
+
+- ``rows``, ``width``: `us` of each way, and the fraction of a copy's bandwidth: bytes read and written, over
+  the time of `Tensor.copy_` of as many. `first_call_s` is that of the first call, which makes the kernels.
+  "transposed" is of as many elements, with the rows along the other dimension.
+- ``shape`` (M, N, K): the whole of what fp8 is for, bfloat16 rows quantised and multiplied by
+  `torch._scaled_mm`, alongside the bfloat16 product.
+- ``host_us``: of one row, called as it is, which is the host's time.
+
+All others are captured in CUDA graphs; inputs rotate so that they come from memory, not from the L2 cache;
+medians of rounds in turn, in microseconds.
 """
 
 from __future__ import annotations
@@ -21,10 +28,9 @@ from typing import Any
 import torch
 
 from overlap_gemm import quantize_rows
+from overlap_gemm.api.quantization import by_torch
 from overlap_gemm.tuning.timing import Replay, captured, measure
 
-SHAPES = [(1, 8192), (64, 8192), (512, 8192), (2048, 8192), (8192, 8192), (8192, 28672), (16384, 4096)]
-PRODUCTS = [(8192, 8192, 8192), (8192, 8192, 3584), (2048, 8192, 7168), (512, 8192, 7168), (64, 8192, 7168)]
 ROTATED = 256 << 20
 """Bytes of input, at least, before one comes again."""
 ROUNDS = 9
@@ -69,24 +75,38 @@ def medians(calls: dict[str, Call], inputs: list[torch.Tensor]) -> dict[str, flo
     return {name: round(timings.median(name) * 1e6, 2) for name in calls}
 
 
+def torchs_operations(x: torch.Tensor) -> Any:
+    """What `quantize_rows` is where there is no kernel, called eagerly."""
+    return by_torch(x, torch.float8_e4m3fn, None, False)
+
+
 def quantisers(rows: int, width: int) -> dict[str, Any]:
     """Times of one shape."""
     count = max(2, min(64, -(-ROTATED // (2 * rows * width))))
     inputs = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    torch._dynamo.reset()  # else the limit of recompilations is met, and the rest runs eagerly
     fused, any_shape = (torch.compile(quantize_rows, dynamic=dynamic) for dynamic in (False, True))
     calls: dict[str, Call] = {
         "eager": quantize_rows,
+        "eager, torch's operations": torchs_operations,
         "compiled": fused,
         "compiled for any shape": any_shape,
+        "eager 1x128": lambda x: quantize_rows(x, block=128),
         "compiled 1x128": lambda x: fused(x, block=128),
-        "compiled 1x128, powers of two": lambda x: fused(x, block=128, power_of_two=True),
+        "eager 1x128, powers of two": lambda x: quantize_rows(x, block=128, power_of_two=True),
+        "eager, transposed": lambda x: quantize_rows(x.t()),
+        "compiled, transposed": lambda x: fused(x.t()),
         **others(),
     }
-    for how in ({}, {"block": 128}, {"power_of_two": True}):
+    first = {}
+    for name, call in calls.items():
+        began = time.time()
+        call(inputs[0])
+        torch.cuda.synchronize()
+        first[name] = round(time.time() - began, 3)
+    for how in ({}, {"block": 128}):
         for one, other in zip(fused(inputs[0], **how), quantize_rows(inputs[0], **how), strict=True):
             error = (one.float() - other.float()).abs().max() / other.float().abs().max()
-            assert error < 0.1, (how, float(error))  # division may differ by a bit, and so tip a rounding
+            assert error < 0.1, (how, float(error))  # its reciprocal may differ by a bit, and tip a rounding
     source = torch.empty(3 * rows * width // 2, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     calls["copy of as many bytes"] = lambda _: target.copy_(source)
@@ -97,7 +117,18 @@ def quantisers(rows: int, width: int) -> dict[str, Any]:
         "width": width,
         "us": times,
         "of_copy": {n: round(copy / t, 3) for n, t in times.items()},
+        "first_call_s": first,
     }
+
+
+def host(rows: int, width: int) -> dict[str, Any]:
+    """The host's time of a call, as long as the GPU has little to do."""
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    fused = torch.compile(quantize_rows, dynamic=False)
+    calls = {"eager": quantize_rows, "eager, torch's operations": torchs_operations, "compiled": fused}
+    given = {name: lambda call=call: call(x) for name, call in calls.items()}
+    timings = measure(given, device="cuda", rounds=ROUNDS)
+    return {"host_us": {name: round(timings.median(name) * 1e6, 2) for name in calls}}
 
 
 def products(m: int, n: int, k: int) -> dict[str, Any]:
@@ -106,7 +137,6 @@ def products(m: int, n: int, k: int) -> dict[str, Any]:
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     values, scale = quantize_rows(weight)
     ready = [quantize_rows(x) for x in inputs]
-    torch._dynamo.reset()
     fused = torch.compile(quantize_rows, dynamic=False)
 
     def multiplied(x: torch.Tensor, scale_x: torch.Tensor) -> torch.Tensor:
@@ -127,19 +157,36 @@ def products(m: int, n: int, k: int) -> dict[str, Any]:
     }
 
 
+RUNS: list[tuple[Callable[..., dict[str, Any]], tuple[int, ...]]] = [
+    (quantisers, (8192, 8192)),
+    (products, (8192, 8192, 8192)),
+    (host, (1, 8192)),
+    (quantisers, (64, 8192)),
+    (quantisers, (2048, 8192)),
+    (products, (2048, 8192, 7168)),
+    (quantisers, (8192, 28672)),
+    (quantisers, (512, 8192)),
+    (products, (512, 8192, 7168)),
+    (products, (8192, 8192, 3584)),
+    (quantisers, (16384, 4096)),
+    (quantisers, (1, 8192)),
+    (products, (64, 8192, 7168)),
+]
+
+
 def main() -> None:
-    """Every shape until the seconds are over."""
+    """Every run until the seconds are over."""
     began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
+    torch._dynamo.config.recompile_limit = 100  # else the rest runs eagerly
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
-    for figures, shapes in ((quantisers, SHAPES), (products, PRODUCTS)):
-        for shape in shapes:
-            if time.time() - began > limit:
-                print("out of time before", shape)
-                break
-            results.append(figures(*shape))
-            print(results[-1], flush=True)
-            Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
-            torch.cuda.empty_cache()
+    for figures, shape in RUNS:
+        if time.time() - began > limit:
+            print("out of time before", figures.__name__, shape)
+            break
+        results.append(figures(*shape))
+        print(results[-1], flush=True)
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

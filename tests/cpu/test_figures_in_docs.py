@@ -219,10 +219,12 @@ FIGURES = {
         ),
     ],
     "docs/fp8.md": [
-        lambda: "then takes {} us, where a copy of as many bytes takes {}, and {} eagerly".format(
-            *quantised("compiled", "copy of as many bytes", "eager")
+        lambda: (
+            "took {} us on one H200 compiled, where a copy of as many bytes takes {}, and {} eagerly".format(
+                *quantised("compiled", "copy of as many bytes", "eager")
+            )
         ),
-        lambda: "(`dynamic=True`) it takes {}.".format(*quantised("compiled for any shape")),
+        lambda: "(`dynamic=True`) it took {}.".format(*quantised("compiled for any shape")),
         lambda: f"took {said(float8('e4m3: fused / torch'))} of the time of `torch` in CUDA graphs",
         lambda: f"and {said(float8('fused: e4m3 / bf16'))} of what they take with bfloat16",
         lambda: (

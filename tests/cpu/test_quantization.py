@@ -1,14 +1,19 @@
 """Rows rounded to 8 bits: how exact, and what becomes of rows that have no scale."""
 
 import math
+import sys
 from functools import partial
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 
-from overlap_gemm import quantize_rows
+from overlap_gemm import quantize_rows, swizzle_scales
+from overlap_gemm.api import quantization as api
 from overlap_gemm.api.quantization import LEAST_SCALE
+from overlap_gemm.backends import quantization
+from overlap_gemm.backends.scaling import as_torch_has_them
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS = {E4M3: 4, E5M2: 3}
@@ -54,6 +59,39 @@ def test_every_element_comes_back_to_half_a_unit_of_its_last_place(shape, dtype,
         assert bool((most.amax(-1) == torch.finfo(dtype).max).any())
 
 
+@pytest.mark.parametrize("shape", [(8, 256), (6, 200), (3, 5, 300), (2, 0, 256)])
+def test_scales_of_blocks_lie_along_the_rows(shape):
+    x = rows(*shape)
+    _, scale = quantize_rows(x, block=128)
+    count, most = math.prod(shape[:-1]), x.double().abs()
+    if count:
+        matrix = scale.view(count, -1)  # which is no copy
+        assert matrix.stride() == (1, -(-count // 4) * 4)
+        exact = [part.amax(-1) / 448 for part in most.view(count, -1).split(128, -1)]
+        torch.testing.assert_close(matrix.double(), torch.stack(exact, 1), rtol=2e-7, atol=0)
+    assert scale.shape == (*shape[:-1], -(-shape[-1] // 128))
+    _, whole = quantize_rows(x)
+    assert whole.is_contiguous()
+
+
+def test_torchs_product_takes_them_as_they_are():
+    (x, scale_x), (weight, _) = (quantize_rows(rows(count, 512), block=128) for count in (8, 256))
+    scale_w = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
+    of_x, of_w = as_torch_has_them(x, weight, scale_x, scale_w)
+    assert of_x.data_ptr() == scale_x.data_ptr() and of_x.stride() == (1, 8)
+    assert of_w.stride() == (1, 4) and torch.equal(of_w, scale_w.t())
+    _, six = quantize_rows(rows(6, 512), block=128)
+    padded, _ = as_torch_has_them(x[:6], weight, six, scale_w)
+    assert padded.stride() == (1, 8) and torch.equal(padded[:6], six)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (128, 256), (37, 160)])
+def test_swizzled_they_are_those_of_contiguous_scales(shape):
+    _, scale = quantize_rows(rows(*shape), block=32, power_of_two=True)
+    assert scale.stride(0) == 1
+    assert torch.equal(swizzle_scales(scale).float(), swizzle_scales(scale.contiguous()).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_of_16_bits_are_quantized_as_what_they_stand_for(dtype):
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -97,7 +135,36 @@ def test_compiled_it_is_the_same_and_breaks_no_graph():
     assert on_meta.values.shape == (33, 200) and on_meta.scale.shape == (33, 2)
 
 
+def test_what_torch_records_is_torchs_operations(monkeypatch):
+    """No kernel of ours is asked for: what compilers, transforms and fake tensors see is all that is done."""
+
+    def never(*_):
+        raise AssertionError("a kernel was asked for")
+
+    x, expected = rows(4, 33, 200), quantize_rows(rows(4, 33, 200), block=128)
+    blocks = partial(quantize_rows, block=128)
+    monkeypatch.setattr(api, "has_kernel", never)
+    for call in (torch.compile(blocks, backend="aot_eager", fullgraph=True), torch.func.vmap(blocks)):
+        for one, other in zip(call(x), expected, strict=True):
+            assert torch.equal(one.float(), other.float())
+    with FakeTensorMode() as mode:
+        assert blocks(mode.from_tensor(x)).scale.shape == (4, 33, 2)
+    with pytest.raises(AssertionError, match="asked for"):
+        blocks(x)
+
+
+def test_a_triton_that_does_not_work_is_a_warning(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(quantization, "find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(RuntimeWarning, match="Triton does not work here"):
+        assert quantization._kernels.__wrapped__(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert quantization._kernels.__wrapped__(torch.device("cuda", 0)) is None  # and nothing is said
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_inductor_makes_one_kernel_of_it_and_of_a_norm_in_front():
     def after_norm(x):
         return quantize_rows(torch.nn.functional.rms_norm(x, x.shape[-1:]))

@@ -1,9 +1,10 @@
-"""benchmarks/layer.py on two CPU ranks, with a tiny layer."""
+"""benchmarks/layer.py on two CPU ranks, and benchmarks/train_step.py on one, with tiny layers."""
 
 import json
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "layer.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "layer.py"
 
 
 def test_ways_agree_and_are_timed(launch, tmp_path):
@@ -23,3 +24,19 @@ def test_ways_agree_and_are_timed(launch, tmp_path):
             "async-tp": "asynchronous tensor parallelism needs GPUs",
         }
     assert done.stdout.count("tokens/s") == 1, "one rank prints"
+
+
+def test_training_steps_are_compared_and_timed(launch, tmp_path):
+    data = tmp_path / "steps.json"
+    ways = ["ours, bfloat16", "float8", "float8, wgrad"]
+    done = launch("torchrun", 1, "python", BENCHMARKS / "train_step.py", data, 60, "tiny", *ways)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(data.read_text())
+    assert list(report["ways"]) == ["bfloat16", *ways] and report["left_out"] == []
+    for name, way in report["ways"].items():
+        assert way["step_ms"] > 0 and way["passes_ms"] > 0
+        assert way["passes_ratio"] == 1 or name != "bfloat16"
+    exact, ours, rounded, also = (way["error"] for way in report["ways"].values())
+    assert exact == [0, 0] and max(ours) < 0.01
+    assert min(rounded) > 0.02 and rounded[0] == also[0] and rounded[1] != also[1]
+    assert any("float8_e4m3fn" in line for line in report["chosen"])

@@ -63,7 +63,7 @@ class Float8(Products):
     the ops themselves, with gradients: operands in their own type, of 16 or 32 bits, which is the result's,
     too. There are no gradients of gradients.
 
-    Quantising is torch's operations (`quantize_rows`): compile the model, and they become one kernel each.
+    Each operand is quantised by one kernel (`quantize_rows`); in a compiled model Inductor makes it.
 
     Attributes:
         dtype: Of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.

@@ -1,7 +1,8 @@
 """8-bit rows with scales of rows that have none: what stands in front of an op that takes them.
 
-Nothing but torch's own operations, so that a compiler sees what is done: `torch.compile` (Inductor) makes one
-kernel of it, together with what computed the rows where that is compiled, too. Called eagerly it is six.
+Torch's own operations, so that a compiler sees what is done: `torch.compile` (Inductor) fuses them, with what
+computed the rows where that is compiled, too. Called eagerly on a GPU it is one kernel of ours, with the same
+results (`backends.quantization`).
 """
 
 from typing import NamedTuple
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.mx import atoms_of
-from ..backends.scaling import FLOAT8
+from ..backends.quantization import by_one_kernel, has_kernel
+from ..backends.scaling import FLOAT8, along_rows
+from ..dispatch.calls import is_recorded
 
 LEAST_SCALE = 2.0**-60
 """No scale is smaller: the product of two is a normal float32, and rows of zeros are no special case."""
@@ -22,7 +25,9 @@ class Quantized(NamedTuple):
 
     Attributes:
         values: `[..., K]`, one of `torch.float8_e4m3fn` and `torch.float8_e5m2`, contiguous.
-        scale: float32, `[..., 1]`, or `[..., ceil(K / block)]`, one for each block of a row.
+        scale: float32, `[..., 1]`, or `[..., ceil(K / block)]`, one for each block of a row. The latter lie
+            along the rows, as torch's products and TMA read them: as a matrix of all M rows in their order
+            they have strides 1 and M, rounded up to a multiple of 4.
     """
 
     values: Tensor
@@ -67,18 +72,35 @@ def quantize_rows(
         raise ValueError(
             f"quantize_rows: x must be [..., K] and block positive, got {list(x.shape)} and block={block}"
         )
-    largest, width = torch.finfo(dtype).max, x.shape[-1]
+    if block is not None and x.shape[-1] <= block:
+        block = None
+    if not is_recorded(x) and has_kernel(x, block):
+        return Quantized(*by_one_kernel(x, dtype, block, LEAST_SCALE, power_of_two))
+    return Quantized(*by_torch(x, dtype, block, power_of_two))
+
+
+def by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Values and scales.
+
+    Products with reciprocals, of which there are few, in place of quotients; what is rounded up by that, the
+    conversion rounds down again.
+    """
+    unit, width = 1 / torch.finfo(dtype).max, x.shape[-1]
     wide = x.detach().float()
-    if block is not None and width > block:
+    if block is not None:
         wide = F.pad(wide, (0, -width % block)).unflatten(-1, (-1, block))
     else:
         wide = wide.unsqueeze(-2)
     most = wide.abs().amax(-1, keepdim=True) if width else wide.new_zeros(*wide.shape[:-1], 1)
-    scale = (most / largest).clamp(min=LEAST_SCALE)
+    scale = (most * unit).clamp(min=LEAST_SCALE)
     if power_of_two:
         scale = _up_to_power_of_two(scale)
-    values = (wide / scale).clamp(-largest, largest).to(dtype)
-    return Quantized(values.flatten(-2)[..., :width].contiguous(), scale.squeeze(-1))
+    values = (wide * scale.reciprocal()).to(dtype).flatten(-2)[..., :width].contiguous()
+    scale = scale.squeeze(-1)
+    if block is not None:
+        matrix = scale.reshape(-1, scale.shape[-1])
+        scale = along_rows(matrix)[: matrix.shape[0]].reshape(scale.shape)
+    return values, scale
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:

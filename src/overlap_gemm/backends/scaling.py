@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.geometry import SCALE_BYTES
@@ -186,6 +187,15 @@ class Scaled(NamedTuple):
         return torchs_product(self.values, values, scales, self.out_dtype, fast)
 
 
+def along_rows(scale: Tensor) -> Tensor:
+    """Scales of blocks `[rows, blocks]` with those of a block after each other, for TMA and cuBLAS.
+
+    Itself, or a copy, of strides 1 and a multiple of 4; rows are filled up to as many.
+    """
+    by_block, short = scale.t(), -scale.shape[0] % CUBLAS_ROWS
+    return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
+
+
 def as_torch_has_them(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> tuple[Tensor, Tensor]:
     """Scales of x `[M, K]` and weight `[N, K]` as torch's product of `x` and `weight.t()` takes them.
 
@@ -193,14 +203,8 @@ def as_torch_has_them(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tenso
     `[M', ceil(K / 128)]`, M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
     adjacent elements below each other (torch 2.13, ScaledBlas.cpp).
     """
-    depth = x.shape[1]
-    if of_blocks(scale_x, depth):
-        rows, blocks = scale_x.shape
-        by_row = scale_x.new_zeros(blocks, ceil_div(rows, CUBLAS_ROWS) * CUBLAS_ROWS)
-        by_row[:, :rows] = scale_x.t()
-        by_block = scale_w.new_zeros(len(scale_w), ceil_div(blocks, CUBLAS_ROWS) * CUBLAS_ROWS)
-        by_block[:, :blocks] = scale_w
-        return by_row.t(), by_block.t()
+    if of_blocks(scale_x, x.shape[1]):
+        return along_rows(scale_x), along_rows(scale_w.t())
     if scale_x.numel() == scale_w.numel() == 1:
         return scale_x.reshape(()), scale_w.reshape(())
     return (
@@ -226,11 +230,11 @@ def torchs_product(
         x, weight = widened(x), widened(weight)
     if scale_a.ndim < 2 or scale_a.shape[1] == 1:
         return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
-    kinds = torch.nn.functional.ScalingType
+    kinds = F.ScalingType
     rows = len(x)
     if short := len(scale_a) - rows:
         x = _with_rows(x, short)
-    return torch.nn.functional.scaled_mm(
+    return F.scaled_mm(
         x, weight.t(), scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128,
         output_dtype=out_dtype, use_fast_accum=fast,
     )[:rows]  # fmt: skip
@@ -296,7 +300,7 @@ def why_no_product(
 ) -> str | None:
     """Why `torchs_product` does not multiply these types on a type of device, None if it does."""
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
-    if blocks and not hasattr(getattr(torch.nn.functional, "ScalingType", None), "BlockWise128x128"):
+    if blocks and not hasattr(getattr(F, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
     if blocks not in (None, PROMOTED[0]):
         return f"{name} has scales of {in_words(PROMOTED[0])}, not of {in_words(blocks)}"

@@ -54,19 +54,28 @@ def keep(group: Group, key: Hashable, value: T) -> T:
     return value
 
 
-def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], *others: Tensor | Sequence[Tensor] | None) -> bool:
-    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
+def is_recorded(x: Tensor) -> bool:
+    """Whether torch records or transforms what is done with `x`, so that it must be torch's operations.
 
-    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, autocast, DTensors and other
-    subclasses do; so does the profiler, for the ops' names.
+    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and other subclasses do.
     """
-    if (
+    return bool(
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or torch.autograd._profiler_enabled()
         or type(x) not in _PLAIN
+    )
+
+
+def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], *others: Tensor | Sequence[Tensor] | None) -> bool:
+    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
+
+    Who records does (`is_recorded`), and autocast; so does the profiler, for the ops' names.
+    """
+    if (
+        is_recorded(x)
+        or torch.autograd._profiler_enabled()
         or (where := x.device.type) not in ("cpu", "cuda")
         or torch.is_autocast_enabled(where)
     ):

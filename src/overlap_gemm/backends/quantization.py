@@ -1,0 +1,107 @@
+"""Rows quantised by one kernel (`kernels.quantization`): where there is one, and how it is launched.
+
+A kernel of our own, not one that `torch.compile` makes at the first eager call: Inductor's takes seconds to
+make, for each shape anew, or twice the time of a shape's own where it is for any (docs/design/fp8.md).
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec.sharding import ceil_div
+from .scaling import CUBLAS_ROWS
+
+HELD = 16384
+"""Elements that a program holds at most: 32 of a thread of 16 warps. With more, one program fills an SM."""
+
+TILE = 4096
+"""Elements of a program that holds rows, or blocks of rows, which are shorter."""
+
+ALONG = 128
+"""Elements of a row at least that a program takes together, whatever its blocks."""
+
+OF_A_WARP = 1024
+"""Elements: four vectors of 16 bytes of a thread, where they have 16 bits."""
+
+LONG = (1, 4096), 8
+"""Of rows that are too long to be held: tile and warps."""
+
+STRIDED = (32, 512), 16
+"""Of rows that lie along another dimension, as a transposed matrix has them: of whole sectors both ways."""
+
+
+def has_kernel(x: Tensor, block: int | None) -> bool:
+    """Whether one kernel quantises `x` `[..., K]`, with a scale for each block or (None) for each row."""
+    return (
+        x.is_cuda
+        and x.numel() > 0
+        and (block is None or (block <= HELD and block & (block - 1) == 0))
+        and _kernels(x.device) is not None
+    )
+
+
+def by_one_kernel(
+    x: Tensor, dtype: torch.dtype, block: int | None, least: float, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """Values and scales, as `api.quantization.quantize_rows` gives them.
+
+    Args:
+        x: `[..., K]`, float32, bfloat16 or float16, on a GPU; see `has_kernel`.
+        dtype: Of 8 bits.
+        block: Less than K; None: a scale for each row.
+        least: Scale.
+        power_of_two: Whether scales are.
+    """
+    flat = x.detach().reshape(-1, x.shape[-1])
+    rows, width = flat.shape
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if block is None:
+        scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    else:  # as `scaling.along_rows` has them
+        shape = ceil_div(width, block), ceil_div(rows, CUBLAS_ROWS) * CUBLAS_ROWS
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)[:, :rows].t()
+    x_row, x_column = flat.stride()
+    is_whole = x_column == 1 or width == 1
+    given = flat, values, scales, rows, width, x_row, 1 if is_whole else x_column
+    how = 1 / torch.finfo(dtype).max, least, power_of_two
+    kernels = _kernels(x.device)
+    with torch.cuda.device(x.device):
+        if block is None and (width > HELD or not is_whole):
+            (height, along), warps = LONG if is_whole else STRIDED
+            kernels.of_long_rows[(ceil_div(rows, height),)](*given, *how, height, along, num_warps=warps)
+        else:
+            length = block or 1 << (width - 1).bit_length()
+            blocks = max(ALONG // length, 1) if block else 1
+            height = max(TILE // (blocks * length), 1)
+            grid = (ceil_div(rows, height) * ceil_div(width, blocks * length),)
+            warps = height * blocks * length // OF_A_WARP
+            kernels.of_tiles[grid](*given, scales.stride(1), *how, height, blocks, length, num_warps=warps)
+    return values, scales.reshape(*x.shape[:-1], scales.shape[1])
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    """The module of the kernels, None where Triton is not, or does not convert to 8 bits in one rounding."""
+    if torch.cuda.get_device_capability(device) < (9, 0) or find_spec("triton") is None:
+        return None
+    try:
+        from triton.runtime import driver
+
+        from ..kernels import quantization
+
+        driver.active.get_current_target()  # makes what launches kernels, for which it wants a C compiler
+    except Exception as error:
+        warnings.warn(
+            f"quantize_rows: torch's operations, which take ten times as long as Triton's kernel, since "
+            f"Triton does not work here: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+    return quantization
