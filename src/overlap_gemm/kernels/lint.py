@@ -169,6 +169,8 @@ def _shuffles_for_barriers(lines: list[str]) -> list[str]:
             acquired, told = False, 0
         elif line.startswith("shfl.sync") and acquired:
             acquired, told = False, number
+        elif line.startswith("bra"):  # whoever comes to the next line jumps there
+            acquired = False
         elif line.startswith(("atom.", "ret")) or ".release" in line:
             if told:
                 findings.append(

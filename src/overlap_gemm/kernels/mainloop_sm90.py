@@ -71,10 +71,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """States of an epilogue thread: A/B stages, and its group's turn."""
+    """States of an epilogue thread: A/B stages, its group's turn, the first thread of its part of the MMA."""
 
     ab: Any
     turn: Scalar
+    first_thread: Any
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,12 @@ class MainloopSm90:
         if self.config.epilogue_groups > 1:
             ab.advance(group * split.num_k_tiles(self.config, ops.a))
             turn = res.turn.state
-        return ConsumerState(ab, turn)
+        first_thread = None
+        if self.config.promotes:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP
+            part = warp // GROUP_WARPS % (self.config.epilogue_threads // 128)
+            first_thread = part * 32 * GROUP_WARPS
+        return ConsumerState(ab, turn, first_thread)
 
     @cute.jit
     def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
@@ -256,8 +262,7 @@ class MainloopSm90:
         operands_of = part
         if cutlass.const_expr(cfg.promotes):
             # Descriptors, which a group shares, in uniform registers: less stands before the products.
-            group = cute.arch.make_warp_uniform(thread // 128 - 1) % (cfg.epilogue_threads // 128)
-            operands_of = mma.get_slice(128 * group)
+            operands_of = mma.get_slice(state.first_thread)
         tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
         tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
         acc = cute.make_rmem_tensor(
@@ -295,7 +300,7 @@ class MainloopSm90:
         if cutlass.const_expr(pingpong):
             read.advance(k_tiles)
             turn.wait(next_turn)
-        return acc, ConsumerState(read, next_turn)
+        return acc, ConsumerState(read, next_turn, state.first_thread)
 
     def drain(
         self,
@@ -312,7 +317,7 @@ class MainloopSm90:
         else:
             ring_state = self._write(acc, writer, ring_state)
         if cfg.epilogue_groups > 1:
-            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn))
+            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn), state.first_thread)
         return state, ring_state
 
     @cute.jit
