@@ -110,7 +110,8 @@ def all_gather_gemm(
     """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
     ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
-    (`scaling`), a copy of the own shard in front of it, which puts each row's scale after the row.
+    (`scaling`), a copy of the own shard in front of it, with each row's scale after it, or those of blocks
+    after all rows.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     blocks = of_blocks(scales[0], depth) if scales else None
