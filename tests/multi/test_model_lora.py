@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap_gemm.nn import Dropout
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.adapters import (
+from tests.support.adapters import (
     ALL,
     adapted_pair,
     close,
@@ -21,7 +21,7 @@ from overlap_gemm.testing.adapters import (
     train,
     whole,
 )
-from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, VOCABULARY, tiny
 
 SUBSETS = (("q_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj", "k_proj"))
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.integrations import hugging_face
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.adapters import (
+from tests.support.adapters import (
     ALL,
     ATTENTION,
     MLP,
@@ -23,7 +23,7 @@ from overlap_gemm.testing.adapters import (
     train,
     whole,
 )
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 
 def merges(rank, size, family, sequence_parallel):

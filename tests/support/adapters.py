@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ..parallel import parallelize
+from overlap_gemm.parallel import parallelize
+
 from .models import VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
