@@ -21,7 +21,7 @@ from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, pl
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
-from .layouts import Rows, cut, lying_as
+from .layouts import Rows, check_mesh, cut, lying_as
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -98,8 +98,7 @@ def parallelize(
     """
     if logits not in ("replicated", "sharded"):
         raise ValueError(f"logits must be 'replicated' or 'sharded', got {logits!r}")
-    if mesh.ndim != 1:
-        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    check_mesh(mesh)
     check_name(backend)
     adapted = model
     if hasattr(model, "get_base_model"):  # peft's
