@@ -21,7 +21,7 @@ from ..backends.fused import Fused
 from ..backends.scaling import unit_scales
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
-from ..runtime.group import LOCAL, Group, group_name, resolve
+from ..runtime.group import LOCAL, Group, find
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.calibrate import calibrate
@@ -75,7 +75,7 @@ def tune(
     assert base is not None, "every architecture of kernels has constants"
     world = overlap_gemm.init(device="cuda")
     console = rank_zero_console(world.rank)
-    group = resolve(group_name(None))
+    group = find(None)
     started = time.perf_counter()
 
     def log(line: str) -> None:

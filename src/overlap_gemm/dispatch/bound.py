@@ -8,10 +8,11 @@ from torch import Tensor
 from ..backends.scaling import OUT_DTYPES
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, find, group_name
+from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .calls import is_plain, keep, layouts, needs_grad, state
-from .lowering import LOWERINGS, Lowered, is_capturing
+from .lowering import LOWERINGS, Lowered
 from .operands import Scales
 from .options import CallOptions
 from .registered import Bound, Registered
@@ -147,7 +148,7 @@ def _prepare(
 ) -> _Prepared | _Asking:
     asked = ASKED.get(op.name)
     extent = getattr(options, asked) if asked else ()
-    if extent is None and group.size > 1 and not is_capturing(x):
+    if extent is None and group.size > 1 and not is_capturing(x.device):
         facts = _lower_unasked(op, group, x, weight, bias, options, scales).facts
         return _Asking(op, group, options, facts)
     lowered = LOWERINGS[op.name](group.name, x, weight, bias, options, scales)

@@ -12,6 +12,7 @@ from ..backends.select import check_name
 from ..kernels.scale_blocks import MX
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
+from ..runtime.order import is_capturing
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
@@ -248,7 +249,7 @@ def total_extent(
     Raises:
         ValueError: This rank's share is not that of `given`, or the ranks' are not as `torch.chunk` cuts.
     """
-    if given is None and not torch.compiler.is_compiling() and not is_capturing(x):
+    if given is None and not torch.compiler.is_compiling() and not is_capturing(x.device):
         return agree.total_length(op, what, length, x.device, resolve(group), facts)
     if given is None or given == "equal":
         return length * group_size(group)
@@ -259,11 +260,6 @@ def total_extent(
             f"(as torch.chunk cuts), but its operand has {length}"
         )
     return given
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether what is done with x is being captured in a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:

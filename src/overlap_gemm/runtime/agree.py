@@ -21,6 +21,7 @@ import torch
 
 from ..spec.sharding import Shards
 from .group import Group
+from .order import is_capturing
 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
@@ -132,7 +133,7 @@ def same(group: Group, device: torch.device, facts: Facts, every_time: bool = Fa
     if checking():
         _compare(group, dict(facts))
     elif every_time or facts not in group.agreed:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return
         _exchange(group, device, 0, facts)
         if not every_time:
