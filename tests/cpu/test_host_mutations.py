@@ -106,7 +106,7 @@ def test_a_mutant_runs_in_the_packages_place(tmp_path, runs):
     )
     file = "runtime/environment.py"
     text = (PACKAGE / file).read_text()
-    more = text.replace("return int(text)", "return int(text) + 1")
+    more = text.replace("lambda text: int(text)", "lambda text: int(text) + 1")
     assert noticed_by(Mutant(file, 1, 0, "nothing", text), [str(test)], runs) is None
     assert noticed_by(Mutant(file, 1, 0, "one more", more), [str(test)], runs) == str(test)
 
