@@ -50,18 +50,17 @@ def seconds(variable: str) -> float | None:
     return _read(variable, None, "a number of seconds, 0 for no limit", parsed)
 
 
-def count(variable: str, of: str, default: int = 0) -> int:
-    """A whole number, 0 or more.
+def count(variable: str, of: str) -> int:
+    """A whole number, 0 or more; 0 where the variable is not set.
 
     Args:
         variable: its name.
         of: what is counted, for the message.
-        default: where it is not set.
 
     Raises:
         ValueError: it is none.
     """
-    return _read(variable, default, f"a number of {of}", lambda text: int(text) if text.isdecimal() else None)
+    return _read(variable, 0, f"a number of {of}", lambda text: int(text) if text.isdecimal() else None)
 
 
 def choice(variable: str, choices: Sequence[str]) -> str:
