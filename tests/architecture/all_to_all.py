@@ -36,6 +36,8 @@ PATTERN = PatternSpec(
 class AllToAll(TileExchange):
     """`out[rows of source] = (x of source) @ (own rows of the weight).T`, from every source."""
 
+    code = GEMM_ALL_TO_ALL.code
+
     @property
     def order(self) -> DealtShards:
         """Owners in turn."""
@@ -59,11 +61,6 @@ class AllToAll(TileExchange):
     def output(self, out: Any, exchange: Any) -> Output:
         """By ordinary stores."""
         return Output(None, out)
-
-    @property
-    def code(self) -> int:
-        """For failure records."""
-        return GEMM_ALL_TO_ALL.code
 
     def sender(self, stages: Any, work: Any, call: Any, output: Output) -> OwnerSender:
         """Sends every tile to its owner."""

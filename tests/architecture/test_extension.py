@@ -7,8 +7,6 @@ import cutlass
 import pytest
 import torch
 from cutlass import cute
-from tests.architecture.all_to_all import GEMM_ALL_TO_ALL, PATTERN
-from tests.emulated.kernel_case import launched
 
 from cute_emulator import Emulator
 from overlap_gemm.backends.fused import Fused
@@ -25,6 +23,8 @@ from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
+from tests.architecture.all_to_all import GEMM_ALL_TO_ALL, PATTERN
+from tests.emulated.kernel_case import launched
 
 
 @pytest.fixture

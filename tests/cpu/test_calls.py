@@ -19,8 +19,8 @@ from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
 from overlap_gemm.spec import OPS
-from overlap_gemm.testing.counting import python_calls
 from overlap_gemm.tuning.settings import settings
+from tests.support.counting import python_calls
 
 X, WEIGHT, BIAS = torch.randn(6, 4), torch.randn(8, 4), torch.randn(8)
 

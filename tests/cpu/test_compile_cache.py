@@ -14,7 +14,7 @@ import pytest
 
 from overlap_gemm.runtime import compile_cache
 from overlap_gemm.runtime.compile_cache import CompileCache
-from overlap_gemm.testing.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ARCH = "sm_90a"
 

@@ -57,18 +57,18 @@ def test_the_fused_backend_says_what_it_needs(run):
 def test_the_table_names_every_finding(run):
     result = run()
     assert result.exit_code == 0
-    for finding in doctor.examine():
+    for _, finding in doctor.examine():
         assert finding.name in result.output
 
 
 def test_something_broken_makes_the_command_fail(run, monkeypatch):
-    broken = doctor.Finding("communication", "mpi4py", "finds no MPI library", "broken")
-    monkeypatch.setattr(doctor, "PROBES", (lambda: iter([broken]),))
+    broken = doctor.Finding("mpi4py", "finds no MPI library", "broken")
+    monkeypatch.setattr(doctor, "PROBES", {"communication": lambda: iter([broken])})
     assert run().exit_code == 1
 
 
 def test_a_missing_distribution_is_named_as_such():
-    assert doctor._distribution("versions", "no-such-distribution").status == "absent"
+    assert doctor._distribution("no-such-distribution").status == "absent"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_what_is_no_size_is_refused_with_the_rule(monkeypatch, text):
 
 def test_what_is_not_set_is_the_default(monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
-    assert environment.nbytes(NAME, 7) == 7 == environment.count(NAME, "SMs", 7)
+    assert (environment.nbytes(NAME, 7), environment.count(NAME, "SMs")) == (7, 0)
     assert environment.seconds(NAME) is None
     assert environment.choice(NAME, ("a", "b")) == "a"
 
@@ -61,7 +61,7 @@ def test_what_are_no_seconds_is_refused_with_the_rule(monkeypatch, text):
 @pytest.mark.parametrize("text", ["", "many", "-1", "1.5"])
 def test_what_is_no_count_is_refused_with_the_rule(monkeypatch, text):
     monkeypatch.setenv(NAME, text)
-    with pytest.raises(ValueError, match=rf"{NAME} must be a number of SMs, got '{text}'"):
+    with pytest.raises(ValueError, match=rf"{NAME} must be a number of SMs; got '{text}'"):
         environment.count(NAME, "SMs")
 
 
@@ -69,5 +69,5 @@ def test_choices(monkeypatch):
     monkeypatch.setenv(NAME, "b")
     assert environment.choice(NAME, ("a", "b")) == "b"
     monkeypatch.setenv(NAME, "c")
-    with pytest.raises(ValueError, match=f"{NAME} must be a or b, got 'c'"):
+    with pytest.raises(ValueError, match=f"{NAME} must be a or b; got 'c'"):
         environment.choice(NAME, ("a", "b"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.testing.forked import ForkedTests
-from overlap_gemm.testing.mutants import NOTICED_BY, PACKAGE, RULES, Mutant, edited, mutants, noticed_by
+from tests.support.forked import ForkedTests
+from tests.support.mutants import NOTICED_BY, PACKAGE, RULES, Mutant, edited, mutants, noticed_by
 
 DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
@@ -106,7 +106,7 @@ def test_a_mutant_runs_in_the_packages_place(tmp_path, runs):
     )
     file = "runtime/environment.py"
     text = (PACKAGE / file).read_text()
-    more = text.replace("return int(text)", "return int(text) + 1")
+    more = text.replace("lambda text: int(text)", "lambda text: int(text) + 1")
     assert noticed_by(Mutant(file, 1, 0, "nothing", text), [str(test)], runs) is None
     assert noticed_by(Mutant(file, 1, 0, "one more", more), [str(test)], runs) == str(test)
 
@@ -127,5 +127,5 @@ def test_a_mutant_runs_in_the_packages_place(tmp_path, runs):
 )
 def test_what_is_changed(tmp_path, monkeypatch, code, changed):
     (tmp_path / "a.py").write_text(code)
-    monkeypatch.setattr("overlap_gemm.testing.mutants.PACKAGE", tmp_path)
+    monkeypatch.setattr("tests.support.mutants.PACKAGE", tmp_path)
     assert changed in [mutant.text for mutant in mutants("a.py")]

@@ -18,7 +18,6 @@ from overlap_gemm.kernels.geometry import (
     slots_offset,
     staged_flags_offset,
     tile_puts,
-    workspace_bytes,
 )
 from overlap_gemm.pipelines.publication import LaggedPublication
 from overlap_gemm.spec import PATTERNS
@@ -95,8 +94,6 @@ def test_workspace_layout_does_not_overlap():
         assert staged >= CONTROL_BYTES + FLAG_BYTES * flags
         assert slots >= staged + FLAG_BYTES * flags
         assert staged % FLAG_BYTES == 0 and slots % 1024 == 0
-        assert workspace_bytes(flags, 4096) == slots + 2 * 4096
-        assert workspace_bytes(flags, 4096, staging=True) == slots + 4 * 4096
 
 
 @pytest.mark.parametrize(("subtiles", "inflight"), list(itertools.product(range(1, 9), range(9))))

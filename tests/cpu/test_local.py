@@ -8,8 +8,8 @@ import overlap_gemm
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_parallel_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import Case, operands
-from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.tolerances import assert_as_good_as, tolerance
+from tests.support.references import reference
+from tests.support.tolerances import assert_as_good_as, tolerance
 
 X, W, B = torch.ones(4, 3), torch.ones(5, 3), torch.ones(5)
 

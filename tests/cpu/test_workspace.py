@@ -241,7 +241,7 @@ def test_a_record_becomes_the_error_that_it_is(obtained, role, error, words):
 
 def test_a_provider_that_is_none_is_refused(obtained, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "shm")
-    with pytest.raises(DisagreementError, match="rank 0: ValueError: .*torch or nvshmem, got 'shm'"):
+    with pytest.raises(DisagreementError, match="rank 0: ValueError: .*torch or nvshmem; got 'shm'"):
         obtained(True)
 
 

@@ -13,7 +13,7 @@ from overlap_gemm.api.quantization import swizzle_scales
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import ExchangeShape, slots_offset, workspace_bytes
+from overlap_gemm.kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, slots_offset
 from overlap_gemm.kernels.scale_blocks import MX
 from overlap_gemm.spec.sharding import Shards
 
@@ -172,7 +172,8 @@ class Workspaces:
         flags = max(case.shape.num_flags(case.config) for case in cases)
         self.buffer = max(-(-case.shape.buffer_bytes(case.config) // 128) * 128 for case in cases)
         self.slots = slots_offset(flags)
-        self.memory = emulator.symmetric((workspace_bytes(flags, self.buffer, staging=True),), torch.uint8)
+        nbytes = slots_offset(flags) + (SLOT_BUFFERS + STAGING_BUFFERS) * self.buffer
+        self.memory = emulator.symmetric((nbytes,), torch.uint8)
         for tensor in self.memory.tensors:
             tensor[: self.slots] = 0
         self.config = config

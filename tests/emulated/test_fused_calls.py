@@ -10,8 +10,8 @@ from cute_emulator import Emulator
 from overlap_gemm.backends import fused, plans
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.testing.counting import python_calls
 from overlap_gemm.tuning.settings import configured
+from tests.support.counting import python_calls
 
 DTYPE = torch.bfloat16
 X, WEIGHT, BIAS = (torch.randn(*shape).to(DTYPE) for shape in ((64, 16), (24, 16), (24,)))

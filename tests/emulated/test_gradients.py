@@ -6,8 +6,8 @@ import torch
 import overlap_gemm
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import whole
-from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.tolerances import assert_as_good_as
+from tests.support.references import reference
+from tests.support.tolerances import assert_as_good_as
 
 from .op_runs import SMALL, world_of
 

@@ -9,8 +9,8 @@ from cute_emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
-from overlap_gemm.testing.polled import assert_same_bits
 from overlap_gemm.transports import LLBulk
+from tests.support.polled import assert_same_bits
 
 from .op_runs import SMALL, lagging, world_of
 

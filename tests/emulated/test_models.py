@@ -1,6 +1,7 @@
 """Tensor-parallel models as scripts of several ranks: gradients through the fused kernels."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ MODEL = """
     import sys
     import torch, overlap_gemm
     from overlap_gemm.parallel import parallelize
-    from overlap_gemm.testing.models import tiny
+    from tests.support.models import tiny
     from torch.distributed import init_device_mesh
 
     world = overlap_gemm.init()
@@ -57,6 +58,7 @@ MODEL = """
 def test_gradients_are_those_of_the_unsharded_model(tmp_path, arch, families, rows):
     script = tmp_path / "model.py"
     script.write_text(textwrap.dedent(MODEL))
-    done = emulator_command("--arch", arch, "--ranks", 2, script, families, rows)
+    support = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = emulator_command("--arch", arch, "--ranks", 2, script, families, rows, env=support)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "RIGHT" in line) == ["RIGHT 0", "RIGHT 1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap_gemm.testing.ranks import Ranks, rank_pools
+from tests.support.ranks import Ranks, rank_pools
 
 # 8 virtual ranks' streams and torch's own are more than the 8 queues that a context has by default: streams
 # that share one wait for each other, and a rank for a rank after it in the queue. Read when CUDA starts.

@@ -12,8 +12,8 @@ import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.testing.ranks import Ranks
 from overlap_gemm.tuning.settings import configured
+from tests.support.ranks import Ranks
 
 ARCH = cuda_executor(0).arch if torch.cuda.is_available() else ""
 M, N, K = 264, 200, 328

@@ -9,8 +9,8 @@ import overlap_gemm
 from overlap_gemm.backends.collectives import gemm
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
-from overlap_gemm.testing.launches import SLEEP_CYCLES
-from overlap_gemm.testing.shares import own_device
+from tests.support.launches import SLEEP_CYCLES
+from tests.support.shares import own_device
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 

@@ -6,9 +6,9 @@ import torch
 import overlap_gemm
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.testing.emulated import poisoned_allocations
-from overlap_gemm.testing.tolerances import assert_as_good_as
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
+from tests.support.tolerances import assert_as_good_as
 
 SHAPES = {
     "even": (512, 512, 512),

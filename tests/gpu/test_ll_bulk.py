@@ -9,8 +9,8 @@ import torch
 
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
-from overlap_gemm.testing.launches import sequence
-from overlap_gemm.testing.polled import KERNEL, SIZES, assert_same_bits
+from tests.support.launches import sequence
+from tests.support.polled import KERNEL, SIZES, assert_same_bits
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 OPS = {"gemm_reduce_scatter": {}, "gemm_all_reduce": {"algorithm": "one_shot"}, "gemm_all_gather": {}}

@@ -5,13 +5,14 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.spec import OPS
-from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
+from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import poisoned_allocations
-from overlap_gemm.testing.gradients import forward_and_backward
-from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.shares import assert_right
-from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.settings import configured
+from tests.support.gradients import forward_and_backward
+from tests.support.hopper import HOPPER_KERNELS
+from tests.support.references import reference
+from tests.support.shares import assert_right
+from tests.support.tolerances import tolerance
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 pytestmark = pytest.mark.parametrize("world", WORLDS)

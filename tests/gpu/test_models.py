@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.parallel import parallelize
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 WORLDS = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()]
 

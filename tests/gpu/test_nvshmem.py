@@ -19,11 +19,11 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.symmetric import why_no_puts
 from overlap_gemm.runtime.workspace import CommTimeoutError, raise_if_failed
 from overlap_gemm.spec import op_coded
-from overlap_gemm.testing import launches
 from overlap_gemm.testing.cases import Case
-from overlap_gemm.testing.ranks import Ranks
-from overlap_gemm.testing.shares import parts
 from overlap_gemm.tuning.settings import configured
+from tests.support import launches
+from tests.support.ranks import Ranks
+from tests.support.shares import parts
 
 
 def why_not():

@@ -16,8 +16,8 @@ from overlap_gemm.runtime.workspace import (
 )
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge
-from overlap_gemm.testing.ranks import Ranks
 from overlap_gemm.tuning.settings import configured
+from tests.support.ranks import Ranks
 
 WORLDS = [size for size in (2, 4) if size <= torch.cuda.device_count()]
 pytestmark = pytest.mark.parametrize("world", WORLDS)

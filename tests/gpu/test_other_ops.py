@@ -7,14 +7,15 @@ import torch
 
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
-from overlap_gemm.testing.cases import HOPPER_KERNELS, LAYOUTS, Case, operands
+from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, run_launches
-from overlap_gemm.testing.gradients import forward_and_backward
-from overlap_gemm.testing.launches import replays, sequence
-from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.shares import own_device
-from overlap_gemm.testing.tolerances import tolerance
 from overlap_gemm.tuning.settings import configured
+from tests.support.gradients import forward_and_backward
+from tests.support.hopper import HOPPER_KERNELS
+from tests.support.launches import replays, sequence
+from tests.support.references import reference
+from tests.support.shares import own_device
+from tests.support.tolerances import tolerance
 
 OTHERS = {
     "all_gather_gemm-copy_engine": ("all_gather_gemm", {"transport": "copy_engine"}),

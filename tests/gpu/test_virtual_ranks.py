@@ -8,10 +8,11 @@ from overlap_gemm.device.failure import NOTHING, Role
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
-from overlap_gemm.testing.cases import HOPPER_KERNELS, Case
+from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-from overlap_gemm.testing.ranks import Ranks
 from overlap_gemm.tuning.settings import configured
+from tests.support.hopper import HOPPER_KERNELS
+from tests.support.ranks import Ranks
 
 SHAPES = {
     "even": (1024, 512, 512),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES
-from overlap_gemm.testing.ranks import Ranks, rank_pools
+from tests.support.models import FAMILIES, MORE_FAMILIES
+from tests.support.ranks import Ranks, rank_pools
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 PRELOAD = (

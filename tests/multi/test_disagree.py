@@ -13,8 +13,8 @@ from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
-from overlap_gemm.testing.shares import parts
 from overlap_gemm.tuning.settings import settings
+from tests.support.shares import parts
 
 X, WEIGHT = (8, 6), (10, 6)
 

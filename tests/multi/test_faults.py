@@ -13,7 +13,7 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import find
-from overlap_gemm.testing.ranks import RankError, Ranks
+from tests.support.ranks import RankError, Ranks
 
 
 def raises_everywhere(rank, size, function, pattern, error=RuntimeError):

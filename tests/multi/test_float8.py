@@ -16,7 +16,7 @@ from overlap_gemm.parallel import OverlapRowwiseParallel, parallelize
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, Layout, operands
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PRODUCTS = {**LAYOUTS, "column_parallel_gemm": Layout(None, 0, 0, 1)}

@@ -9,7 +9,7 @@ import overlap_gemm
 from overlap_gemm.nn import ParallelMLP
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from overlap_gemm.testing.references import reference
+from tests.support.references import reference
 
 
 def check_ops(group, rank, size, seed, backend):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from overlap_gemm.integrations import hugging_face
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 
 def whole(tensor):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import overlap_gemm
 from overlap_gemm.backends import select
 from overlap_gemm.parallel import parallelize
-from overlap_gemm.testing.models import tiny
+from tests.support.models import tiny
 
 
 def records_of(function):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap_gemm.parallel import exportable, full_state_dict, parallelize
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}  # of 1, 2 and 3 ranks
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from overlap_gemm.nn import ParallelMLP
 from overlap_gemm.parallel import exportable, parallelize
-from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, VOCABULARY, tiny
 
 
 def compiles(rank, size, family, sequence_parallel, dynamic, layers=2):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap_gemm.parallel import exportable, full_state_dict, parallelize
 from overlap_gemm.parallel.parts import PackedLinear
-from overlap_gemm.testing.models import FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 2e-4, "atol": 2e-5}
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12}  # of 1, 2, 3 and 4 ranks

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize, sees_shards
 from overlap_gemm.parallel.assignment import UnknownModuleError
-from overlap_gemm.testing.models import tiny
+from tests.support.models import tiny
 
 IDS = torch.arange(3, 9).view(1, 6)
 

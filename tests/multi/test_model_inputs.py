@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
 from overlap_gemm.runtime.agree import DisagreementError
-from overlap_gemm.testing.models import tiny
+from tests.support.models import tiny
 
 IDS = torch.arange(3, 15).view(2, 6)
 MASK = torch.ones_like(IDS)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap_gemm.parallel import from_pretrained, full_state_dict, materialize, parallelize
 from overlap_gemm.parallel.assignment import UnknownModuleError
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
 

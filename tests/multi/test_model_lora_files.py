@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap_gemm.api.linears import whole_of
 from overlap_gemm.integrations import hugging_face
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.adapters import (
+from tests.support.adapters import (
     ALL,
     ATTENTION,
     MLP,
@@ -21,9 +22,8 @@ from overlap_gemm.testing.adapters import (
     config_of,
     same,
     train,
-    whole,
 )
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 
 def merges(rank, size, family, sequence_parallel):
@@ -183,15 +183,15 @@ def through_transformers(rank, size, folder):
     for name, parameter in pair[0].named_parameters():
         if parameter.requires_grad:
             with torch.no_grad():
-                parameter.copy_(whole(found[name]))
+                parameter.copy_(whole_of(found[name]))
     ids = torch.arange(3, 15).view(2, 6)
     losses = [each(input_ids=ids, labels=ids).loss for each in pair]
-    close(whole(losses[1]), losses[0], "loss")
+    close(whole_of(losses[1]), losses[0], "loss")
     for loss in losses:
         loss.backward()
     for name, parameter in pair[0].named_parameters():
         if parameter.requires_grad:
-            close(whole(found[name].grad), parameter.grad, name)
+            close(whole_of(found[name].grad), parameter.grad, name)
     return sum(type(vars(m).get("forward")).__name__ == "ColwiseForward" for m in pair[1].modules())
 
 

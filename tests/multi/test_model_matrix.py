@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 2e-4, "atol": 2e-5}
 CHOICES = {

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 

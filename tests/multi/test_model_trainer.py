@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 SETTINGS = {
     "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,

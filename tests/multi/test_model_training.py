@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from overlap_gemm.parallel import full_state_dict, parallelize, sees_shards
-from overlap_gemm.testing.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 SINGLE = {"rtol": 1e-4, "atol": 1e-5}
 

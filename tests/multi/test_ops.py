@@ -5,9 +5,9 @@ import torch
 
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from overlap_gemm.testing.gradients import forward_and_backward
-from overlap_gemm.testing.references import reference
-from overlap_gemm.testing.tolerances import assert_as_good_as
+from tests.support.gradients import forward_and_backward
+from tests.support.references import reference
+from tests.support.tolerances import assert_as_good_as
 
 BACKENDS = ("sequential", "decomposed", "torch")
 WORLDS = (1, 2, 3, 4)

@@ -15,7 +15,7 @@ import torch._inductor.config
 
 import overlap_gemm
 from overlap_gemm.integrations import hugging_face, torch_symm_mem
-from overlap_gemm.testing.models import tiny
+from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from overlap_gemm.parallel import full_state_dict, parallelize
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
 """Hugging Face's norms turn to float32 in a float64 model, too."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.parallel import parallelize
 from overlap_gemm.parallel.assignment import UnknownModuleError, plan
-from overlap_gemm.testing.models import FAMILIES, MORE_FAMILIES, tiny
+from tests.support.models import FAMILIES, MORE_FAMILIES, tiny
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap_gemm.testing.ranks import RankError, Ranks
+from tests.support.ranks import RankError, Ranks
 
 
 def starts_a_process(rank, size):

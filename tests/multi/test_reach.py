@@ -77,7 +77,7 @@ def test_a_capture_is_no_time_to_find_out(ranks):
         (None, 132, None),
         ("20", 112, None),
         ("132", 0, "OVERLAP_GEMM_RESERVE_SMS=132 leaves no SM"),
-        ("many", 132, "OVERLAP_GEMM_RESERVE_SMS must be a number of SMs, got 'many'"),
+        ("many", 132, "OVERLAP_GEMM_RESERVE_SMS must be a number of SMs; got 'many'"),
     ],
 )
 def test_predictions_count_the_sms_that_kernels_may_fill(monkeypatch, reserved, num_sms, why_not):

@@ -16,7 +16,7 @@ from overlap_gemm.api.float8 import STORED, Stored
 from overlap_gemm.parallel import QuantizedCheckpointError, from_pretrained, full_state_dict
 from overlap_gemm.parallel.stored import Checkpoint, Form, form_of
 from overlap_gemm.spec.sharding import Shards
-from overlap_gemm.testing.models import tiny
+from tests.support.models import tiny
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 32, "dtype": torch.bfloat16}
 IDS = torch.arange(11).view(1, 11)

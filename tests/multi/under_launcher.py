@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from overlap_gemm.testing.references import reference
+from tests.support.references import reference
 
 LAUNCHER = os.environ["EXPECTED_LAUNCHER"]
 RANKS = int(os.environ["EXPECTED_RANKS"])

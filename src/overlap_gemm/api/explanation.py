@@ -9,10 +9,9 @@ from torch import Tensor
 from ..backends.base import BackendName, Problem
 from ..backends.scaling import of_blocks
 from ..backends.select import Choice, choose, with_backward
-from ..dispatch import lowering
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import with_scales
-from ..dispatch.lowering import Lowered
+from ..dispatch.lowering import LOWERINGS
 from ..dispatch.options import CallOptions, Length
 from ..runtime.group import GroupLike, group_name, resolve
 from ..spec import op_named
@@ -71,8 +70,8 @@ def explain(
     options, scales = with_scales(options, scale_x, scale_w)
     if not scales:
         x, weights, _biases = autocast(x, weights, [])
-    lower: Callable[..., Lowered] = getattr(lowering, f"lower_{spec.name}")
-    lowered = lower(ranks, x, weights if several else weights[0], [] if several else None, options, scales)
+    bare: Any = (weights, []) if several else (weights[0], None)
+    lowered = LOWERINGS[spec.name](ranks, x, *bare, options, scales)
     scaled: tuple[Any, ...] = (None, None)
     if scales:
         scaled = weights[0].dtype, options.out_dtype, of_blocks(scales[0], x.shape[-1])

@@ -9,13 +9,6 @@ from torch import Tensor
 from ..backends.base import BackendName
 from ..dispatch import ops
 from ..dispatch.bound import call_op
-from ..dispatch.lowering import (
-    lower_all_gather_gemm,
-    lower_column_parallel_gemm,
-    lower_gemm_all_gather,
-    lower_gemm_all_reduce,
-    lower_gemm_reduce_scatter,
-)
 from ..dispatch.options import CallOptions, GatherOptions, Length
 from ..runtime.group import GroupLike
 
@@ -163,8 +156,7 @@ def all_gather_gemm(
         single,
         out_dtype,
     )
-    lower, scales = lower_all_gather_gemm, (scale_x, scales_w)
-    return call_op(ops.all_gather_gemm, lower, x_shard, weights, biases, group, options, *scales)
+    return call_op(ops.all_gather_gemm, x_shard, weights, biases, group, options, scale_x, scales_w)
 
 
 def gemm_reduce_scatter(
@@ -214,8 +206,7 @@ def gemm_reduce_scatter(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype)
-    lower, scales = lower_gemm_reduce_scatter, (scale_x, scale_w)
-    return call_op(ops.gemm_reduce_scatter, lower, x, weight, bias, group, options, *scales)
+    return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, options, scale_x, scale_w)
 
 
 def gemm_all_reduce(
@@ -257,8 +248,7 @@ def gemm_all_reduce(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype)
-    lower, scales = lower_gemm_all_reduce, (scale_x, scale_w)
-    return call_op(ops.gemm_all_reduce, lower, x, weight, bias, group, options, *scales)
+    return call_op(ops.gemm_all_reduce, x, weight, bias, group, options, scale_x, scale_w)
 
 
 def gemm_all_gather(
@@ -298,8 +288,7 @@ def gemm_all_gather(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     options = CallOptions(backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype)
-    lower, scales = lower_gemm_all_gather, (scale_x, scale_w)
-    return call_op(ops.gemm_all_gather, lower, x, weight, bias, group, options, *scales)
+    return call_op(ops.gemm_all_gather, x, weight, bias, group, options, scale_x, scale_w)
 
 
 def column_parallel_gemm(
@@ -334,5 +323,4 @@ def column_parallel_gemm(
         ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
     options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype)
-    lower, scales = lower_column_parallel_gemm, (scale_x, scale_w)
-    return call_op(ops.local_gemm, lower, x, weight, bias, group, options, *scales)
+    return call_op(ops.local_gemm, x, weight, bias, group, options, scale_x, scale_w)

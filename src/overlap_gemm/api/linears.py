@@ -105,7 +105,7 @@ class ShardedLinear(nn.Module):
         linear = self._draw(self.bias is not None, self.weight.device, self.weight.dtype)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                parameter.copy_(_lying_as(parameter, self.shard(name, getattr(linear, name))))
+                parameter.copy_(sharded_as(parameter, self.shard(name, getattr(linear, name))))
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """A copy of this rank's part of the whole parameter."""
@@ -176,7 +176,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         )
     for key, value in state.items():
         if isinstance(value, Tensor):
-            whole = _gathered(value)
+            whole = whole_of(value)
             if id(value) in sharded:
                 _, layer, name = sharded[id(value)]
                 whole = moves.join_shards(whole, layer.shard_dims[name], layer.extent(name), layer.tp_group)
@@ -221,7 +221,7 @@ def clip_grad_norm_(
             part.append(parameter.grad)
     norms = [total]
     for (group, _), gradients in parts.items():
-        norm = _gathered(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
+        norm = whole_of(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
         norms.append(norm if group is None else moves.join_shards(norm, 0, group_size(group), group))
     total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -264,13 +264,13 @@ def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:
                     yield parameter, layer, name
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    """What FSDP has sharded, whole."""
+def whole_of(tensor: Tensor) -> Tensor:
+    """The unsharded tensor behind a DTensor, of FSDP for one; any other as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _lying_as(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value`, which every rank has, sharded as FSDP has sharded `parameter`."""
+def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value`, which every rank has, as `parameter` lies if that is a DTensor; shards as they are."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -286,4 +286,4 @@ def _shard_incoming(layer: ShardedLinear, state: dict[str, Any], prefix: str, *_
         dim = layer.shard_dims.get(name)
         if dim is not None and value.ndim > dim and value.shape[dim] == layer.extent(name):
             value = layer.shard(name, value)
-        state[prefix + name] = _lying_as(parameter, value)
+        state[prefix + name] = sharded_as(parameter, value)

@@ -10,6 +10,7 @@ import torch
 from ..kernels.geometry import ExchangeShape
 from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
+from ..runtime.peers import Agreed
 from ..runtime.workspace import SizeClass, obtain
 from ..spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
 from ..spec.sharding import shard_rows
@@ -68,8 +69,8 @@ def reserve(
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for kinds in calls:
         kind, types = kind_of(dtype, out_dtype, False, kinds)
-        given = peers.agreed.arch, kind, peers.agreed.num_sms, kinds
-        for shape in _shapes(ops, rows, width, group.size, *given):
+        largest = Facts(ops[0], rows, width, None, kind, group.size, blocks=kinds)
+        for shape in _shapes(ops, largest, peers.agreed):
             for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields), kinds):
                 few = config.is_swap_ab and "mma" not in dict(asked.fields)
                 most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
@@ -87,44 +88,27 @@ def reserve(
     return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 
-def _shapes(
-    ops: Sequence[str],
-    rows: int,
-    width: int,
-    world: int,
-    arch: str,
-    dtype: str,
-    num_sms: int,
-    blocks: Blocks | None,
-) -> Iterator[ExchangeShape]:
-    """The largest shape of each pattern that the calls of `ops` may have."""
-    given = arch, dtype, num_sms, blocks
+def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[ExchangeShape]:
+    """The largest shape of each pattern that the calls of `ops` may have, up to that of `largest`."""
+    rows, columns, world = largest.m, largest.n, largest.world
+    assert columns is not None
     for name, pattern in PATTERNS.items():
         if pattern.op in ops and not pattern.spec.gathers_operand:
-            most = rows if pattern.cut else _uncut_rows(pattern, rows, width, world, *given)
+            most = rows if pattern.cut else _uncut_rows(pattern, largest, agreed)
             if most:
-                yield ExchangeShape.even(most, width, world, name)
+                yield ExchangeShape.even(most, columns, world, name)
     for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.executed_as`
         assert op is not None
-        yield from _shapes([op], min(rows, constants(arch).whole_rows), width, world, *given)
+        yield from _shapes([op], replace(largest, m=min(rows, constants(agreed.arch).whole_rows)), agreed)
 
 
-def _uncut_rows(
-    pattern: PatternSpec,
-    rows: int,
-    width: int,
-    world: int,
-    arch: str,
-    dtype: str,
-    num_sms: int,
-    blocks: Blocks | None,
-) -> int:
+def _uncut_rows(pattern: PatternSpec, largest: Facts, agreed: Agreed) -> int:
     """For how many rows the model may take a pattern whose slots are for all of them; 0 if for none."""
-    machine = constants(arch)
+    rows, machine = largest.m, constants(agreed.arch)
 
     def is_taken(m: int, depth: int | None) -> bool:
-        facts = Facts(pattern.op, m, width, depth, dtype, world, blocks=blocks)
-        return pattern_of(facts, machine, arch, num_sms) == pattern.name
+        facts = replace(largest, op=pattern.op, m=m, k=depth)
+        return pattern_of(facts, machine, agreed.arch, agreed.num_sms) == pattern.name
 
     fewer = [rows, *(1 << bit for bit in range((rows - 1).bit_length()))]
     taken = [m for m in fewer if any(is_taken(m, depth) for depth in (None, *DEPTHS))]

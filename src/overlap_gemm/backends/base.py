@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
+from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows, gemms
@@ -109,7 +110,7 @@ class Problem:
             group.is_virtual,
             deterministic,
             reach_of(group, x.device) if asks else None,
-            x.is_cuda and torch.cuda.is_current_stream_capturing(),
+            is_capturing(x.device),
             keep,
             *scaled,
         )

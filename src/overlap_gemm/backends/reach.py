@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels.arch import arch_of_capability
-from ..runtime.agree import gather
+from ..runtime.agree import differences, gather
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..runtime.order import forbid_capture
@@ -127,21 +127,15 @@ def this_device(device: torch.device) -> Device:
 
 def compare(group: Group, everyone: Sequence[Device]) -> Reach:
     """What the ranks' devices come to, before anybody tries to map memory."""
-
-    def views(fact: str) -> str:
-        return ", ".join(
-            f"rank {group.global_rank(r)} has {getattr(own, fact)}" for r, own in enumerate(everyone)
-        )
-
     num_sms = min(own.num_sms for own in everyone)
     if unfit := next(((r, own.why_not) for r, own in enumerate(everyone) if own.why_not), None):
         return Reach("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
     for fact, what in (("arch", "architectures"), ("constants", "constants of their machines")):
-        if len({getattr(own, fact) for own in everyone}) > 1:
-            return Reach("", 0, f"the ranks have different {what}: {views(fact)}")
+        if views := differences(group, [getattr(own, fact) for own in everyone]):
+            return Reach("", 0, f"the ranks have different {what}: {views}")
     arch = everyone[0].arch
-    if len({own.host for own in everyone}) > 1:
-        return Reach(arch, num_sms, f"the ranks are on different hosts: {views('host')}")
+    if views := differences(group, [own.host for own in everyone]):
+        return Reach(arch, num_sms, f"the ranks are on different hosts: {views}")
     return Reach(arch, num_sms, None, next((own.untimed for own in everyone if own.untimed), None))
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.geometry import ExchangeShape, slots_offset
-from ..runtime.group import Group, GroupLike, group_name, resolve
+from ..runtime.group import Group, GroupLike, find
 from ..runtime.workspace import SizeClass, Workspace, obtain
 from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE, PATTERNS, OpSpec, pattern_into
 from ..spec.sharding import Shards
@@ -89,7 +89,7 @@ def symmetric_output(
         ValueError: sizes or dtype that no kernel stores, or peers that stores do not reach.
         SymmetricMemoryError: on every rank, if one of them could not allocate.
     """
-    found = resolve(group_name(group))
+    found = find(group)
     if found.size == 1 or rows < 1 or columns < 1 or dtype not in DTYPES:
         raise ValueError(
             f"a symmetric output is bfloat16 or float16, of one element at least, of a group of two ranks at "
@@ -211,8 +211,7 @@ def _plan_for(
         signature = signature_of(config, shape, way.device, output=output.number)
         return Plan(executor, pattern, (product,), workspace, exchange, into=output, signature=signature)
 
-    plan = peers.plans.get(key)
-    return plan if plan is not None and plan.is_open else keep_plan(peers, key, make)
+    return keep_plan(peers, key, make)
 
 
 def _check_columns(columns: int, parts: int = 1) -> None:

@@ -16,7 +16,7 @@ import overlap_gemm
 from ..backends.scaling import FLOAT8
 from ..backends.select import check_name
 from ..runtime.bootstrap import World
-from ..runtime.group import Group, group_name, resolve
+from ..runtime.group import Group, find
 from ..spec import OPS
 from ..tuning.prediction import predict
 from ..tuning.timing import captured, measure
@@ -77,7 +77,7 @@ def bench(
     if not workloads:
         raise typer.BadParameter("no shape is left to run", param_hint="--only")
 
-    group = resolve(group_name(None))
+    group = find(None)
     names = wanted or (["auto", "fused"] if on_cuda else ["auto", "decomposed"])
     modes = (EAGER, GRAPH) if on_cuda and graph else (EAGER,)
     console = rank_zero_console(world.rank)

@@ -17,7 +17,7 @@ import overlap_gemm
 from ..backends.base import BackendName
 from ..parallel import parallelize
 from ..runtime.bootstrap import World
-from ..runtime.group import Group, group_name, resolve
+from ..runtime.group import Group, find
 from ..runtime.spans import Span, record
 from ..testing.cases import Case
 from .bench import measure_all
@@ -117,7 +117,7 @@ def demo(
     for layer in _mlp(
         batch * sequence, model.config.hidden_size, model.config.intermediate_size, sizes.dtype
     ):
-        group = resolve(group_name(None))
+        group = find(None)
         taken = layer.taken_by(backend, layer.operands(group, world.device), group)
         console.print(f"   backend={backend!r} carries {layer.op} out as {taken!r}")
     data = llama.batches(text, batch, sequence, world.device)
@@ -200,7 +200,7 @@ def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: i
     """Times the ops, draws what of their bounds they reach, and says how they compare with torch's calls."""
     from .plots import draw_bounds, draw_timelines  # matplotlib is slow to import
 
-    group = resolve(group_name(None))
+    group = find(None)
     hidden, inner = sizes.hidden, sizes.inner
     workloads = [
         *_mlp(rows, hidden, inner, sizes.dtype),

@@ -32,13 +32,11 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: Heading it stands under.
         name: What was looked at.
         value: What was found, or why it is not there.
         status: "absent" is a fact about the machine, "broken" something to mend.
     """
 
-    section: str
     name: str
     value: str
     status: Status = "ok"
@@ -46,33 +44,33 @@ class Finding:
 
 def versions() -> Iterator[Finding]:
     """This package, Python, and the distributions it stands on."""
-    yield Finding("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
     for name in ("overlap-gemm", "torch", "nvidia-cutlass-dsl", "transformers"):
-        yield _distribution("versions", name)
-    yield Finding("versions", "torch's CUDA", torch.version.cuda or "none (a CPU build)")
+        yield _distribution(name)
+    yield Finding("torch's CUDA", torch.version.cuda or "none (a CPU build)")
 
 
 def devices() -> Iterator[Finding]:
     """CUDA devices, who may read whose memory, and multicast."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    yield Finding("devices", "CPU", cpu)
+    yield Finding("CPU", cpu)
     if not torch.cuda.is_available():
         why = "torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA device"
-        yield Finding("devices", "GPU", why, "absent")
+        yield Finding("GPU", why, "absent")
         return
     count = torch.cuda.device_count()
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
         memory = f"{facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} SMs"
-        yield Finding("devices", f"GPU {index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {memory}")
+        yield Finding(f"GPU {index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {memory}")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     blocked = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if not pairs:
-        yield Finding("devices", "peer access", "one GPU has no peer", "absent")
+        yield Finding("peer access", "one GPU has no peer", "absent")
     elif blocked:
-        yield Finding("devices", "peer access", f"not {', '.join(blocked)}", "absent")
+        yield Finding("peer access", f"not {', '.join(blocked)}", "absent")
     else:
-        yield Finding("devices", "peer access", f"all {len(pairs)} pairs")
+        yield Finding("peer access", f"all {len(pairs)} pairs")
     yield _multicast(count)
     yield _mps(count)
     every = [torch.cuda.get_device_properties(index) for index in range(count)]
@@ -86,8 +84,8 @@ def _multicast(count: int) -> Finding:
 
     without = [i for i in range(count) if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, i)]
     if without:
-        return Finding("devices", "NVLS multicast", f"not on GPU {', '.join(map(str, without))}", "absent")
-    return Finding("devices", "NVLS multicast", f"all {count} GPUs")
+        return Finding("NVLS multicast", f"not on GPU {', '.join(map(str, without))}", "absent")
+    return Finding("NVLS multicast", f"all {count} GPUs")
 
 
 def _mps(count: int) -> Finding:
@@ -97,9 +95,8 @@ def _mps(count: int) -> Finding:
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
     shared = [str(i) for i in range(count) if driver.cuDeviceGetAttribute(attribute, i) == (0, 1)]
     if not shared:
-        return Finding("devices", "MPS", "off")
+        return Finding("MPS", "off")
     return Finding(
-        "devices",
         "MPS",
         f"on GPU {', '.join(shared)}: fused kernels of two jobs that share SMs can wait for each other until "
         f"they time out; give each job a GPU of its own",
@@ -111,30 +108,26 @@ def _constants(device: str, capability: tuple[int, int]) -> Finding:
     """Whether `auto` may compare times on devices of that name."""
     arch = arch_of_capability(capability)
     if arch is None:
-        return Finding(
-            "devices", "the model's constants", f"none: no fused kernel runs on {device}", "absent"
-        )
+        return Finding("the model's constants", f"none: no fused kernel runs on {device}", "absent")
     try:
         untimed = why_untimed(arch.name, device)
     except ValueError as error:
-        return Finding("devices", "the model's constants", str(error), "broken")
+        return Finding("the model's constants", str(error), "broken")
     if untimed:
-        return Finding("devices", "the model's constants", f"`auto` takes torch's way: {untimed}", "absent")
+        return Finding("the model's constants", f"`auto` takes torch's way: {untimed}", "absent")
     machine = machine_for(arch.name, device)
     assert machine is not None
-    return Finding("devices", "the model's constants", f"measured on {device}, {machine.date}")
+    return Finding("the model's constants", f"measured on {device}, {machine.date}")
 
 
 def communication() -> Iterator[Finding]:
     """torch.distributed's backends, MPI and NVSHMEM."""
     for name, available in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
-        yield Finding(
-            "communication", name, "in this torch" if available else "not in this torch", _status(available)
-        )
+        yield Finding(name, "in this torch" if available else "not in this torch", _status(available))
     yield _mpi()
     mpirun = shutil.which("mpirun")
-    yield Finding("communication", "mpirun", mpirun or "not on PATH", _status(mpirun is not None))
-    yield _distribution("communication", "nvshmem4py-cu13")
+    yield Finding("mpirun", mpirun or "not on PATH", _status(mpirun is not None))
+    yield _distribution("nvshmem4py-cu13")
     yield _nvshmem_library()
     yield _nvshmem_bitcode()
 
@@ -143,14 +136,14 @@ def _mpi() -> Finding:
     try:
         import mpi4py
     except ImportError:
-        return Finding("communication", "mpi4py", "not installed (extra `mpi`)", "absent")
+        return Finding("mpi4py", "not installed (extra `mpi`)", "absent")
     mpi4py.rc.initialize = False  # the import alone would start MPI
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        return Finding("communication", "mpi4py", f"finds no MPI library: {error}", "broken")
+        return Finding("mpi4py", f"finds no MPI library: {error}", "broken")
     library = MPI.Get_library_version().split(",")[0].strip()
-    return Finding("communication", "mpi4py", f"{mpi4py.__version__} on {library}")
+    return Finding("mpi4py", f"{mpi4py.__version__} on {library}")
 
 
 def _nvshmem_library() -> Finding:
@@ -162,11 +155,11 @@ def _nvshmem_library() -> Finding:
         loaded = str(nvshmem.get_version().libnvshmem_version)
         device = importlib.metadata.version("nvidia-nvshmem-cu13")
     except Exception as error:  # of several packages, where one of them or the library is missing
-        return Finding("communication", name, f"cannot be loaded: {error}", "absent")
+        return Finding(name, f"cannot be loaded: {error}", "absent")
     if numbers(loaded)[:2] < numbers(device)[:2]:
         older = f"{loaded}, which refuses kernels linked with the device code of {device}"
-        return Finding("communication", name, older, "broken")
-    return Finding("communication", name, loaded)
+        return Finding(name, older, "broken")
+    return Finding(name, loaded)
 
 
 def _nvshmem_bitcode() -> Finding:
@@ -176,14 +169,14 @@ def _nvshmem_bitcode() -> Finding:
         files = importlib.metadata.files("nvidia-nvshmem-cu13") or []
         version = importlib.metadata.version("nvidia-nvshmem-cu13")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("communication", name, "not installed (extra `nvshmem`)", "absent")
+        return Finding(name, "not installed (extra `nvshmem`)", "absent")
     found = (re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", Path(file).name) for file in files)
     archs = sorted(int(match[1]) for match in found if match)
     if reason := why_no_puts():
-        return Finding("communication", name, f"puts: no, {reason}", "absent")
+        return Finding(name, f"puts: no, {reason}", "absent")
     if not archs:
-        return Finding("communication", name, f"{version} carries no bitcode per architecture", "broken")
-    return Finding("communication", name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")
+        return Finding(name, f"{version} carries no bitcode per architecture", "broken")
+    return Finding(name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")
 
 
 def backends() -> Iterator[Finding]:
@@ -192,26 +185,32 @@ def backends() -> Iterator[Finding]:
     problem = Problem(GEMM_REDUCE_SCATTER.name, 4096, 4096, None, torch.bfloat16, device, world_size=2)
     for backend in BACKENDS:
         why_not = backend.why_not(problem)
-        yield Finding("backends", backend.name, why_not or f"usable on {device}", _status(why_not is None))
+        yield Finding(backend.name, why_not or f"usable on {device}", _status(why_not is None))
 
 
-def _distribution(section: str, name: str) -> Finding:
+def _distribution(name: str) -> Finding:
     try:
-        return Finding(section, name, importlib.metadata.version(name))
+        return Finding(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(section, name, "not installed", "absent")
+        return Finding(name, "not installed", "absent")
 
 
 def _status(present: bool) -> Status:
     return "ok" if present else "absent"
 
 
-PROBES: tuple[Callable[[], Iterator[Finding]], ...] = (versions, devices, communication, backends)
+PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
+    "versions": versions,
+    "devices": devices,
+    "communication": communication,
+    "backends": backends,
+}
+"""By the heading that their findings stand under."""
 
 
-def examine() -> list[Finding]:
-    """Everything doctor knows, in the order of its report."""
-    return [finding for probe in PROBES for finding in probe()]
+def examine() -> list[tuple[str, Finding]]:
+    """Everything doctor knows, each under its heading, in the order of its report."""
+    return [(section, finding) for section, probe in PROBES.items() for finding in probe()]
 
 
 def doctor(
@@ -223,22 +222,21 @@ def doctor(
     """
     findings = examine()
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([{"section": section, **asdict(found)} for section, found in findings], indent=2))
     else:
         _print(findings)
-    if any(finding.status == "broken" for finding in findings):
+    if any(finding.status == "broken" for _, finding in findings):
         raise typer.Exit(1)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[tuple[str, Finding]]) -> None:
     colour = {"ok": "green", "absent": "yellow", "broken": "red"}
     table = Table(box=None, pad_edge=False)
     for heading in ("", "what", "found"):
         table.add_column(heading, overflow="fold")
-    section = ""
-    for finding in findings:
-        heading = finding.section if finding.section != section else ""
-        section = finding.section
+    above = ""
+    for section, finding in findings:
         status = f"[{colour[finding.status]}]{finding.value}[/]"
-        table.add_row(f"[bold]{heading}[/]", finding.name, status)
+        table.add_row(f"[bold]{section if section != above else ''}[/]", finding.name, status)
+        above = section
     rich.print(table)

@@ -14,15 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..backends.plans import DTYPES
-from ..kernels.config import GemmConfig
-from ..kernels.geometry import ExchangeShape
 from ..kernels.rules import InDtype
-from ..kernels.visitors import Bias
 from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports_of
 from ..testing.cases import Case
-from ..tuning.model import Facts
 from ..tuning.settings import Algorithm, configured
-from ..tuning.space import choose_config, constants, default_config, with_pattern
 from .console import rank_zero_console
 
 if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
@@ -132,6 +127,7 @@ def run_emulated(
     from cute_emulator import Emulator, EmulatorError
     from cute_emulator.trace import Trace
 
+    from ..runtime.peers import sides
     from ..runtime.virtual import VirtualWorld
     from ..runtime.workspace import CommTimeoutError
     from ..testing.emulated import judge, run_launches
@@ -154,17 +150,19 @@ def run_emulated(
         ) as emulator,
         VirtualWorld(device.ranks, emulator=emulator, beyond_reach=device.beyond_reach) as world,
     ):
-        config, pattern = config_of(case, device.arch, device.ranks, emulator.device.num_sms)
         try:
             verdicts = [
                 judge(case, given, outs, case.dtype, summed)
                 for given, outs in run_launches(case, world, launches)
             ]
+            (side,) = sides(world.names[0])
+            (plan,) = side.plans.values()  # the launches are alike
         except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
     seconds = time.perf_counter() - start
-    way = f" {pattern}" if len(patterns_of(case.op)) > 1 else ""
+    config = plan.products[0].config
+    way = f" {plan.pattern}" if len(patterns_of(case.op)) > 1 else ""
     what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
     right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
     if recorder is not None and trace is not None:
@@ -201,18 +199,6 @@ def _show(
         f"{report.instructions:,} warp-instructions, {len(report.findings)} findings, {seconds:.1f} s"
     )
     return right
-
-
-def config_of(case: Case, arch: str, ranks: int, num_sms: int) -> tuple[GemmConfig, str]:
-    """The kernel's configuration and the exchange of tiles, as the op chooses them."""
-    dtype, pattern = DTYPES[case.dtype], patterns_of(case.op)[-1]
-    if OPS[case.op].gathers_operand:
-        facts = Facts(case.op, case.m, case.n, case.k, dtype, ranks)
-        epilogue = (Bias(dtype),) if case.bias else ()
-        return choose_config(facts, constants(arch), arch, num_sms, epilogue=epilogue), pattern
-    shape = ExchangeShape.even(case.m, case.n, ranks, pattern)
-    shape = with_pattern(arch, dtype, shape, num_sms, None)
-    return default_config(arch, dtype, shape, num_sms), shape.pattern
 
 
 def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> dict[str, Any]:

@@ -10,14 +10,14 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
-from ..backends.scaling import FLOAT8, blocks_named, unit_scales
+from ..backends.scaling import FLOAT8, unit_scales
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
-from ..runtime.group import group_name, resolve
+from ..runtime.group import find
 from ..spec import OPS
 from .bench import chosen_ops
 from .console import rank_zero_console
-from .workload import BlockOption, DeviceOption, DTypeOption, Workload, block_of
+from .workload import BlockOption, DeviceOption, DTypeOption, Workload, blocks_of
 
 
 def explain(
@@ -46,12 +46,9 @@ def explain(
     (name,) = chosen_ops([op], "OP")
     world = overlap_gemm.init(device=device)
     operand = getattr(torch, dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
-    try:
-        blocks = blocks_named(block_of(block), operand)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--block") from error
+    blocks = blocks_of(block, operand)
     workload = Workload("", name, m, n, k, operand)
-    group = resolve(group_name(None))
+    group = find(None)
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
     how: dict[str, Any] = {"backend": backend, **workload.extents}
     if operand in FLOAT8:

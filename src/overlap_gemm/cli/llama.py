@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..api.linears import whole_of
 from ..parallel import full_state_dict
 
 VOCABULARY = 256
@@ -80,11 +80,6 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross entropy of the next byte, and the logits `[batch, sequence, 256]`, whole on every rank."""
     logits = model(tokens[:, :-1]).logits
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), logits
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor behind a DTensor; any other as it is. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(
@@ -187,7 +182,7 @@ def _evaluate(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, dict[str
     model.zero_grad()
     loss, logits = loss_of(model, tokens)
     loss.backward()
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = {name: whole_of(parameter.grad) for name, parameter in model.named_parameters()}
     model.zero_grad()
     return logits.detach(), gradients
 

@@ -21,7 +21,7 @@ from ..backends.fused import Fused
 from ..backends.scaling import unit_scales
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.config import GemmConfig
-from ..runtime.group import LOCAL, Group, group_name, resolve
+from ..runtime.group import LOCAL, Group, find
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.calibrate import calibrate
@@ -35,7 +35,7 @@ from ..tuning.machine import (
     user_file,
 )
 from ..tuning.settings import configured
-from ..tuning.timing import captured, measure
+from ..tuning.timing import captured, measure, slowest
 from .baselines import link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
@@ -75,7 +75,7 @@ def tune(
     assert base is not None, "every architecture of kernels has constants"
     world = overlap_gemm.init(device="cuda")
     console = rank_zero_console(world.rank)
-    group = resolve(group_name(None))
+    group = find(None)
     started = time.perf_counter()
 
     def log(line: str) -> None:
@@ -225,7 +225,8 @@ class GpuProbe:
                 call()
             torch.cuda.synchronize()
             samples.append((time.perf_counter() - began) / HOST_CALLS)
-        return self._slowest(min(samples[1:]))
+        (seconds,) = slowest([min(samples[1:])], self.device, self.group.process_group)
+        return seconds
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Time of a call in graphs, the slowest rank's median."""
@@ -237,13 +238,6 @@ class GpuProbe:
             burst_seconds=0.004,
         )
         return timings.median("call")
-
-    def _slowest(self, seconds: float) -> float:
-        if self.world == 1:
-            return seconds
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group.process_group)
-        return slowest.item()
 
     def _operands(self, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
         return self._random(m, k), self._random(n, k) / k**0.5

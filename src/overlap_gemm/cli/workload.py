@@ -13,7 +13,7 @@ import overlap_gemm
 
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
-from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block
+from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block, blocks_named
 from ..kernels.scale_blocks import MX, PROMOTED, Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
@@ -45,9 +45,17 @@ Scales = Literal["rows", "tensor", "blocks", "mx"]
 of the weight, or 32 of K of a row, as MX types have it."""
 
 
-def block_of(option: str | None) -> Block:
-    """What `BlockOption` stands for."""
-    return int(option) if option and option.isdigit() else cast(Block, option)
+def blocks_of(option: str | None, dtype: torch.dtype) -> Blocks | None:
+    """The blocks that `BlockOption` stands for, of operands of this type.
+
+    Raises:
+        BadParameter: there are no such ones.
+    """
+    block = int(option) if option and option.isdigit() else cast(Block, option)
+    try:
+        return blocks_named(block, dtype)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--block") from error
 
 
 MOST = 8

@@ -1,6 +1,5 @@
 """How a call goes from its user to its op: checked and bound once, then known by its key."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +8,11 @@ from torch import Tensor
 from ..backends.scaling import OUT_DTYPES
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, find, group_name
+from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .calls import is_plain, keep, layouts, needs_grad, state
-from .lowering import Lowered, is_capturing
+from .lowering import LOWERINGS, Lowered
 from .operands import Scales
 from .options import CallOptions
 from .registered import Bound, Registered
@@ -50,7 +50,6 @@ class _Asking(NamedTuple):
     """The same for calls whose sharded extent the ranks must ask each other for, every time."""
 
     op: Registered
-    lower: Callable[..., Lowered]
     group: Group
     options: CallOptions
     facts: agree.Facts
@@ -60,7 +59,7 @@ class _Asking(NamedTuple):
         name, what = self.op.name, ASKED[self.op.name]
         total = agree.total_length(name, what, length, x.device, self.group, self.facts)
         told = self.options.told(what, total)
-        return call_op(self.op, self.lower, x, weight, bias, self.group.name, told, *scales)
+        return call_op(self.op, x, weight, bias, self.group.name, told, *scales)
 
 
 ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
@@ -69,7 +68,6 @@ ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked
 
 def call_op(
     op: Registered,
-    lower: Callable[..., Lowered],
     x: Tensor,
     weight: Any,
     bias: Any,
@@ -82,7 +80,6 @@ def call_op(
 
     Args:
         op: It.
-        lower: Makes a call of it.
         x: The user's.
         weight: The user's, or a list.
         bias: The user's, or a list.
@@ -97,9 +94,9 @@ def call_op(
     if not is_plain(x, weight, bias, *scales):
         if not scales:
             x, weight, bias = autocast_call(x, weight, bias)
-        lowered = lower(group_name(group), x, weight, bias, options, scales)
+        lowered = LOWERINGS[op.name](group_name(group), x, weight, bias, options, scales)
         through = getattr(torch.ops.overlap_gemm, _registered(op, scales).name)
-        operands = (lowered.flatten(x), weight, bias, *(lowered.vectors(*scales) if scales else ()))
+        operands = lowered.operands(x, weight, bias, scales)
         if scales:
             _refuse_gradient(op, x, weight, bias, *scales)
         result = through(*operands, *lowered.arguments)
@@ -112,10 +109,10 @@ def call_op(
             key = (op.name, layouts(x, weight, bias, *scales), options, state(x))
             prepared = ranks.calls.get(key)
         except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
-            lower(ranks.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales)
+            _lower_unasked(op, ranks, x, weight, bias, options, scales)
             raise
         if prepared is None:
-            prepared = keep(ranks, key, _prepare(op, lower, x, weight, bias, ranks, options, scales))
+            prepared = keep(ranks, key, _prepare(op, x, weight, bias, ranks, options, scales))
         if scales:
             _refuse_gradient(op, x, weight, bias, *scales)
         return prepared(x, weight, bias, *scales)
@@ -133,9 +130,15 @@ def _registered(op: Registered, scales: Scales) -> Registered:
     return SCALED[op.name] if scales else op
 
 
+def _lower_unasked(
+    op: Registered, group: Group, x: Tensor, weight: Any, bias: Any, options: CallOptions, scales: Scales
+) -> Lowered:
+    """The call as it is checked before ranks ask each other for its extent."""
+    return LOWERINGS[op.name](group.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales)
+
+
 def _prepare(
     op: Registered,
-    lower: Callable[..., Lowered],
     x: Tensor,
     weight: Any,
     bias: Any,
@@ -145,9 +148,9 @@ def _prepare(
 ) -> _Prepared | _Asking:
     asked = ASKED.get(op.name)
     extent = getattr(options, asked) if asked else ()
-    if extent is None and group.size > 1 and not is_capturing(x):
-        facts = lower(group.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales).facts
-        return _Asking(op, lower, group, options, facts)
-    lowered = lower(group.name, x, weight, bias, options, scales)
-    operands = (lowered.flatten(x), weight, bias, *(lowered.vectors(*scales) if scales else ()))
+    if extent is None and group.size > 1 and not is_capturing(x.device):
+        facts = _lower_unasked(op, group, x, weight, bias, options, scales).facts
+        return _Asking(op, group, options, facts)
+    lowered = LOWERINGS[op.name](group.name, x, weight, bias, options, scales)
+    operands = lowered.operands(x, weight, bias, scales)
     return _Prepared(_registered(op, scales).bound(operands, lowered.arguments), lowered)

@@ -35,10 +35,8 @@ def chosen(
     x: Tensor,
     weight: Any,
     bias: Any,
-    m: int,
-    n: int | None,
-    k: int | None,
-    shards: Callable[[int], Shards],
+    extents: tuple[int, int | None, int | None],
+    shards: Shards,
     options: Passed,
     keep: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -51,10 +49,8 @@ def chosen(
         x: As for the backend, contiguous or not.
         weight: As for the backend.
         bias: As for the backend.
-        m: As for `Problem`.
-        n: As for `Problem`.
-        k: As for `Problem`.
-        shards: P -> the division that the backend wants.
+        extents: (m, n, k) of `Problem`.
+        shards: As for the backend.
         options: As the ops take them.
         keep: As for `Problem`.
         out_dtype: As for `Problem`; what runs takes scales then.
@@ -65,10 +61,10 @@ def chosen(
     several = isinstance(bias, (list, tuple))
     weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
     scaled = (weight_dtype, out_dtype, blocks)
-    problem = Problem.of(op.name, m, n, k, x, ranks, options.deterministic, backend, keep, scaled)
+    problem = Problem.of(op.name, *extents, x, ranks, options.deterministic, backend, keep, scaled)
     facts = (
         *problem.agreed(),
-        ("chunk", shards(ranks.size).chunk),
+        ("chunk", shards.chunk),
         ("weights", len(weight) if several else 1),
         ("bias", len(bias) > 0 if several else bias is not None),
         *options.agreed(),
@@ -81,13 +77,12 @@ def chosen(
         raise
     agree.same(ranks, x.device, facts)
     with configured(reserve_sms=reserve_sms):
-        run = choice.backend.bind(problem, x, weight, bias, shards(ranks.size), ranks)
+        run = choice.backend.bind(problem, x, weight, bias, shards, ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
-    extents = f"M={m} width={problem.width} {problem.types} P={ranks.size}"
-    name = choice.backend.name
+    name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     verify = agree.verifier(ranks, x.device, facts) if choice.backend.verifies else None
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {extents} {name}", run, verify))
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, verify))
 
 
 def _ranged(name: str, run: Run, verify: Callable[[], None] | None) -> Run:

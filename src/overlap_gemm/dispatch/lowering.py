@@ -1,7 +1,7 @@
 """From what a user passes to what an op takes: checked arguments, two dimensions, known lengths."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from ..backends.select import check_name
 from ..kernels.scale_blocks import MX
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
+from ..runtime.order import is_capturing
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
@@ -42,6 +43,10 @@ class Lowered(NamedTuple):
         """X as the op takes it."""
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
+    def operands(self, x: Tensor, weight: Any, bias: Any, scales: Scales) -> tuple[Any, ...]:
+        """All tensors as the op takes them."""
+        return self.flatten(x), weight, bias, *(self.vectors(*scales) if scales else ())
+
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
         """The scales as the op takes them: float32, vectors or matrices; or those of MX types."""
         blocks = of_blocks(scale_x, self.flat[1])
@@ -71,9 +76,8 @@ def lower_all_gather_gemm(
     dim = _check(op, group, x, weights, biases, options, scales)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     width, unit = x.shape[-1], math.prod(inner)
-    facts = _facts(
-        op, x, width, biases, options, dim=dim, weights=len(weights), inner=tuple(inner), keep=options.keep
-    )
+    more = {"dim": dim, "weights": len(weights), "inner": tuple(inner), "keep": options.keep}
+    facts = _facts(op, x, width, len(biases) > 0, options, **more)
     total = total_extent(op, "rows", options.rows, length, x, group, facts)
     columns = _known(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
     shards = Shards.even(total * unit, group_size(group), max(unit, 1))
@@ -101,8 +105,7 @@ def lower_gemm_reduce_scatter(
 ) -> Lowered:
     """`functional.gemm_reduce_scatter`."""
     op = GEMM_REDUCE_SCATTER.name
-    biases = [] if bias is None else [bias]
-    dim = _check(op, group, x, [weight], biases, options, scales)
+    dim = _check_single(op, group, x, weight, bias, options, scales)
     k = _known(op, "k", options.k, x.shape[-1], group)
     length, *inner = x.movedim(dim, 0).shape[:-1]
     unit, columns = math.prod(inner), weight.shape[0]
@@ -122,8 +125,8 @@ def lower_gemm_all_reduce(
     group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.gemm_all_reduce`."""
-    op, biases = GEMM_ALL_REDUCE.name, [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, options, scales)
+    op = GEMM_ALL_REDUCE.name
+    _check_single(op, group, x, weight, bias, options, scales)
     columns, k = weight.shape[0], _known(op, "k", options.k, x.shape[-1], group)
     return _lower_replicated(x, columns, k, (k, *options.passed(group)))
 
@@ -132,10 +135,10 @@ def lower_gemm_all_gather(
     group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.gemm_all_gather`."""
-    op, biases = GEMM_ALL_GATHER.name, [] if bias is None else [bias]
-    _check(op, group, x, [weight], biases, options, scales)
+    op = GEMM_ALL_GATHER.name
+    _check_single(op, group, x, weight, bias, options, scales)
     rows = math.prod(x.shape[:-1])
-    facts = _facts(op, x, x.shape[-1], biases, options, rows=rows)
+    facts = _facts(op, x, x.shape[-1], bias is not None, options, rows=rows)
     total = total_extent(op, "columns", options.columns, weight.shape[0], x, group, facts)
     return _lower_replicated(x, total, x.shape[-1], (total, *options.passed(group)), facts)
 
@@ -144,7 +147,7 @@ def lower_column_parallel_gemm(
     group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
 ) -> Lowered:
     """`functional.column_parallel_gemm`, whose forward is this rank's own affair."""
-    _check("column_parallel_gemm", group, x, [weight], [] if bias is None else [bias], options, scales)
+    _check_single("column_parallel_gemm", group, x, weight, bias, options, scales)
     return _lower_replicated(x, weight.shape[0], None, options.passed(group))
 
 
@@ -164,14 +167,29 @@ def _lower_replicated(
     )
 
 
-def _facts(
-    op: str, x: Tensor, width: int, biases: Sequence[Tensor], options: CallOptions, **others: Any
-) -> agree.Facts:
+LOWERINGS: dict[str, Callable[..., Lowered]] = {
+    ALL_GATHER_GEMM.name: lower_all_gather_gemm,
+    GEMM_REDUCE_SCATTER.name: lower_gemm_reduce_scatter,
+    GEMM_ALL_REDUCE.name: lower_gemm_all_reduce,
+    GEMM_ALL_GATHER.name: lower_gemm_all_gather,
+    "local_gemm": lower_column_parallel_gemm,
+}
+"""By the ops of `ops`: (group, x, weight, bias, options, scales) -> a call of it."""
+
+
+def _facts(op: str, x: Tensor, width: int, bias: bool, options: CallOptions, **others: Any) -> agree.Facts:
     return (
-        ("op", op), ("dtype", x.dtype), ("k", width), ("bias", len(biases) > 0),
+        ("op", op), ("dtype", x.dtype), ("k", width), ("bias", bias),
         ("backend", options.backend), ("deterministic", options.deterministic),
         ("out_dtype", options.out_dtype), *others.items(),
     )  # fmt: skip
+
+
+def _check_single(
+    op: str, group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales
+) -> int:
+    """`_check` of one weight and a bias or None."""
+    return _check(op, group, x, [weight], [] if bias is None else [bias], options, scales)
 
 
 def _check(
@@ -231,7 +249,7 @@ def total_extent(
     Raises:
         ValueError: This rank's share is not that of `given`, or the ranks' are not as `torch.chunk` cuts.
     """
-    if given is None and not torch.compiler.is_compiling() and not is_capturing(x):
+    if given is None and not torch.compiler.is_compiling() and not is_capturing(x.device):
         return agree.total_length(op, what, length, x.device, resolve(group), facts)
     if given is None or given == "equal":
         return length * group_size(group)
@@ -242,11 +260,6 @@ def total_extent(
             f"(as torch.chunk cuts), but its operand has {length}"
         )
     return given
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether what is done with x is being captured in a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:

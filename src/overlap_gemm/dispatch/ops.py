@@ -25,7 +25,7 @@ from ..backends.collectives import all_gather_rows as gather_rows
 from ..backends.collectives import gemm
 from ..backends.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..kernels.scale_blocks import Blocks
-from ..runtime.group import resolve
+from ..runtime.group import group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from .choosing import chosen
@@ -60,21 +60,10 @@ def _bind_all_gather_gemm(
     *passed: Any,
     **scaled: Any,
 ) -> Run:
-    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    options = Passed(*passed)
-    carry_out = chosen(
-        ALL_GATHER_GEMM,
-        x,
-        weights,
-        biases,
-        rows,
-        columns,
-        x.shape[1],
-        shards,
-        options,
-        keep_gathered,
-        **scaled,
-    ).run
+    options, extents = Passed(*passed), (rows, columns, x.shape[1])
+    shards = Shards(rows, group_size(options.group), chunk)
+    operands = ALL_GATHER_GEMM, x, weights, biases
+    carry_out = chosen(*operands, extents, shards, options, keep_gathered, **scaled).run
 
     def run(x: Tensor, *others: Any) -> list[Tensor]:
         gathered, outs = carry_out(x, *others)
@@ -159,9 +148,8 @@ def _bind_all_gather_gemm_gradients(
     ranks, depth = resolve(options.group), x.shape[1]
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
-    name, scatter = chosen(
-        GEMM_REDUCE_SCATTER, stacked, weight, None, rows, depth, columns, lambda _: shards, options
-    )
+    extents = rows, depth, columns
+    name, scatter = chosen(GEMM_REDUCE_SCATTER, stacked, weight, None, extents, shards, options)
     alongside = False
     if name == "fused":
         op, sums = ALL_GATHER_GEMM.name, options.deterministic
@@ -211,9 +199,9 @@ def _bind_gemm_reduce_scatter(
     *passed: Any,
     **scaled: Any,
 ) -> Run:
-    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
-    shards = lambda p: Shards(rows, p, chunk)  # noqa: E731
-    return chosen(GEMM_REDUCE_SCATTER, x, weight, bias, rows, columns, k, shards, options, **scaled).run
+    options, extents = Passed(*passed), (x.shape[0], weight.shape[0], k)
+    shards = Shards(x.shape[0], group_size(options.group), chunk)
+    return chosen(GEMM_REDUCE_SCATTER, x, weight, bias, extents, shards, options, **scaled).run
 
 
 def _backward_gemm_reduce_scatter(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -256,17 +244,17 @@ gemm_reduce_scatter = Registered(
 def _bind_gemm_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, k: int | None, *passed: Any, **scaled: Any
 ) -> Run:
-    rows, columns, options = x.shape[0], weight.shape[0], Passed(*passed)
-    shards = lambda p: Shards.even(rows, p)  # noqa: E731
-    return chosen(GEMM_ALL_REDUCE, x, weight, bias, rows, columns, k, shards, options, **scaled).run
+    options, extents = Passed(*passed), (x.shape[0], weight.shape[0], k)
+    shards = Shards.even(x.shape[0], group_size(options.group))
+    return chosen(GEMM_ALL_REDUCE, x, weight, bias, extents, shards, options, **scaled).run
 
 
 def _bind_gemm_all_gather(
     x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *passed: Any, **scaled: Any
 ) -> Run:
-    (rows, depth), options = x.shape, Passed(*passed)
-    shards = lambda p: Shards.even(columns, p)  # noqa: E731
-    return chosen(GEMM_ALL_GATHER, x, weight, bias, rows, columns, depth, shards, options, **scaled).run
+    options, extents = Passed(*passed), (x.shape[0], columns, x.shape[1])
+    shards = Shards.even(columns, group_size(options.group))
+    return chosen(GEMM_ALL_GATHER, x, weight, bias, extents, shards, options, **scaled).run
 
 
 def _bind_local_gemm(

@@ -95,10 +95,7 @@ class OneShot(PartialExchange):
         transport: how a partial reaches a rank.
     """
 
-    @property
-    def code(self) -> int:
-        """See `TileExchange`."""
-        return GEMM_ALL_REDUCE.code
+    code = GEMM_ALL_REDUCE.code
 
     @property
     def order(self) -> LinearOrder:
@@ -129,10 +126,7 @@ class TwoShot(ReduceScatter):
         transport: how a partial reaches its owner, and a sum the other ranks.
     """
 
-    @property
-    def code(self) -> int:
-        """See `TileExchange`."""
-        return GEMM_ALL_REDUCE.code
+    code = GEMM_ALL_REDUCE.code
 
     def __post_init__(self) -> None:
         """Raises ValueError for own tiles last that are wanted in their slots, or of another type."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from cutlass import cute
 
@@ -34,6 +34,9 @@ class TileExchange(ABC):
     transport: Transport
 
     gate = None
+
+    code: ClassVar[int]
+    """The op's, for failure records."""
 
     @property
     @final
@@ -67,11 +70,6 @@ class TileExchange(ABC):
     def begin(self, exchange: Any, near: Any) -> Call:
         """Reads the epoch."""
         return Call.begin(exchange, near=self.transport.looks_up_in(near))
-
-    @property
-    @abstractmethod
-    def code(self) -> int:
-        """For failure records."""
 
     @abstractmethod
     def sender(self, stages: Stages, work: Work, call: Call, output: Any) -> Any:

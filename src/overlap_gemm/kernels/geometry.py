@@ -170,17 +170,6 @@ def staged_flags_offset(slots: Scalar) -> Any:
     return (CONTROL_BYTES + slots) // 2
 
 
-def workspace_bytes(max_flags: int, buffer_bytes: int, staging: bool = False) -> int:
-    """Bytes of a workspace.
-
-    Args:
-        max_flags: room for flags.
-        buffer_bytes: one slot buffer, a multiple of 16.
-        staging: whether tiles to some peer are staged in this rank's memory.
-    """
-    return slots_offset(max_flags) + (SLOT_BUFFERS + staging * STAGING_BUFFERS) * buffer_bytes
-
-
 class Puts(NamedTuple):
     """What a relay kernel puts to ranks beyond reach: equal pieces, each of them to every such rank.
 

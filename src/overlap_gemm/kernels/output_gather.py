@@ -36,7 +36,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import cute
 
 from overlap_gemm.device.traced import Scalar, Stages
@@ -63,6 +62,8 @@ class OutputGather(TileExchange):
         transport: how a tile reaches a rank.
     """
 
+    code = GEMM_ALL_GATHER.code
+
     def __post_init__(self) -> None:
         """Raises ValueError for slots of another type."""
         if self.config.slot_dtype != self.config.out_dtype:
@@ -70,11 +71,6 @@ class OutputGather(TileExchange):
                 f"what is gathered is the output: slot_dtype={self.config.slot_dtype!r} must be "
                 f"out_dtype={self.config.out_dtype!r}"
             )
-
-    @property
-    def code(self) -> int:
-        """See `TileExchange`."""
-        return GEMM_ALL_GATHER.code
 
     @property
     def order(self) -> LinearOrder:
@@ -94,9 +90,7 @@ class OutputGather(TileExchange):
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""
-        shard = exchange.shard_rows
-        left = cute.size(out, mode=[1]) - exchange.rank * shard
-        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+        return Share.of_own_columns(rows, exchange.rank, exchange.shard_rows, out)
 
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
         """The own columns, by TMA; the others' by ordinary stores."""

@@ -53,10 +53,7 @@ class ReduceScatter(PartialExchange):
         transport: how a partial reaches its owner, for example ``transports.peer_bulk.PeerBulk``.
     """
 
-    @property
-    def code(self) -> int:
-        """See `TileExchange`."""
-        return GEMM_REDUCE_SCATTER.code
+    code = GEMM_REDUCE_SCATTER.code
 
     def __post_init__(self) -> None:
         """Raises ValueError for own tiles that the transport wants in their slots."""

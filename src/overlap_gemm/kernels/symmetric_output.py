@@ -98,9 +98,7 @@ class SymmetricGather(OutputOp):
 
     def share(self, given: SymmetricOutputs, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows by the own columns. A rank without any is given some other B, and computes nothing."""
-        shard = given.exchange.shard_rows
-        left = cute.size(out, mode=[1]) - given.exchange.rank * shard
-        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+        return Share.of_own_columns(rows, given.exchange.rank, given.exchange.shard_rows, out)
 
     def output(self, out: cute.Tensor, given: SymmetricOutputs) -> tuple[Output, ...]:
         """The own columns in the output of each rank, by TMA; ``out`` is the own one."""
@@ -142,15 +140,12 @@ class SymmetricAllReduce(PartialExchange):
 
     world: int
 
+    code = GEMM_ALL_REDUCE.code
+
     def __post_init__(self) -> None:
         """Raises ValueError for tiles that are summed elsewhere than in the ring."""
         if not self.config.own_last:
             raise ValueError("what is stored in symmetric outputs is summed by the epilogue: own_last=True")
-
-    @property
-    def code(self) -> int:
-        """See `TileExchange`."""
-        return GEMM_ALL_REDUCE.code
 
     @property
     def order(self) -> DealtShards | OwnTilesLast:

@@ -63,6 +63,12 @@ class Share(NamedTuple):
         """``cols`` columns as one shard, of ``block_cols`` at most."""
         return Share(rows, cols, 0, 1, Shards(rows, cols, 0, 0), block_cols)
 
+    @staticmethod
+    def of_own_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
+        """As one shard those columns of ``out`` that a rank owns, none or up to ``shard``."""
+        left = cute.size(out, mode=[1]) - rank * shard
+        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+
 
 class Work(NamedTuple):
     """What one cluster computes: positions ``first, first + stride, ...`` of the order's work list.

@@ -151,8 +151,13 @@ def _told_by_module(role: Role | None, name: str, module: Any, config: Any, rank
 
 
 def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
+    raise unknown(name, module, why)
+
+
+def unknown(name: str, module: nn.Module, why: str) -> UnknownModuleError:
+    """The refusal of a module; of the model itself, which has no name."""
     what = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-    raise UnknownModuleError(f"parallelize has no rule for {what}: {why}")
+    return UnknownModuleError(f"parallelize has no rule for {what}: {why}")
 
 
 def _check_ties(model: nn.Module, prefix: str) -> None:
@@ -218,9 +223,9 @@ def _check_spread_norm(name: str, module: nn.Module, config: Any, ranks: int) ->
 
 
 def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
-    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
-    if not type(module).__name__.endswith("RMSNorm") or parameters != {"weight": [width]}:
-        _refuse(name, module, f"it must be an RMSNorm with a weight [{width}] ({what}), got {parameters}")
+    shapes = _shapes(module)
+    if not type(module).__name__.endswith("RMSNorm") or shapes != {"weight": [width]}:
+        _refuse(name, module, f"it must be an RMSNorm with a weight [{width}] ({what}), got {shapes}")
 
 
 def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -253,18 +258,16 @@ def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
 
 
 def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:
-    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
-    if parameters != {"weight": [module.num_experts, config.hidden_size]}:
-        _refuse(name, module, f"a router must have a weight [experts, hidden_size], got {parameters}")
+    shapes = _shapes(module)
+    if shapes != {"weight": [module.num_experts, config.hidden_size]}:
+        _refuse(name, module, f"a router must have a weight [experts, hidden_size], got {shapes}")
 
 
 def _check_experts(name: str, module: Any, config: Any, ranks: int) -> None:
-    parameters = {key: list(value.shape) for key, value in module.named_parameters()}
-    wanted = expert_shapes(module)
-    if parameters != wanted:
-        _refuse(name, module, f"experts must have {wanted}, got {parameters}")
-    dim = features_dim(module)
-    inner = parameters[PAIRED][dim] // 2
+    shapes, wanted, dim = _shapes(module), expert_shapes(module), features_dim(module)
+    if shapes != wanted:
+        _refuse(name, module, f"experts must have {wanted}, got {shapes}")
+    inner = shapes[PAIRED][dim] // 2
     own, rest = divmod(inner, ranks)
     if rest:
         _refuse(name, module, f"the {inner} features of an expert are not divisible by P={ranks}")
@@ -291,6 +294,11 @@ def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     for part, *aliases in (("self_attn",), ("mlp", "feed_forward")):
         if not any(isinstance(getattr(module, key, None), nn.Module) for key in (part, *aliases)):
             _refuse(name, module, f"a decoder layer must have {part}")
+
+
+def _shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Those of its parameters, and of what is in it."""
+    return {key: list(value.shape) for key, value in module.named_parameters()}
 
 
 def features_dim(experts: Any) -> int:

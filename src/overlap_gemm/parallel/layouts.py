@@ -28,9 +28,14 @@ def distribute(
     """
     if not isinstance(module, nn.Linear):
         raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
+    check_mesh(mesh)
+    cut(module, mesh, layouts, src_data_rank)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises a ValueError unless a mesh is the ranks in a row."""
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
-    cut(module, mesh, layouts, src_data_rank)
 
 
 def cut(

@@ -18,6 +18,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..api.linears import whole_of
 from ..nn import Dropout
 from .assignment import UnknownModuleError
 from .layouts import distribute
@@ -161,8 +162,8 @@ class PackedUp(PackedLinear):
         for key in ("weight", "bias"):
             parts = [getattr(part, key) for part in self.children()]
             if parts[0] is not None:
-                whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
-                destination[prefix + key] = torch.cat(whole) if keep_vars else torch.cat(whole).detach()
+                whole = torch.cat([whole_of(part) for part in parts])
+                destination[prefix + key] = whole if keep_vars else whole.detach()
         return destination
 
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
+from ..api.linears import sharded_as
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8
 from ..backends.select import check_name, with_fallback
@@ -21,7 +22,7 @@ from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, pl
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
-from .layouts import Rows, cut, lying_as
+from .layouts import Rows, check_mesh, cut, lying_as
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -98,8 +99,7 @@ def parallelize(
     """
     if logits not in ("replicated", "sharded"):
         raise ValueError(f"logits must be 'replicated' or 'sharded', got {logits!r}")
-    if mesh.ndim != 1:
-        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+    check_mesh(mesh)
     check_name(backend)
     adapted = model
     if hasattr(model, "get_base_model"):  # peft's
@@ -354,8 +354,5 @@ def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: An
         if key in state and state[key].ndim < experts.gate_up_proj.ndim:
             state[key] = state[key].unflatten(dim, (2, -1))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if isinstance(parameter, DTensor) and value is not None and not isinstance(value, DTensor):
-            state[prefix + name] = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+        if (value := state.get(prefix + name)) is not None:
+            state[prefix + name] = sharded_as(parameter, value)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..runtime import agree
 from ..runtime.group import group_name, resolve
 from . import adapters
-from .assignment import Role, UnknownModuleError
+from .assignment import Role, unknown
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Part: TypeAlias = Literal["none", "input", "all"]
@@ -186,7 +186,7 @@ class Watch:
                 )
 
     def _refuse(self, module: nn.Module, place: Place, why: str) -> NoReturn:
-        error = _error(place.name, module, why)
+        error = unknown(place.name, module, why)
         agree.report("forward", resolve(self.sharding.group), error)
         raise error
 
@@ -206,13 +206,13 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         place.sharding.changes += 1
         path = f"{place.name}.{name}" if place.name else name
         if not _may_replace(place.children[name], child, path):
-            raise _error(path, child, "it has been put into a model that is parallelized already")
+            raise unknown(path, child, "it has been put into a model that is parallelized already")
     if new is not None:
         adapters.forbid_sums(parent)
     if new is not None and name in adapters.WRAPPED and type(parent).__module__.startswith("peft."):
         why = adapters.why_not_peft(parent, new.role)
         if why is not None:
-            raise _error(new.name, child, why)
+            raise unknown(new.name, child, why)
         if adapters.is_lora(parent):
             from .lora import take_over
 
@@ -228,10 +228,6 @@ def _may_replace(old: nn.Module, new: nn.Module, name: str) -> bool:
     origin = type(new).__module__
     is_wrapper = origin.startswith("torch.") and not origin.startswith("torch.nn.")  # recomputes, compiles
     return is_wrapper and old in new.modules()
-
-
-def _error(name: str, module: nn.Module, why: str) -> UnknownModuleError:
-    return UnknownModuleError(f"parallelize has no rule for {name!r} ({type(module).__name__}): {why}")
 
 
 register_module_module_registration_hook(_registered)

@@ -27,9 +27,6 @@ from .styles import ColwiseForward, RowwiseForward
 Quantized: TypeAlias = Literal["keep", "dequantize"]
 
 E4M3 = torch.float8_e4m3fn
-BITS = "F8_E4M3"
-"""safetensors' name of it."""
-
 INPUT_SCALES = ("input_scale", "activation_scale")
 
 

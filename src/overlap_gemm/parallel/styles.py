@@ -23,10 +23,13 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
 
 
-class _LinearStyle(ParallelStyle):
-    """What the styles of one linear have in common."""
+class _OverlapStyle(ParallelStyle):
+    """What the styles have in common: who carries their products out, and in which type."""
 
-    products: Products
+    def __init__(self, backend: BackendName, float8: Float8 | None):
+        super().__init__()
+        check_name(backend)
+        self.backend, self.products = backend, products(float8)
 
     def in_own_type(self) -> "Self":
         """The same without `float8`."""
@@ -35,7 +38,7 @@ class _LinearStyle(ParallelStyle):
         return style
 
 
-class OverlapColwiseParallel(_LinearStyle):
+class OverlapColwiseParallel(_OverlapStyle):
     """Shards an `nn.Linear` by output features and gathers its input while multiplying.
 
     | input_layouts | output_layouts | op |
@@ -63,12 +66,10 @@ class OverlapColwiseParallel(_LinearStyle):
         backend: BackendName = "auto",
         float8: Float8 | None = None,
     ):
-        super().__init__()
-        check_name(backend)
-        self.products = products(float8)
+        super().__init__(backend, float8)
         self.input_layout = input_layouts or Replicate()
         self.output_layout = output_layouts or Shard(-1)
-        self.use_local_output, self.rows, self.backend = use_local_output, rows, backend
+        self.use_local_output, self.rows = use_local_output, rows
         pair = (self.input_layout, self.output_layout)
         gathers_both = isinstance(self.input_layout, Shard) and isinstance(self.output_layout, Replicate)
         if gathers_both or not all(isinstance(layout, (Shard, Replicate)) for layout in pair):
@@ -83,7 +84,7 @@ class OverlapColwiseParallel(_LinearStyle):
         return module
 
 
-class OverlapRowwiseParallel(_LinearStyle):
+class OverlapRowwiseParallel(_OverlapStyle):
     """Shards an `nn.Linear` by input features and sums the partial results while multiplying.
 
     | output_layouts | op |
@@ -108,12 +109,10 @@ class OverlapRowwiseParallel(_LinearStyle):
         backend: BackendName = "auto",
         float8: Float8 | None = None,
     ):
-        super().__init__()
-        check_name(backend)
-        self.products = products(float8)
+        super().__init__(backend, float8)
         self.input_layout = input_layouts or Shard(-1)
         self.output_layout = output_layouts or Replicate()
-        self.use_local_output, self.backend = use_local_output, backend
+        self.use_local_output = use_local_output
         if self.input_layout != Shard(-1) or not isinstance(self.output_layout, (Shard, Replicate)):
             raise ValueError(
                 f"OverlapRowwiseParallel takes input_layouts Shard(-1), output_layouts Replicate or Shard, "
@@ -126,7 +125,7 @@ class OverlapRowwiseParallel(_LinearStyle):
         return module
 
 
-class OverlapSharedGather(ParallelStyle):
+class OverlapSharedGather(_OverlapStyle):
     """One gather for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
 
     The module's input is sharded along a row dimension; the named children, each styled
@@ -155,14 +154,11 @@ class OverlapSharedGather(ParallelStyle):
         backend: BackendName = "auto",
         float8: Float8 | None = None,
     ):
-        super().__init__()
-        check_name(backend)
-        self.products = products(float8)
+        super().__init__(backend, float8)
         layout = input_layouts or Shard(1)
         if not isinstance(layout, Shard):
             raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
-        self.layout, self.children, self.argument = layout, children, argument
-        self.rows, self.backend = rows, backend
+        self.layout, self.children, self.argument, self.rows = layout, children, argument, rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linears = [module.get_submodule(name) for name in self.children]

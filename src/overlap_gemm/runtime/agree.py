@@ -13,7 +13,7 @@ whose arguments do not fit together.
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ import torch
 
 from ..spec.sharding import Shards
 from .group import Group
+from .order import is_capturing
 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
@@ -132,11 +133,18 @@ def same(group: Group, device: torch.device, facts: Facts, every_time: bool = Fa
     if checking():
         _compare(group, dict(facts))
     elif every_time or facts not in group.agreed:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return
         _exchange(group, device, 0, facts)
         if not every_time:
             group.agreed.add(facts)
+
+
+def differences(group: Group, values: Sequence[Any]) -> str | None:
+    """What each rank of a group has, in words; None where all have the same of these, in rank order."""
+    if len(set(values)) < 2:
+        return None
+    return ", ".join(f"rank {group.global_rank(rank)} has {value}" for rank, value in enumerate(values))
 
 
 def failure(error: Exception) -> tuple[str, str]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import TypeVar
+
+T = TypeVar("T")
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
@@ -21,17 +24,13 @@ def nbytes(variable: str, default: int) -> int:
     Raises:
         ValueError: it is none.
     """
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
-    if found is None:
-        raise ValueError(
-            f"{variable} must be a number of bytes, as 8589934592, or with a unit, as 8GB (10^9) or 8GiB "
-            f"(2^30); got {text!r}"
-        )
-    number, unit = found.groups()
-    return int(Fraction(number) * UNITS[(unit or "").lower()])
+
+    def parsed(text: str) -> int | None:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+        return None if found is None else int(Fraction(found[1]) * UNITS[(found[2] or "").lower()])
+
+    rule = "a number of bytes, as 8589934592, or with a unit, as 8GB (10^9) or 8GiB (2^30)"
+    return _read(variable, default, rule, parsed)
 
 
 def seconds(variable: str) -> float | None:
@@ -40,35 +39,28 @@ def seconds(variable: str) -> float | None:
     Raises:
         ValueError: it is none.
     """
-    text = os.environ.get(variable)
-    if text is None:
-        return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 2**32:
-        raise ValueError(f"{variable} must be a number of seconds, 0 for no limit; got {text!r}")
-    return found
+
+    def parsed(text: str) -> float | None:
+        try:
+            found = float(text)
+        except ValueError:
+            return None
+        return found if 0 <= found < 2**32 else None
+
+    return _read(variable, None, "a number of seconds, 0 for no limit", parsed)
 
 
-def count(variable: str, of: str, default: int = 0) -> int:
-    """A whole number, 0 or more.
+def count(variable: str, of: str) -> int:
+    """A whole number, 0 or more; 0 where the variable is not set.
 
     Args:
         variable: its name.
         of: what is counted, for the message.
-        default: where it is not set.
 
     Raises:
         ValueError: it is none.
     """
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    if not text.isdecimal():
-        raise ValueError(f"{variable} must be a number of {of}, got {text!r}")
-    return int(text)
+    return _read(variable, 0, f"a number of {of}", lambda text: int(text) if text.isdecimal() else None)
 
 
 def choice(variable: str, choices: Sequence[str]) -> str:
@@ -77,7 +69,15 @@ def choice(variable: str, choices: Sequence[str]) -> str:
     Raises:
         ValueError: it is none of them.
     """
-    text = os.environ.get(variable, choices[0])
-    if text not in choices:
-        raise ValueError(f"{variable} must be {' or '.join(choices)}, got {text!r}")
-    return text
+    return _read(variable, choices[0], " or ".join(choices), lambda text: text if text in choices else None)
+
+
+def _read(variable: str, default: T, rule: str, parsed: Callable[[str], T | None]) -> T:
+    """What a variable says; `parsed`: of its text, None where it is against the rule."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    found = parsed(text)
+    if found is None:
+        raise ValueError(f"{variable} must be {rule}; got {text!r}")
+    return found

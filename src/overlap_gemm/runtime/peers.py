@@ -18,7 +18,7 @@ import torch
 
 from . import environment
 from . import executor as executors
-from .agree import DisagreementError, gather, together
+from .agree import DisagreementError, differences, gather, together
 from .executor import Executor, cuda_executor
 from .group import Group
 from .order import forbid_capture, is_capturing
@@ -184,8 +184,7 @@ def common(group: Group, everyone: Sequence[Agreed]) -> Agreed:
             [own.constants for own in everyone],
         ),
     ):
-        if len(set(theirs)) > 1:
-            views = ", ".join(f"rank {group.global_rank(r)} has {own}" for r, own in enumerate(theirs))
+        if views := differences(group, theirs):
             raise DisagreementError(
                 f"the ranks of a fused call must run the same kernel, and have different {what}: {views}"
             )

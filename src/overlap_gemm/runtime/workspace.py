@@ -25,7 +25,7 @@ from torch import Tensor
 from ..device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
 from ..spec import op_coded
 from . import environment
-from .agree import DisagreementError, gather, together
+from .agree import DisagreementError, differences, gather, together
 from .group import Group, GroupLike, group_name
 from .identity import describe
 from .order import forbid_capture
@@ -230,8 +230,7 @@ def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetr
         ValueError: NVSHMEM's cannot serve this group.
     """
     names = gather(group, "choosing the memory of workspaces", lambda: _provider().name)
-    if len(set(names)) > 1:
-        views = ", ".join(f"rank {group.global_rank(rank)} has {name}" for rank, name in enumerate(names))
+    if views := differences(group, names):
         raise DisagreementError(
             f"the ranks of a group must share one kind of memory (OVERLAP_GEMM_SYMMETRIC): {views}"
         )

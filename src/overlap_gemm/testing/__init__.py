@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: cases, references, tolerances and a set of ranks to run them on."""
+"""What commands, benchmarks and tests share: cases to try the ops on, and the verdict on their results."""

@@ -1,7 +1,6 @@
 """Problems to try the ops on, the same ones everywhere: sizes, dtypes, and the operands for them."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,16 +94,3 @@ class Layout:
 
 LAYOUTS: dict[str, Layout] = {name: Layout(*op.dims) for name, op in OPS.items()}
 """What of an op is sharded along which dimension."""
-
-HOPPER_KERNELS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "pingpong": {"mma": "pingpong", "tile": (64, 128)},
-    "cooperative": {"mma": "cooperative", "tile": (128, 256)},
-    "cluster": {"mma": "pingpong", "tile": (128, 128), "cluster": (2, 1)},
-    "swap_ab": {"mma": "swap_ab", "tile": (32, 64)},
-    "split": {"mma": "swap_ab", "tile": (16, 64), "k_split": 4},
-    "whole-partials": {"slot_dtype": "f32"},
-    "own-last": {"mma": "pingpong", "tile": (64, 128), "own_last": True},
-    "publisher": {"mma": "pingpong", "tile": (64, 128), "publisher": True},
-}
-"""Kernels to try on sm_90 devices, as fields for `tuning.space.configured`."""

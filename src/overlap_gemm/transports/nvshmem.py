@@ -151,31 +151,15 @@ class Nvshmem(_Puts):
         elif num_bytes <= 0:
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
         else:
-            own = route.peers[route.rank]
-            nv.put_signal_nbi(
-                _words(own + route.slot, num_bytes),
-                _words(route.staging, num_bytes),
-                _word(own + route.flag),
-                Uint64(epoch),
-                SIGNAL_SET,
-                Int32(-1 - peer),
-            )
+            _put_staged(nv.put_signal_nbi, route, num_bytes, epoch)
 
     @cute.jit
     def relay(self, route: Route, num_bytes: Int64, epoch: Uint64) -> None:
         """All threads of a warp: puts what is staged, and its flag; that alone where nothing is."""
         import nvshmem.core.device.cute as nv
 
-        own = route.peers[route.rank]
         if num_bytes > 0:
-            nv.put_signal_nbi_warp(
-                _words(own + route.slot, num_bytes),
-                _words(route.staging, num_bytes),
-                _word(own + route.flag),
-                Uint64(epoch),
-                SIGNAL_SET,
-                Int32(-1 - route.peers[route.owner]),
-            )
+            _put_staged(nv.put_signal_nbi_warp, route, num_bytes, epoch)
         elif cute.arch.lane_idx() == 0:
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
 
@@ -208,6 +192,13 @@ def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
         raise_flag(address, word)
     else:
         release_flag(address, word)
+
+
+def _put_staged(put: Any, route: Route, num_bytes: Scalar, epoch: Scalar) -> None:
+    """What is staged of a tile, to its owner, and its flag: by one of the bindings' ``put_signal``."""
+    own, peer = route.peers[route.rank], route.peers[route.owner]
+    words = _words(own + route.slot, num_bytes), _words(route.staging, num_bytes)
+    put(*words, _word(own + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
 
 
 def _words(address: Address, num_bytes: Scalar) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ..kernels.config import GemmConfig
 from ..kernels.scale_blocks import BLOCKS
@@ -17,8 +17,6 @@ from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
 from .model import Facts, efficiency_key, fused_time, times_bytes
 from .space import candidates
-
-T = TypeVar("T")
 
 GEMM_SIZES = (8192, 4096)
 """Edges of the cubes that kernels are compared on."""

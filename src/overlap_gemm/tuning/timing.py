@@ -133,9 +133,7 @@ class _Clock:
     """Times bursts on one device, and agrees with the other ranks."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
-        self.device = device
-        self.group = group
-        self.alone = not dist.is_initialized()
+        self.device, self.group = device, group
 
     def burst(self, call: Callable[[], object], calls: int) -> float:
         """Seconds per call of `calls` calls, on this rank, after all ranks have arrived."""
@@ -156,9 +154,14 @@ class _Clock:
         return (time.perf_counter() - started) / calls
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Elementwise maximum over the ranks."""
-        if self.alone:
-            return seconds
-        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
-        return times.tolist()
+        """`slowest` of the ranks."""
+        return slowest(seconds, self.device, self.group)
+
+
+def slowest(seconds: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """Elementwise maximum over the ranks of a group; what this process says where it is alone."""
+    if not dist.is_initialized():
+        return seconds
+    times = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    return times.tolist()

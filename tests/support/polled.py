@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..runtime.virtual import VirtualWorld
-from ..tuning.settings import configured
-from .cases import Case
-from .emulated import run_launches
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import run_launches
+from overlap_gemm.tuning.settings import configured
 
 KERNEL: dict[str, Any] = {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)}
 """One for all sizes: what takes the time is compilation."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cases import Operands
+from overlap_gemm.testing.cases import Operands
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[2]
 PRELOADED = ("pytest", "numpy", "torch.distributed.tensor", "torch._dynamo", "cutlass.cute")
 """What most test files import."""
 ARGUMENTS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist")

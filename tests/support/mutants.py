@@ -8,7 +8,7 @@ What is changed: comparisons, `and` and `or`, `not`, `min` and `max`, arithmetic
 calls made for their effect. A mutant that no test notices is either equivalent to the original or shows a
 test that is missing. For kernels there is ``cute_emulator.mutate``.
 
-    python -m overlap_gemm.testing.mutants tests/cpu/host_mutants.json 8
+    python -m tests.support.mutants tests/cpu/host_mutants.json 8
 
 tries eight mutants of each file in `NOTICED_BY` and writes who noticed them. Those that the data has are not
 tried again, but for survivors without a reason ("why", written by hand); so it may be stopped at any time.
@@ -30,7 +30,7 @@ from typing import Any
 
 from .forked import ForkedTests
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2] / "src" / "overlap_gemm"
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -5,9 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 import overlap_gemm
-
-from ..spec import OPS
-from .cases import LAYOUTS, Operands
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.cases import LAYOUTS, Operands
 
 
 class Share(NamedTuple):

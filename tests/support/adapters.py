@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ..parallel import parallelize
+from overlap_gemm.api.linears import whole_of
+from overlap_gemm.parallel import parallelize
+
 from .models import VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
@@ -16,11 +18,6 @@ SINGLE = {"rtol": 3e-5, "atol": 3e-6}
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 ALL = ATTENTION + MLP
-
-
-def whole(tensor: Any) -> Any:
-    """A DTensor, gathered; anything else as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def close(found: Tensor, expected: Tensor, what: str) -> None:
@@ -80,9 +77,9 @@ def same(pair: Any, what: str = "parameters") -> None:
         if what == "gradients":
             assert (found.grad is None) == (parameter.grad is None), name
             if parameter.grad is not None:
-                close(whole(found.grad), parameter.grad, f"gradient of {name}")
+                close(whole_of(found.grad), parameter.grad, f"gradient of {name}")
         else:
-            close(whole(found), parameter, name)
+            close(whole_of(found), parameter, name)
 
 
 def train(pair: Any, steps: int = 2) -> None:
@@ -97,7 +94,7 @@ def train(pair: Any, steps: int = 2) -> None:
             out.loss.backward()
         same(pair, "gradients")
         norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in pair]
-        close(whole(norms[1]), norms[0], "norm")
+        close(whole_of(norms[1]), norms[0], "norm")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """What each rank's process does in tests with a device per rank: many calls queued at once, graphs replayed.
 
-`testing.ranks.Ranks` runs these functions on every rank, and loads this file by its path: so it imports by
-full names.
+`Ranks` runs these functions on every rank, and loads this file by its path: so it imports by full names.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import poisoned_allocations
-from overlap_gemm.testing.shares import assert_right, parts
 from overlap_gemm.tuning.settings import configured
+from tests.support.shares import assert_right, parts
 
 SLEEP_CYCLES = 10_000_000
 """How far a rank falls behind."""

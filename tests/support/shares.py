@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .cases import LAYOUTS, Case, Operands, operands
-from .emulated import judge
+from overlap_gemm.testing.cases import LAYOUTS, Case, Operands, operands
+from overlap_gemm.testing.emulated import judge
 
 
 def own_device(rank: int) -> torch.device:
