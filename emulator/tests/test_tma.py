@@ -35,6 +35,7 @@ def boxes(draw):
         strides.append(pitch)
         pitch *= dim
     at = [draw(st.integers(-b - 1, d + 1)) for b, d in zip(box, dims, strict=True)]
+    at[0] -= at[0] % (16 // size)
     smem = draw(st.integers(0, 20)) * 128
     return name, dims, strides, box, steps, mode, at, smem, pitch + 64
 

@@ -79,6 +79,16 @@ def test_each_layout_has_its_kernel(world, launched):
     assert [config.a_major for config, _ in launched] == ["k", "m", "k", "m"]
 
 
+def test_a_transposed_operand_is_copied_where_a_shard_begins_between_16_bytes(world, launched):
+    """Along M a TMA load begins at a multiple of 8 rows: two ranks' shards of 36 rows at 0 and 18."""
+    for rows, copied in ((36, True), (32, False), (31, False), (18, True)):
+        x = torch.randn(16, -(-rows // 8) * 8).to(DTYPE).t()[:rows]
+        call(world, x=x)
+        config, (a, *_) = launched[-1]
+        assert (config.a_major, a.data_ptr() != x.data_ptr()) == (("k", True) if copied else ("m", False))
+        assert torch.equal(a, x)
+
+
 def test_settings_choose_the_kernel_of_every_call(world, launched):
     with configured(mma="pingpong", tile=(128, 128)):
         call(world)

@@ -94,6 +94,22 @@ def test_shards_cut_in_groups_of_rows(world):
     assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
 
 
+@pytest.mark.parametrize("rows", [48, 36, 35])
+def test_a_transposed_x_with_shards_of_any_rows(world, rows):
+    """Shards of 18 rows begin where TMA does not along M."""
+    x = torch.randn(64, 48, dtype=torch.bfloat16).t()[:rows]
+    weight = torch.randn(64, 64, dtype=torch.bfloat16) / 8
+    outs = [
+        overlap_gemm.gemm_reduce_scatter(
+            x[:, 32 * r : 32 * r + 32], weight[:, 32 * r : 32 * r + 32], group=name, backend="fused"
+        )
+        for r, name in enumerate(world.names)
+    ]
+    world.synchronize()
+    exact = x.double() @ weight.double().t()
+    assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
+
+
 @pytest.mark.parametrize("mode", ["immediate", "lazy"])
 def test_many_launches_with_changing_data_and_no_reset(mode):
     with Emulator("sm_100a", 2, mode, seed=3) as emulator, VirtualWorld(2, emulator=emulator) as world:

@@ -45,6 +45,12 @@ class Sizes(NamedTuple):
     first: int
     out: tuple[int, int]
 
+    @property
+    def shard(self) -> int:
+        """Rows of x after which tiles begin anew, with each owner's shard; 0 if they begin once."""
+        shape = self.shape
+        return shape.shard if shape.spec.cut == "rows" and shape.owners > 1 else 0
+
     def made_by(self, plan: Plan) -> tuple[int, slice]:
         """(rows that a plan's kernel writes, or one at least; which of them are the result)."""
         rows, _ = self.out
@@ -168,7 +174,11 @@ class Fused:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype)
 
         if not (
-            shape.rows and columns and weight.shape[0] and has_tma_strides(x) and has_tma_strides(weight)
+            shape.rows
+            and columns
+            and weight.shape[0]
+            and has_tma_strides(x, found.shard)
+            and has_tma_strides(weight)
         ):
             return run
         majors = major(x, "m"), major(weight, "n")
@@ -223,7 +233,7 @@ class Fused:
             return x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
-        a, b = aligned(x), aligned(weight)
+        a, b = aligned(x, found.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         given, blocks = (group, x.device, x.dtype, shape), None
         if scales:

@@ -20,13 +20,17 @@ def padded(extent: int, itemsize: int = 2) -> int:
     return max(-(-extent // unit), 1) * unit
 
 
-def aligned(matrix: Tensor) -> Tensor:
+def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
     """`matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
 
     Rows (or, of a transposed matrix, columns) must begin at multiples of 16 bytes. Zeros along K add nothing
     to a product, and where the other operand is shorter the hardware reads zeros.
+
+    Args:
+        matrix: the operand.
+        shard: see `has_tma_strides`.
     """
-    if has_tma_strides(matrix) and matrix.data_ptr() % 16 == 0:
+    if has_tma_strides(matrix, shard) and matrix.data_ptr() % 16 == 0:
         return matrix
     return widened(matrix)
 
@@ -39,14 +43,21 @@ def widened(matrix: Tensor) -> Tensor:
     return wide
 
 
-def has_tma_strides(matrix: Tensor) -> bool:
-    """Whether TMA could read `matrix` `[rows, K]`, if it begins at a multiple of 16 bytes."""
+def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
+    """Whether TMA could read `matrix` `[rows, K]`, if it begins at a multiple of 16 bytes.
+
+    Args:
+        matrix: the operand.
+        shard: rows of an owner's shard if tiles begin with each shard. Along the contiguous dimension a load
+            begins at multiples of 16 bytes only (measured: docs/design/facts.md).
+    """
     inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
     return (
         matrix.stride(inner) == 1
         and matrix.stride(outer) * matrix.itemsize % ROW_BYTES == 0
         and matrix.stride(outer) >= matrix.shape[inner]
         and matrix.shape[1] > 0
+        and (inner == 1 or shard * matrix.itemsize % ROW_BYTES == 0)
     )
 
 

@@ -22,10 +22,12 @@ OUT = """
 @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;
 """
 TENSOR_OUT = """
-mov.b32 %r20, 0;
-@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d3, {%r20, %r20}], [%r10];
+mov.b32 %r20, 0; mov.b32 %r21, 0;
+@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d3, {%r20, %r21}], [%r10];
 @%p0 cp.async.bulk.commit_group; @%p0 cp.async.bulk.wait_group 0;
 """
+TENSOR_REDUCE = TENSOR_OUT.replace("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
+TENSOR_REDUCE = TENSOR_REDUCE.replace("bulk_group [", "add.tile.bulk_group [")
 REDUCE_OUT = OUT.replace("cp.async.bulk.global", "cp.reduce.async.bulk.global")
 REDUCE_OUT = REDUCE_OUT.replace("bulk_group [", "bulk_group.add.u32 [")
 DESCRIPTOR = """
@@ -41,6 +43,11 @@ FOUR = {"block": (128, 1, 1)}
 IN = """
 @%p0 mbarrier.arrive.expect_tx.shared.b64 %d8, [%r11], 256;
 @%p0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r10], [%d0], 256, [%r11];
+"""
+TENSOR_IN = """
+mov.b32 %r20, 0; mov.b32 %r21, 0; @%p0 mbarrier.arrive.expect_tx.shared.b64 %d8, [%r11], 1024;
+@%p0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+    [%r10], [%d3, {%r20, %r21}], [%r11];
 """
 PEER_CTA = {"grid": (2, 1, 1)}
 FLAG = "mov.b32 %r21, 1; @%p0 st.release.gpu.global.b32 [%d2], %r21;"
@@ -138,14 +145,7 @@ def _overwrites() -> list[Case]:
     }
     loads: dict[str, tuple[str, dict[str, Any]]] = {
         "a bulk load": (IN, {}),
-        "a TMA load": (
-            """
-            mov.b32 %r20, 0; @%p0 mbarrier.arrive.expect_tx.shared.b64 %d8, [%r11], 1024;
-            @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-                [%r10], [%d3, {%r20, %r20}], [%r11];
-            """,
-            {"tensor_map": rows_map},
-        ),
+        "a TMA load": (TENSOR_IN, {"tensor_map": rows_map}),
     }
     for what, (load, also) in loads.items():
         text = INIT + f"|A| {STORE} |Z| bar.sync 0; {load} {AWAIT} ld.shared.b32 %r20, [%r12];"
@@ -165,9 +165,7 @@ def _overwrites() -> list[Case]:
         pair("a stage that is changed in place is filled again", rule, "proxy-fence", INIT + stage,
              {"|Z|": ""}, {"|Z|": SHARED}, shape=TWO)
     )  # fmt: skip
-    writers = {"a bulk store": OUT, "a bulk reduction": REDUCE_OUT, "a TMA reduction": TENSOR_OUT.replace(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group",
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group")}  # fmt: skip
+    writers = {"a bulk store": OUT, "a bulk reduction": REDUCE_OUT, "a TMA reduction": TENSOR_REDUCE}
     zeroes = f"mov.b32 %r20, 0; {STORE} {SHARED} |A| st.global.b32 [%d11], %r20; |Z| bar.sync 0;"
     for what, write in writers.items():
         for variant, wrong in {
@@ -275,4 +273,21 @@ def _maps() -> list[Case]:
     ]  # fmt: skip
 
 
-CASES = [*_stores(), *_global_reads(), *_overwrites(), *_cp_async(), *_read_only(), *_maps()]
+def _starts() -> list[Case]:
+    """A tiled copy that begins in its row where none does: measured, not in the ISA; reductions were not."""
+    copies = {
+        "load": f"{TENSOR_IN} {AWAIT}",
+        "store": f"{STORE} {SHARED} bar.sync 0; {TENSOR_OUT}",
+        "reduction": f"{STORE} {SHARED} bar.sync 0; {TENSOR_REDUCE}",
+    }
+    starts = (("load", 1, 4), ("load", -2, -4), ("store", 2, 4), ("store", -4, 0),
+              ("reduction", 1, 4), ("reduction", -4, 0))  # fmt: skip
+    return [
+        pair(f"a TMA {what} that begins at byte {4 * wrong} of a row", "tensor-copy start", "EmulatorError",
+             INIT + copies[what].replace("%r20, 0;", "%r20, |C|;"), {"|C|": str(wrong)}, {"|C|": str(right)},
+             shape=TWO, arch="sm_90a", tensor_map=rows_map)
+        for what, wrong, right in starts
+    ]  # fmt: skip
+
+
+CASES = [*_stores(), *_global_reads(), *_overwrites(), *_cp_async(), *_read_only(), *_maps(), *_starts()]

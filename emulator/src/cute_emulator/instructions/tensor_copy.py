@@ -144,7 +144,7 @@ def _tensor_store(ins: Instruction, reduces: bool) -> Op:
         for lane, (t, c, s) in threads(mask, (target, coords, source)):
             try:
                 tmap = tensor_map(group, t)
-                plan = tmap.plan(_position(c), s & OFFSET)
+                plan = tmap.plan(_position(c), s & OFFSET, writes=True)
                 addresses, where = plan.clipped()
                 merge = reducer(name, tmap.type) if reduces else None
                 if len(addresses):

@@ -183,8 +183,8 @@ class TensorMap:
 
     @cached_property
     def _granule(self) -> int:
-        """What the innermost coordinate must be a multiple of."""
-        return 128 if self.type in PADDED else 2 if self.element_bits == 4 else 1
+        """What the innermost coordinate must be a multiple of: 16 bytes, of padded types 128 elements."""
+        return 128 if self.type in PADDED else 128 // self.element_bits
 
     @cached_property
     def _inside(self) -> tuple[None, ...]:
@@ -231,26 +231,41 @@ class TensorMap:
 
     # -- addresses ---------------------------------------------------------------------------------
 
-    def plan(self, coordinates: Sequence[int], smem_address: int) -> Plan:
+    def check_start(self, coordinate: int, writes: bool) -> None:
+        """Judges an innermost coordinate, by what an H200 did (`emulator/tests/data/README.md`).
+
+        Raises:
+            ValueError: it is no multiple of 16 bytes (padded types: of 128 elements), or is negative where
+                global memory is written.
+        """
+        unit, bits = self._granule, self.element_bits
+        if coordinate % unit:
+            rule = f"a copy begins at a multiple of {unit} elements ({unit * bits // 8} bytes)"
+        elif writes and coordinate < 0:
+            rule = "a store or reduction begins at 0 or later"
+        else:
+            return
+        at = f"{coordinate} of {self.type} ({bits} bits each) is byte {coordinate * bits / 8:g}"
+        raise ValueError(f"innermost coordinate {at}: {rule}; else it is an illegal instruction (on an H200)")
+
+    def plan(self, coordinates: Sequence[int], smem_address: int, writes: bool = False) -> Plan:
         """Plans the box at `coordinates` (innermost first, may be negative) to or from `smem_address`.
 
         Args:
             coordinates: `rank` element coordinates of the box's first element.
             smem_address: byte address within the CTA's shared window; the swizzle sees it whole.
+            writes: whether global memory is written, by a store or a reduction.
 
         Raises:
-            ValueError: wrong number of coordinates, or a misaligned shared address (128 bytes; PTX ISA
-                5.5.3).
+            ValueError: wrong number of coordinates, an innermost one at which none begins (`check_start`),
+                or a misaligned shared address (128 bytes; PTX ISA 5.5.3).
         """
         if len(coordinates) != self.rank:
             raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}")
         if smem_address % 128:
             raise ValueError(f"TMA shared-memory address {smem_address:#x} is not a multiple of 128 bytes")
-        if coordinates[0] % self._granule:
-            raise ValueError(f"coordinate {coordinates[0]} of {self.type} is no multiple of {self._granule}")
-        first = coordinates[0] * self.element_bits // 8
-        # The plan depends on the position only through the innermost alignment, and, at an edge, on the
-        # overlap.
+        self.check_start(coordinates[0], writes)
+        # The plan depends on the position only at an edge, through the overlap.
         overlap: tuple[tuple[int, int] | None, ...] = self._inside
         for c, room in zip(coordinates, self._room, strict=True):
             if not 0 <= c <= room:
@@ -260,8 +275,8 @@ class TensorMap:
                 )
                 break
         phase = smem_address % max(self.swizzle.repeat, 128)
-        steps, numbers, valid, chunk, (low, high) = _box_plan(self._geometry, first % 16, overlap, phase)
-        origin = self.address + first
+        steps, numbers, valid, chunk, (low, high) = _box_plan(self._geometry, overlap, phase)
+        origin = self.address + coordinates[0] * self.element_bits // 8
         for c, stride in zip(coordinates[1:], self.strides, strict=True):
             origin += c * stride
         # Addresses wrap at 64 bits: maps of ragged tensors begin far from the memory that their boxes reach.
@@ -321,14 +336,14 @@ def _decode(raw: bytes) -> TensorMap:
 
 @lru_cache(maxsize=_PLANS)
 def _box_plan(
-    geometry: _Geometry, alignment: int, overlap: tuple[tuple[int, int] | None, ...], phase: int
+    geometry: _Geometry, overlap: tuple[tuple[int, int] | None, ...], phase: int
 ) -> tuple[I64, slice | I64, NDArray[np.bool_] | None, int, tuple[int, int]]:
     """Fields of a `Plan` from `steps` on, numbers and bounds from the repeat's start and the origin."""
     bits, padded, counts, steps, strides, mode = geometry
     row = counts[0] * bits // 8
     edges = [] if overlap[0] is None else [e * bits // 8 for e in overlap[0]]
     group = 2 * bits if padded else 16  # bytes of global memory that stay together in shared memory
-    chunk = next(c for c in (16, 8, 4, 2, 1) if all(x % c == 0 for x in (row, alignment, group, *edges)))
+    chunk = next(c for c in (16, 8, 4, 2, 1) if all(x % c == 0 for x in (row, group, *edges)))
     # Innermost dimension in chunks, outer ones in traversal steps; dimension 0 is fastest in shared memory.
     axes = [np.arange(0, row, chunk, dtype=np.int64)]
     axes += [np.arange(n, dtype=np.int64) * s for n, s in zip(counts[1:], steps[1:], strict=True)]
