@@ -153,6 +153,11 @@ def float8_beside_every_way():
     return [us["now"] / min(us[way] for way in us if way.startswith("torch")) for us in every]
 
 
+def step(way):
+    """Of a training step, to that of bfloat16, compiled if that is."""
+    return report("h200-train-step")["ways"][way]["step_ratio"]
+
+
 def quantised(*ways):
     """Microseconds of 8192 x 8192."""
     [shape] = [
@@ -226,6 +231,11 @@ FIGURES = {
             )
         ),
         lambda: "(`dynamic=True`) it took {}.".format(*quantised("compiled for any shape")),
+        lambda: (
+            f"took {step('float8'):.2f} of bfloat16's time with `Float8()` and {step('float8, wgrad'):.2f} "
+            f"with `Float8(wgrad=True)`; compiled {step('float8, compiled'):.2f} and "
+            f"{step('float8, wgrad, compiled'):.2f} of bfloat16's, compiled"
+        ),
         lambda: f"took {said(float8('e4m3: fused / torch'))} of the time of `torch` in CUDA graphs",
         lambda: f"and {said(float8('fused: e4m3 / bf16'))} of what they take with bfloat16",
         lambda: (

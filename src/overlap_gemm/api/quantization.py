@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backends.mx import atoms_of
 from ..backends.quantization import by_one_kernel, has_kernel
 from ..backends.scaling import FLOAT8, along_rows
-from ..dispatch.calls import is_recorded
+from ..dispatch.calls import is_plain
 
 LEAST_SCALE = 2.0**-60
 """No scale is smaller: the product of two is a normal float32, and rows of zeros are no special case."""
@@ -74,7 +74,7 @@ def quantize_rows(
         )
     if block is not None and x.shape[-1] <= block:
         block = None
-    if not is_recorded(x) and has_kernel(x, block):
+    if is_plain(x, (), as_op=False) and has_kernel(x, block):
         return Quantized(*by_one_kernel(x, dtype, block, LEAST_SCALE, power_of_two))
     return Quantized(*by_torch(x, dtype, block, power_of_two))
 

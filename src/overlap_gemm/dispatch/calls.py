@@ -54,30 +54,25 @@ def keep(group: Group, key: Hashable, value: T) -> T:
     return value
 
 
-def is_recorded(x: Tensor) -> bool:
-    """Whether torch records or transforms what is done with `x`, so that it must be torch's operations.
+def is_plain(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *others: Tensor | Sequence[Tensor] | None,
+    as_op: bool = True,
+) -> bool:
+    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
 
-    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and other subclasses do.
+    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and other subclasses do; at
+    an op (``as_op``) so do autocast, and the profiler, for the ops' names.
     """
-    return bool(
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or type(x) not in _PLAIN
-    )
-
-
-def is_plain(x: Tensor, weight: Tensor | Sequence[Tensor], *others: Tensor | Sequence[Tensor] | None) -> bool:
-    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
-
-    Who records does (`is_recorded`), and autocast; so does the profiler, for the ops' names.
-    """
-    if (
-        is_recorded(x)
-        or torch.autograd._profiler_enabled()
         or (where := x.device.type) not in ("cpu", "cuda")
-        or torch.is_autocast_enabled(where)
+        or (as_op and (torch.autograd._profiler_enabled() or torch.is_autocast_enabled(where)))
     ):
         return False
     for given in (weight, *others):
