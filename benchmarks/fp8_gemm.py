@@ -30,7 +30,6 @@ from overlap_gemm.backends.block_scales import layout_of
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.scale_blocks import fields_of
 from overlap_gemm.kernels.visitors import RowColumnScale
 from overlap_gemm.tuning.space import every_config
 from overlap_gemm.tuning.timing import Replay, captured, measure
@@ -51,7 +50,7 @@ SHAPES = [
     (64, 8192, 7168),
 ]
 BLOCKS = 1, 128, 128
-BLOCKED = every_config("sm_90a", "e4m3", **fields_of(BLOCKS))
+BLOCKED = every_config("sm_90a", "e4m3", blocks=BLOCKS)
 """With scales of blocks, of their own; their ratios are to torch's row-wise product, too."""
 
 KERNELS = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.arch import ARCHS, arch_of_capability
 from ..kernels.geometry import MAX_WORLD, ExchangeShape
-from ..kernels.scale_blocks import BLOCKS, Blocks, fields_of, in_words
+from ..kernels.scale_blocks import BLOCKS, Blocks, in_words
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
@@ -76,8 +76,7 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
 
 
 WITH_BLOCKS = {
-    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", **fields_of(blocks)))
-    for blocks in BLOCKS
+    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks)) for blocks in BLOCKS
 }
 """Architectures that have kernels with scales of blocks, of each kind."""
 

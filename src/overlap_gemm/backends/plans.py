@@ -20,7 +20,7 @@ from ..kernels.geometry import (
     Puts,
     tile_puts,
 )
-from ..kernels.scale_blocks import Blocks, fields_of
+from ..kernels.scale_blocks import Blocks
 from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
@@ -130,10 +130,11 @@ def kind_of(
         epilogue += (Bias(DTYPES[out_dtype or dtype]),)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
-    kind, fields = DTYPES[out_dtype], fields_of(blocks)
+    kind = DTYPES[out_dtype]
+    fields = {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, "blocks": blocks}
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
-    return FLOAT8[dtype], {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, **fields}
+    return FLOAT8[dtype], fields
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:

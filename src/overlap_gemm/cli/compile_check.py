@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..kernels.config import GemmConfig
 from ..kernels.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
-from ..kernels.scale_blocks import BLOCKS, fields_of
+from ..kernels.scale_blocks import BLOCKS
 from ..kernels.visitors import RowColumnScale
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
@@ -141,7 +141,7 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    blocked = [every_config(arch, "e4m3", **fields_of(blocks)) for blocks in BLOCKS]
+    blocked = [every_config(arch, "e4m3", blocks=blocks) for blocks in BLOCKS]
     return sum(blocked, every_config(arch) + scaled)
 
 

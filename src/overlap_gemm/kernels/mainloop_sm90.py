@@ -30,15 +30,15 @@ from typing import Any
 
 import cutlass
 from cutlass import Int32, cute, pipeline, utils
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernels import blocks, split
-from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.loads import OperandLoads, tiles_at
+from overlap_gemm.kernels.mainloop import LoadedMainloop
 from overlap_gemm.kernels.operands import Operands, as_accumulated
 from overlap_gemm.kernels.promotion import accumulate_promoted, multiply
 from overlap_gemm.kernels.roles import SubtileWriter
@@ -79,14 +79,12 @@ class ConsumerState:
 
 
 @dataclass(frozen=True)
-class MainloopSm90:
+class MainloopSm90(LoadedMainloop):
     """wgmma mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
         config: the kernel's configuration; ``config.mma`` is one of sm_90's.
     """
-
-    config: GemmConfig
 
     load_warp = LOAD_WARP
     comm_warp = COMM_WARP
@@ -98,18 +96,13 @@ class MainloopSm90:
     def tiled_mma(self) -> cute.TiledMma:
         """64-row instructions, one or (cooperative) two warp groups along M."""
         cfg, (first, second) = self.config, self.config.mma_order
-        major = [
-            OperandMajorMode.K if major == "k" else OperandMajorMode.MN
-            for major in (cfg.a_major, cfg.b_major)
-        ]
         return utils.sm90.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtypes[first]],
             DTYPES[cfg.in_dtypes[second]],
-            major[first],
-            major[second],
+            *self.majors,
             cutlass.Float32,
             (cfg.epilogue_threads // 128, 1, 1),
-            (64, cfg.tile[second] // cfg.sum_parts),
+            (64, self.mma_tile[1] // cfg.sum_parts),
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
@@ -176,10 +169,7 @@ class MainloopSm90:
         parts = None
         if cfg.k_split > 1:
             parts = split.setup(cfg, barriers + 2 * cfg.ab_stages + NUM_TURNS * 2, smem)
-        a_layout, b_layout = self._smem_layouts()
-        a_dtype, b_dtype = (DTYPES[dtype] for dtype in cfg.in_dtypes)
-        sA = smem.allocate_tensor(a_dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
-        sB = smem.allocate_tensor(b_dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
+        sA, sB = self.allocate(smem, self._smem_layouts())
         scales = blocks.setup(cfg, smem) if cfg.blocks else None
         return Resources(ab, turn, sA, sB, parts, scales)
 
@@ -200,10 +190,6 @@ class MainloopSm90:
 
     # -- load role
 
-    def load_state(self) -> pipeline.PipelineState:
-        """State of the load warp at the start."""
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
-
     def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
         cfg = self.config
@@ -215,19 +201,10 @@ class MainloopSm90:
         gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile, cfg.tile_k)
         a: Any = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
         b: Any = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
-        number = split.num_k_tiles(self.config, ops.a)
         if cfg.blocks is not None:
             first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
             a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col)
-        return a, b, self._first_k_tile(number), number
-
-    def _first_k_tile(self, number: Scalar) -> Scalar:
-        """Of this CTA's part of K, of ``number`` k tiles."""
-        return part_of_k() * number if self.config.k_split > 1 else Int32(0)
-
-    def load_tail(self, res: Resources, state: pipeline.PipelineState) -> None:
-        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
-        res.ab.producer_tail(state)
+        return a, b, *self.part_of_k(ops)
 
     def private_roles(self) -> tuple[tuple[int, Any], ...]:
         """None: the epilogue warps issue the MMA themselves."""
@@ -265,10 +242,8 @@ class MainloopSm90:
             operands_of = mma.get_slice(state.first_thread)
         tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
         tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
-        acc = cute.make_rmem_tensor(
-            mma.partition_shape_C((cfg.tile[first], cfg.tile[second])), cutlass.Float32
-        )
-        k_tiles = split.num_k_tiles(self.config, ops.a)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C(self.mma_tile), cutlass.Float32)
+        first_k, k_tiles = self.part_of_k(ops)
         operands, num_blocks = (tCrA, tCrB), cute.size(tCrA, mode=[2])
         freed = read.clone()
 
@@ -278,8 +253,7 @@ class MainloopSm90:
             scales = None
             if cutlass.const_expr(res.scales is not None):
                 scales = partial(res.scales.factors, cfg, blocks.rows_of(part, cfg.tile))
-            along = self._first_k_tile(k_tiles), k_tiles
-            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, *along, scales)
+            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, first_k, k_tiles, scales)
         else:
             ab.consumer_wait(read)
             mma = multiply(mma, acc, operands, range(num_blocks), read)

@@ -5,7 +5,7 @@ Imports neither the DSL nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlap_gemm.kernels.naming import by
 
@@ -36,13 +36,6 @@ TMA_SCALES = 4
 
 STAGE_ALIGNMENT = 128
 """Of what TMA stores to, in bytes."""
-
-
-def fields_of(blocks: Blocks | None) -> dict[str, Any]:
-    """Fields of a configuration whose scales are of these blocks; None: of rows."""
-    if blocks is None:
-        return {}
-    return {"blocks": blocks}
 
 
 def in_words(blocks: Blocks | None) -> str:

@@ -14,7 +14,7 @@ from ..kernels.arch import MmaKind, arch_of
 from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import ExchangeShape
 from ..kernels.rules import K_SPLITS, may_split
-from ..kernels.scale_blocks import Blocks, fields_of
+from ..kernels.scale_blocks import Blocks
 from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
@@ -35,7 +35,7 @@ def candidates(
     machine = machine or constants(arch)
     timed = None if machine.why_as_rows(blocks) else blocks
     known = machine.efficiencies(timed)
-    every = every_config(arch, dtype, **fields_of(blocks))
+    every = every_config(arch, dtype, blocks=blocks)
     return [config for config in every if efficiency_key(replace(config, blocks=timed)) in known]
 
 
@@ -254,7 +254,7 @@ def _fitting(
     wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster", "k_split")]
     # No call gets a kernel where there are none with its blocks; the model has a time all the same.
     known = candidates(arch, dtype, machine, blocks) or candidates(arch, dtype, machine)
-    for every in (known, every_config(arch, dtype, **fields_of(blocks))):
+    for every in (known, every_config(arch, dtype, blocks=blocks)):
         fitting = [c for c in every if all(getattr(c, name) == value for name, value in wanted)]
         if fitting:
             return [c for c in fitting if _goes_with(c, fields)] or fitting
