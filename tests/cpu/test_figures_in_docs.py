@@ -153,6 +153,16 @@ def float8_beside_every_way():
     return [us["now"] / min(us[way] for way in us if way.startswith("torch")) for us in every]
 
 
+def with_product(m):
+    """Microseconds of rows quantised eagerly and multiplied, of the product alone, and in bfloat16."""
+    [found] = [
+        one["us"]
+        for one in report("h200-quantize")["shapes"]
+        if one.get("shape", [0])[0] == m and one["shape"][2] != 3584
+    ]
+    return [f"{found[way]:.0f}" for way in ("quantised eagerly, and product", "product alone", "bfloat16")]
+
+
 def step(way):
     """Of a training step, to that of bfloat16, compiled if that is."""
     return report("h200-train-step")["ways"][way]["step_ratio"]
@@ -231,6 +241,10 @@ FIGURES = {
             )
         ),
         lambda: "(`dynamic=True`) it took {}.".format(*quantised("compiled for any shape")),
+        lambda: (
+            "8192 x 8192 x 8192 took {} us, the product alone {}, bfloat16's {}; ".format(*with_product(8192))
+            + "512 x 8192 x 7168 {}, {} and {}.".format(*with_product(512))
+        ),
         lambda: (
             f"took {step('float8'):.2f} of bfloat16's time with `Float8()` and {step('float8, wgrad'):.2f} "
             f"with `Float8(wgrad=True)`; compiled {step('float8, compiled'):.2f} and "
