@@ -72,6 +72,23 @@ def test_results_are_bitwise_repeatable(device):
         assert torch.equal(first, once())
 
 
+@pytest.mark.parametrize("rows", [36, 520, 1001])
+def test_a_transposed_x_with_shards_of_any_rows(device, rows):
+    """Which TMA cannot load where a shard begins at no multiple of 16 bytes along M."""
+    x = torch.randn(128, 1024, dtype=torch.bfloat16, device=device).t()[:rows]
+    weight = torch.randn(64, 128, dtype=torch.bfloat16, device=device) / 8
+    with VirtualWorld(2, device=device) as world:
+        outs = [
+            overlap_gemm.gemm_reduce_scatter(
+                x[:, 64 * r : 64 * r + 64], weight[:, 64 * r : 64 * r + 64], group=name, backend="fused"
+            )
+            for r, name in enumerate(world.names)
+        ]
+        world.synchronize()
+    exact = x.double() @ weight.double().t()
+    assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
+
+
 kept = []
 
 
