@@ -73,9 +73,8 @@ def test_every_kernel(arch, fields):
         world.run()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mode", "seed", "arch"), in_turn([(3, "random", 1), (4, "lazy", 2), (2, "lazy", 3)], SMALLEST)
-)
+@pytest.mark.parametrize(("ranks", "mode", "seed"), [(3, "random", 1), (4, "lazy", 2), (2, "lazy", 3)])
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_calls_among_those_of_the_other_ways_on_one_workspace(arch, ranks, mode, seed):
     """One rank lags; slices' flags of any age, counters and buffer are the other forms', too."""
     with sliced(arch, ranks, mode=mode, seed=seed, starved=seed % ranks, sms=2) as world:
