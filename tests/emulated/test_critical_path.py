@@ -59,7 +59,7 @@ def test_own_sums_begin_as_soon_as_the_flags_are_there(arch, name):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("GEMM-RS", "GEMM-AR two-shot") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "GEMM-RS" else pytest.param(name, marks=pytest.mark.slow)
         for name in critical_path.PUBLISHED
     ],
 )

@@ -73,7 +73,10 @@ def test_every_kernel(arch, fields):
         world.run()
 
 
-@pytest.mark.parametrize(("ranks", "mode", "seed"), [(3, "random", 1), (4, "lazy", 2), (2, "lazy", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "mode", "seed"),
+    [(3, "random", 1), (4, "lazy", 2), pytest.param(2, "lazy", 3, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_calls_among_those_of_the_other_ways_on_one_workspace(arch, ranks, mode, seed):
     """One rank lags; slices' flags of any age, counters and buffer are the other forms', too."""

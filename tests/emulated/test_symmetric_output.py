@@ -128,7 +128,10 @@ def test_outputs_in_turn_among_other_calls(arch, ranks, mode, starved):
 
 @pytest.mark.parametrize(
     ("ranks", "sizes", "mode", "starved", "arch"),
-    in_turn([(2, (150, 200), "lazy", 0), (3, (70, 264), "random", 2), (4, (130, 72), "immediate", 1)], KINDS),
+    [
+        *in_turn([(3, (70, 264), "random", 2), (4, (130, 72), "immediate", 1)], KINDS),
+        *(pytest.param(2, (150, 200), "lazy", 0, arch, marks=pytest.mark.slow) for arch in KINDS),
+    ],
 )
 def test_reduced_outputs_in_turn_among_other_calls(arch, ranks, sizes, mode, starved):
     """Owners with few columns, or none; another call's slots are the same."""
