@@ -137,9 +137,19 @@ else:
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("body", [GRAPH, MEMORY], ids=["graph", "memory"])
-def test_scripts_find_a_device(body, ranks, tmp_path):
+BODIES = {"graph": GRAPH, "memory": MEMORY}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("graph", 2),
+        ("memory", 1),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (("graph", 1), ("memory", 2))),
+    ],
+)
+def test_scripts_find_a_device(name, ranks, tmp_path):
+    body = BODIES[name]
     copies = BESIDE if body is GRAPH and ranks == 2 else ""
     _run(body + copies, tmp_path, "--ranks", ranks)
 

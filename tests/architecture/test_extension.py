@@ -24,6 +24,7 @@ from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
 from tests.architecture.all_to_all import GEMM_ALL_TO_ALL, PATTERN
+from tests.emulated.chosen import in_turn
 from tests.emulated.kernel_case import launched
 
 
@@ -81,20 +82,26 @@ class OrdinaryStores(Transport):
         store_run(peers[peer] + offset, values)
 
 
+ARCHITECTURES = "sm_90a", "sm_100a"
+
+
 def run(config, transport, world, target=None):
     """One launch on every rank, checked against float64."""
     launched(config, transport, world, target, rows=264, cols=152, depth=200).check()
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize(("transport", "world"), [(None, 1), (PeerBulk(), 3)], ids=["plain", "scattered"])
+@pytest.mark.parametrize(
+    ("transport", "world", "arch"),
+    in_turn([(None, 1), (PeerBulk(), 3)], ARCHITECTURES),
+    ids=lambda given: type(given).__name__ if isinstance(given, PeerBulk) else str(given),
+)
 def test_another_epilogue(arch, transport, world):
     mma = next(iter(ARCHS[arch].mma))
     config = GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64))
     run(replace(config, epilogue=(Halve(), GatedSquare(), Bias("bf16"))), transport, world)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_another_transport(arch):
     mma = next(iter(ARCHS[arch].mma))
     run(GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64)), OrdinaryStores(), 3)
@@ -123,8 +130,7 @@ def all_to_all(monkeypatch):
     return GEMM_ALL_TO_ALL
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("world", "arch"), in_turn([2, 3], ARCHITECTURES))
 def test_another_op(all_to_all, arch, world):
     """By the runtime's plans and workspaces, ragged rows, again, by flags and as LL words."""
     rows, columns, depth = 150, 72 * world, 72

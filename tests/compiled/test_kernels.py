@@ -87,11 +87,13 @@ def test_all_reduce_compiles_and_is_clean(config, pattern, compiled):
 
 
 @pytest.mark.parametrize(
-    "config", [LARGEST[0], *(c for c in LARGEST if c.mma == "2cta")], ids=lambda c: c.name
+    "config",
+    [pytest.param(LARGEST[0], marks=pytest.mark.slow), *(c for c in LARGEST if c.mma == "2cta")],
+    ids=lambda c: c.name,
 )
 @pytest.mark.parametrize("pattern", ["two_shot", pytest.param("output_gather", marks=pytest.mark.slow)])
 def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
-    """In the kernels that need the most registers."""
+    """In the kernels that need the most registers; pingpong's is in test_figures.py by default, too."""
     is_clean(compiled(dataclasses.replace(config, publisher=True), pattern))
 
 
@@ -104,14 +106,19 @@ def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
     ],
     ids=lambda c: c.name,
 )
-def test_own_sums_of_the_epilogue_compile_and_are_clean(config, compiled):
-    """Where an epilogue's thread holds the most accumulators beside them."""
-    for pattern, more in (
-        ("reduce_scatter", {}),
-        ("reduce_scatter", {"slot_dtype": "f32"}),
-        ("two_shot", {}),
-    ):
-        is_clean(compiled(dataclasses.replace(config, own_last=True, **more), pattern))
+@pytest.mark.parametrize(
+    ("pattern", "slot"),
+    [
+        ("reduce_scatter", "f32"),
+        *(
+            pytest.param(pattern, "bf16", marks=pytest.mark.slow)
+            for pattern in ("reduce_scatter", "two_shot")
+        ),
+    ],
+)
+def test_own_sums_of_the_epilogue_compile_and_are_clean(config, pattern, slot, compiled):
+    """Where an epilogue's thread holds the most accumulators as well; of bf16 also in test_figures.py."""
+    is_clean(compiled(dataclasses.replace(config, own_last=True, slot_dtype=slot), pattern))
 
 
 def test_own_sums_leave_room_where_sums_are_promoted(compiled):
@@ -130,7 +137,7 @@ def is_clean(seen):
 
 @pytest.mark.parametrize(
     "config",
-    SMALLEST + [pytest.param(c, marks=pytest.mark.slow) for c in LARGEST],
+    SMALLEST[::2] + [pytest.param(c, marks=pytest.mark.slow) for c in SMALLEST[1::2] + LARGEST],
     ids=lambda c: c.name,
 )
 def test_plain_gemm_pays_nothing_for_communication(config, compiled):
@@ -170,9 +177,14 @@ GATHERS = [(True, True), (False, False)]
 """(push, keep) of all-gather GEMMs."""
 
 
-@pytest.mark.parametrize("config", SMALLEST, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config",
+    [c if c.mma in ("cooperative", "2cta") else pytest.param(c, marks=pytest.mark.slow) for c in SMALLEST],
+    ids=lambda c: c.name,
+)
 @pytest.mark.parametrize(("push", "keep"), [GATHERS[0], pytest.param(*GATHERS[1], marks=pytest.mark.slow)])
 def test_gather_compiles_and_is_clean(config, push, keep):
+    """By default what test_figures.py does not compile."""
     kernel = make_gather_kernel(config, PeerBulk(), push=push, keep=keep, cooperative=True)
     is_clean(inspect(partial(compile_kernel, kernel)))
 

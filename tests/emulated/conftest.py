@@ -6,18 +6,13 @@ from overlap_gemm.backends import compiled
 
 
 @pytest.fixture
-def changed_kernels(tmp_path, monkeypatch):
+def changed_kernels(monkeypatch):
     """For a test that changes kernels in place: none from other tests, and none of these for them.
 
-    The cache knows kernels by their source text. Yields a function that forgets what was compiled so far.
+    The cache on disk knows kernels by their source text. Yields a function that forgets what was compiled so
+    far.
     """
-
-    def forget():
-        compiled._cache.cache_clear()
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        monkeypatch.setenv("OVERLAP_GEMM_CACHE_DIR", str(folder))
-
-    forget()
-    yield forget
+    monkeypatch.setenv("OVERLAP_GEMM_CACHE", "0")
+    compiled._cache.cache_clear()
+    yield compiled._cache.cache_clear
     compiled._cache.cache_clear()

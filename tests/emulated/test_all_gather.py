@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from overlap_gemm.testing.emulated import judge, poisoned_allocations, queue_lau
 from overlap_gemm.tuning.machine import machine_for
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
+
 KINDS = {
     "sm_100a": [
         {"mma": "1cta", "tile": (128, 64)},
@@ -45,19 +48,6 @@ SMALLEST = {arch: kinds[0] for arch, kinds in KINDS.items()}
 WAYS = ("copy_engine", "peer_bulk")
 both = pytest.mark.parametrize("arch", KINDS)
 transports = pytest.mark.parametrize("transport", WAYS)
-
-
-def in_turn(values, ids=None):
-    """Each value by one of the ways in the default run, by the other one in the slow run."""
-    return pytest.mark.parametrize(
-        ("value", "transport"),
-        [
-            pytest.param(value, way, marks=[pytest.mark.slow] if (i + j) % 2 else [])
-            for i, value in enumerate(values)
-            for j, way in enumerate(WAYS)
-        ],
-        ids=[f"{name}-{way}" for name in ids or values for way in WAYS],
-    )
 
 
 class World:
@@ -119,20 +109,19 @@ class World:
         return self.emulator.report
 
 
-@in_turn([1, 2, 3, 4])
-@both
-def test_every_world(arch, value, transport):
-    with World(arch, value, transport=transport) as world:
-        world.call(200, 136 * value, 72)
+@pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([1, 2, 3, 4], WAYS, KINDS))
+def test_every_world(arch, ranks, transport):
+    with World(arch, ranks, transport=transport) as world:
+        world.call(200, 136 * ranks, 72)
         world.run()
 
 
 OTHERS = {f"{a}-{kind['mma']}": (a, kind) for a, kinds in KINDS.items() for kind in kinds[1:]}
 
 
-@in_turn(OTHERS.values(), OTHERS)
-def test_every_kernel(value, transport):
-    arch, fields = value
+@pytest.mark.parametrize(("kind", "transport"), in_turn(OTHERS, WAYS))
+def test_every_kernel(kind, transport):
+    arch, fields = OTHERS[kind]
     with World(arch, 2, transport=transport, fields=fields, mode="random") as world:
         world.call(520, 272, 100)
         world.run()
@@ -150,20 +139,26 @@ SHAPES = {
 }
 
 
-@in_turn(SHAPES.values(), SHAPES)
-@both
-def test_every_shape(arch, value, transport):
+@pytest.mark.parametrize(("shape", "transport", "arch"), in_turn(SHAPES, WAYS, KINDS))
+def test_every_shape(arch, shape, transport):
     with World(arch, 3, transport=transport) as world:
-        world.call(*value)
-        world.call(*value, bias=False, dtype=torch.float16)
+        world.call(*SHAPES[shape])
+        world.call(*SHAPES[shape], bias=False, dtype=torch.float16)
         world.run()
 
 
-@in_turn([("random", 1), ("lazy", 3)])
-@both
-def test_whenever_operations_complete(arch, value, transport):
+QUICK_MODES = [(("random", 1), "copy_engine", "sm_100a"), (("lazy", 3), "peer_bulk", "sm_90a")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "seed", "transport", "arch"),
+    [
+        pytest.param(*mode, way, arch, marks=[] if (mode, way, arch) in QUICK_MODES else pytest.mark.slow)
+        for mode, way, arch in product([("random", 1), ("lazy", 3)], WAYS, KINDS)
+    ],
+)
+def test_whenever_operations_complete(arch, mode, seed, transport):
     """Calls queued one after the other, one rank after the others."""
-    mode, seed = value
     with World(arch, 3, transport=transport, mode=mode, seed=seed, starved=seed % 3) as world:
         for _ in range(3):
             world.call(190, 64, 64)
@@ -171,13 +166,13 @@ def test_whenever_operations_complete(arch, value, transport):
         world.run()
 
 
-@in_turn([False, True])
+@pytest.mark.parametrize(("keep", "transport"), in_turn([False, True], WAYS))
 @both
-def test_weights_share_a_gather(arch, value, transport):
+def test_weights_share_a_gather(arch, keep, transport):
     with World(arch, 2, transport=transport) as world:
-        world.several(150, [64, 24, 8], 64, value)
-        world.several(150, [16], 64, value)
-        world.several(150, [0, 16], 60, value)
+        world.several(150, [64, 24, 8], 64, keep)
+        world.several(150, [16], 64, keep)
+        world.several(150, [0, 16], 60, keep)
         world.run()
 
 
@@ -216,8 +211,7 @@ def run_random_calls(arch, seed, calls=6):
         world.run()
 
 
-@pytest.mark.parametrize("seed", range(3))
-@both
+@pytest.mark.parametrize(("seed", "arch"), in_turn(range(3), KINDS))
 def test_random_sequences_with_other_ops(arch, seed):
     run_random_calls(arch, seed)
 
@@ -332,8 +326,9 @@ def without_readers(patch):
 
 
 @pytest.mark.usefixtures("changed_kernels")
-@pytest.mark.parametrize("mistake", [without_gate, without_proxy_fence, without_readers])
-@both
+@pytest.mark.parametrize(
+    ("mistake", "arch"), in_turn([without_gate, without_proxy_fence, without_readers], KINDS)
+)
 def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
     mistake(monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012
@@ -350,8 +345,7 @@ def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
 # --- gradients ---
 
 
-@transports
-@both
+@pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
 def test_gradients_by_the_duals(arch, transport):
     """That of the one op's x is the other op.
 

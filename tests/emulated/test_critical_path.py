@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from .chosen import in_turn
+
 FILE = Path(__file__).parents[2] / "benchmarks" / "critical_path.py"
 spec = importlib.util.spec_from_file_location("critical_path", FILE)
 critical_path = importlib.util.module_from_spec(spec)
@@ -30,8 +32,7 @@ def test_every_option_is_recorded():
     assert set(RECORDED) == {f"{arch} {name}" for arch in critical_path.KERNELS for name in names}
 
 
-@pytest.mark.parametrize("name", critical_path.OPS)
-@pytest.mark.parametrize("arch", critical_path.KERNELS)
+@pytest.mark.parametrize(("name", "arch"), in_turn(critical_path.OPS, critical_path.KERNELS))
 def test_little_stands_between_a_wait_and_its_purpose(arch, name):
     found = critical_path.measure(arch, name)
     raised = name in critical_path.PUBLISHED
@@ -44,8 +45,9 @@ def test_little_stands_between_a_wait_and_its_purpose(arch, name):
         assert cost["lookups"] == 0, (stretch, cost)
 
 
-@pytest.mark.parametrize("name", critical_path.OPTIONS["own last"][0])
-@pytest.mark.parametrize("arch", critical_path.KERNELS)
+@pytest.mark.parametrize(
+    ("name", "arch"), in_turn(critical_path.OPTIONS["own last"][0], critical_path.KERNELS)
+)
 def test_own_sums_begin_as_soon_as_the_flags_are_there(arch, name):
     """In the epilogue; 168 to 191 instructions with the arithmetic after the wait."""
     found = critical_path.worst(critical_path.paths_of(arch, name, own_last=True))
@@ -54,7 +56,13 @@ def test_own_sums_begin_as_soon_as_the_flags_are_there(arch, name):
     assert (cost["divisions"], cost["lookups"]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", critical_path.PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "GEMM-RS" else pytest.param(name, marks=pytest.mark.slow)
+        for name in critical_path.PUBLISHED
+    ],
+)
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_lane_that_sends_stands_in_no_fence_where_a_warp_publishes(arch, name):
     """Else in one for each tile."""

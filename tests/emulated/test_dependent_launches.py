@@ -18,6 +18,7 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
 from .kernel_case import KernelCase
 
 FEW = {"mma": "swap_ab", "tile": (16, 64)}
@@ -28,8 +29,8 @@ KINDS = {
         "dependent_weights": FEW,
     },
 }
-both = pytest.mark.parametrize("arch", KINDS)
-launches = pytest.mark.parametrize("launch", ["dependent", "dependent_weights"])
+launches = pytest.mark.parametrize(("launch", "arch"), in_turn(["dependent", "dependent_weights"], KINDS))
+one = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 CALLS = [
     ("gemm_reduce_scatter", 40, 128, 320),
     ("gemm_all_reduce", 20, 64, 704),
@@ -74,8 +75,8 @@ def run(virtual, calls):
     ("arch", "launch", "world", "mode", "starved"),
     [
         ("sm_90a", "dependent", 2, "random", 1),
-        ("sm_90a", "dependent_weights", 3, "lazy", 0),
-        ("sm_100a", "dependent", 3, "lazy", 2),
+        pytest.param("sm_90a", "dependent_weights", 3, "lazy", 0, marks=pytest.mark.slow),
+        pytest.param("sm_100a", "dependent", 3, "lazy", 2, marks=pytest.mark.slow),
         ("sm_100a", "dependent_weights", 2, "random", 0),
     ],
 )
@@ -87,7 +88,7 @@ def test_calls_of_every_op_one_after_the_other(arch, launch, world, mode, starve
     assert len(beside) > 2 * world
 
 
-@both
+@one
 def test_copies_between_launches_keep_them_apart(arch, beside):
     """What copy engines send begins after the last call, and its own kernel after that."""
     with ranks(arch, "dependent", mode="random") as virtual, configured(shard_transport="copy_engine"):
@@ -95,7 +96,6 @@ def test_copies_between_launches_keep_them_apart(arch, beside):
 
 
 @launches
-@both
 def test_without_the_wait_calls_race(arch, launch):
     def check(options):
         with ranks(arch, launch, **options) as virtual:
@@ -157,13 +157,12 @@ def run_after_a_writer(arch, launch, operand):
 
 
 @launches
-@both
 def test_rows_that_the_kernel_before_writes_are_waited_for(arch, launch, beside):
     run_after_a_writer(arch, launch, "a")
     assert len(beside) == 1
 
 
-@both
+@one
 def test_weights_that_the_kernel_before_writes_are_waited_for_unless_they_come_early(arch, beside):
     run_after_a_writer(arch, "dependent", "b")
     assert len(beside) == 1

@@ -15,6 +15,8 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
+
 FILE = Path(__file__).parents[2] / "benchmarks/results/instructions.json"
 KERNELS = {
     "sm_100a 1cta 128x128": ("sm_100a", {"mma": "1cta", "tile": (128, 128)}),
@@ -46,8 +48,14 @@ def instructions_per_tile(arch: str, fields: dict, ranks: int, bias: bool) -> fl
         return emulator.report.instructions / (ranks * 1024 // 128)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("kernel", KERNELS)
+FIRST = "GEMM-RS on 2 ranks"
+"""By default of every kernel."""
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel"),
+    [*((FIRST, kernel) for kernel in KERNELS), *in_turn([op for op in OPS if op != FIRST], KERNELS)],
+)
 def test_nothing_has_grown(kernel, op):
     now, recorded = (
         instructions_per_tile(*KERNELS[kernel], *OPS[op]),

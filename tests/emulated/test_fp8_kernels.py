@@ -15,6 +15,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.visitors import Bias, RowColumnScale
 from overlap_gemm.transports import PeerBulk
 
+from .chosen import in_turn
 from .kernel_case import KernelCase, launched
 
 SCALED = (RowColumnScale(),)
@@ -35,7 +36,10 @@ CONFIGS = [
 
 @pytest.mark.parametrize(
     ("config", "world"),
-    [(c, world) for c in CONFIGS for world in (1, 3) if world == 1 or not c.fast_accum],
+    [
+        *in_turn([c for c in CONFIGS if not c.fast_accum], (3, 1)),
+        *((c, 1) for c in CONFIGS if c.fast_accum),
+    ],
     ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
 )
 def test_rows_and_columns_are_scaled(config, world):
@@ -65,9 +69,13 @@ BLOCKED = [
 
 
 @pytest.mark.parametrize(
-    ("config", "world"), [(c, world) for c in BLOCKED for world in (1, 3)[: 1 + (c.blocks == BLOCKS)]],
+    ("config", "world"),
+    [
+        *in_turn([c for c in BLOCKED if c.blocks == BLOCKS], (3, 1)),
+        *((c, 1) for c in BLOCKED if c.blocks != BLOCKS),
+    ],
     ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
-)  # fmt: skip
+)
 def test_blocks_are_scaled_as_they_are_promoted(config, world):
     """Rows, columns and K that end inside a block and inside a tile; several tiles a group."""
     tile_m, tile_n = config.cluster_tile
@@ -75,7 +83,11 @@ def test_blocks_are_scaled_as_they_are_promoted(config, world):
     launched(config, transport, world, rows=2 * tile_m + 9, cols=tile_n + 24, depth=464).check()
 
 
-@pytest.mark.parametrize("config", BLOCKED[:3], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [BLOCKED[0], pytest.param(BLOCKED[1], marks=pytest.mark.slow), BLOCKED[2]],
+    ids=lambda config: config.name,
+)
 def test_scales_follow_from_tile_to_tile(config):
     """More k tiles than stages, and several tiles for each group of warps."""
     launched(config, None, 1, rows=300, cols=280, depth=1232).check()
@@ -103,8 +115,11 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("config", [BLOCKED[0], BLOCKED[3]], ids=lambda config: config.name)
-@pytest.mark.parametrize("way", SPOILED)
+@pytest.mark.parametrize(
+    ("way", "config"),
+    in_turn(SPOILED, [BLOCKED[0], BLOCKED[3]]),
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
 def test_a_scale_of_another_block_is_noticed(way, config):
     case = launched(config, None, 1, rows=64, cols=136, depth=272)
     case.check()

@@ -9,6 +9,7 @@ from overlap_gemm.kernels import k_slices
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
 from .test_all_gather import SMALLEST, World
 
 KINDS = {
@@ -25,7 +26,6 @@ KINDS = {
     ],
 }
 OTHERS = [(arch, kind) for arch, kinds in KINDS.items() for kind in kinds]
-both = pytest.mark.parametrize("arch", SMALLEST)
 
 
 def sliced(arch, ranks, **options):
@@ -33,8 +33,7 @@ def sliced(arch, ranks, **options):
     return World(arch, ranks, transport="k_slices", **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@both
+@pytest.mark.parametrize(("ranks", "arch"), in_turn([1, 2, 3, 4], SMALLEST))
 def test_every_world(arch, ranks):
     """12 k tiles in 6 slices; tiles that span all shards, and more tiles than CTAs."""
     with sliced(arch, ranks) as world:
@@ -54,12 +53,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@both
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_every_shape(arch, shape):
     with sliced(arch, 3, mode="random") as world:
-        world.call(*shape)
-        world.call(*shape, bias=False, dtype=torch.float16)
+        world.call(*SHAPES[shape])
+        world.call(*SHAPES[shape], bias=False, dtype=torch.float16)
         world.run()
 
 
@@ -74,8 +73,11 @@ def test_every_kernel(arch, fields):
         world.run()
 
 
-@pytest.mark.parametrize(("ranks", "mode", "seed"), [(3, "random", 1), (4, "lazy", 2), (2, "lazy", 3)])
-@both
+@pytest.mark.parametrize(
+    ("ranks", "mode", "seed"),
+    [(3, "random", 1), (4, "lazy", 2), pytest.param(2, "lazy", 3, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_calls_among_those_of_the_other_ways_on_one_workspace(arch, ranks, mode, seed):
     """One rank lags; slices' flags of any age, counters and buffer are the other forms', too."""
     with sliced(arch, ranks, mode=mode, seed=seed, starved=seed % ranks, sms=2) as world:
@@ -119,8 +121,7 @@ MISTAKES = [
 
 
 @pytest.mark.usefixtures("changed_kernels")
-@pytest.mark.parametrize("mistake", MISTAKES)
-@both
+@pytest.mark.parametrize(("mistake", "arch"), in_turn(MISTAKES, SMALLEST))
 def test_what_is_wrong_is_missed(arch, mistake, monkeypatch):
     mistake(monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):  # noqa: PT012

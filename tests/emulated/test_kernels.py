@@ -46,7 +46,9 @@ VARIED = [
     for variant in VARIANTS
     if base.mma != "swap_ab" or "f32" not in variant.values()  # refused
 ]
-OTHERS = EVERY_SHAPE[1::12] + VARIED[::7]  # with 7, every other variant of ten and other ones of each base
+OTHERS = EVERY_SHAPE[1::24] + VARIED[::7]  # with 7, every other variant of ten and other ones of each base
+OPERANDS = [config for config in OTHERS if (config.a_major, config.b_major) != ("k", "k")]
+"""Their partial sums are those of the others."""
 
 
 def quick(chosen):
@@ -60,8 +62,9 @@ def compiled(config, transport):
     return compile_kernel(make_kernel(config, transport))
 
 
-@pytest.mark.parametrize("config", quick(SMALLEST + OTHERS), ids=lambda c: c.name)
+@pytest.mark.parametrize("config", quick(SMALLEST + OPERANDS + OTHERS[::3]), ids=lambda c: c.name)
 def test_plain_gemm(config):
+    """By default not all that run in the next test."""
     case = KernelCase(
         config, rows=2 * config.cluster_tile[0] + 8, cols=config.cluster_tile[1] + 24, depth=136
     )
@@ -70,7 +73,9 @@ def test_plain_gemm(config):
     case.check()
 
 
-@pytest.mark.parametrize("config", quick([c for c in OTHERS if c not in SMALLEST]), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", quick([c for c in OTHERS if c not in SMALLEST + OPERANDS]), ids=lambda c: c.name
+)
 def test_reduce_scatter(config):
     """The smallest run in test_reduce_scatter.py and test_swap_ab.py."""
     ragged = 8 if config.a_major == "k" else 16  # along M a load of a shard begins at multiples of 8 rows

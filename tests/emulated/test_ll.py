@@ -34,7 +34,6 @@ def columns(op, ranks):
 
 # --- every op, world and kernel ---
 
-both = pytest.mark.parametrize("arch", SMALL)
 QUICK = [("two-shot", 3, 17, "lazy")]
 SWEEP = [
     (way, world, rows, mode)
@@ -44,7 +43,7 @@ SWEEP = [
 ]
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("way", "world", "rows", "mode"),

@@ -12,6 +12,7 @@ from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
 from overlap_gemm.transports import LLBulk
 from tests.support.polled import assert_same_bits
 
+from .chosen import in_turn
 from .op_runs import SMALL, lagging, world_of
 
 
@@ -24,20 +25,31 @@ def found(arch, ranks, op, sizes, launches=3, **options):
         return world._emulator.report.findings
 
 
-@pytest.mark.parametrize("arch", SMALL)
+WAYS = {
+    "scatter": ("gemm_reduce_scatter", {"mode": "lazy"}),
+    "a rank lags": ("gemm_reduce_scatter", {"schedule": lagging(1), "launches": 6}),
+    "one-shot": ("gemm_all_reduce", {"mode": "random", "algorithm": "one_shot"}),
+    "two-shot": ("gemm_all_reduce", {"mode": "lazy", "algorithm": "two_shot"}),
+    "gather": ("gemm_all_gather", {"mode": "lazy"}),
+}
+QUICK = ("scatter", "a rank lags")
+
+
 @pytest.mark.parametrize(
-    ("op", "options"),
+    ("way", "arch"),
     [
-        ("gemm_reduce_scatter", {"mode": "lazy"}),
-        ("gemm_reduce_scatter", {"schedule": lagging(1), "launches": 6}),
-        pytest.param("gemm_all_reduce", {"mode": "random", "algorithm": "one_shot"}, marks=pytest.mark.slow),
-        pytest.param("gemm_all_reduce", {"mode": "lazy", "algorithm": "two_shot"}, marks=pytest.mark.slow),
-        pytest.param("gemm_all_gather", {"mode": "lazy"}, marks=pytest.mark.slow),
+        *in_turn(QUICK, SMALL),
+        *(
+            pytest.param(way, arch, marks=pytest.mark.slow)
+            for way in WAYS
+            if way not in QUICK
+            for arch in SMALL
+        ),
     ],
-    ids=["scatter", "a rank lags", "one-shot", "two-shot", "gather"],
 )
-def test_values_are_right_and_nothing_but_the_polling_is_found(arch, op, options):
+def test_values_are_right_and_nothing_but_the_polling_is_found(arch, way):
     """Each finding is a race of a bulk store with what waits for its words, or empties them."""
+    op, options = WAYS[way]
     findings = found(arch, 2, op, (140, 144, 72), **options)
     assert findings and {finding.kind for finding in findings} == {"race"}
     for finding in map(str, findings):
@@ -84,11 +96,11 @@ def test_what_runs_on_gpus_runs_here(op, fields, ranks):
     assert_same_bits(op, fields, "ragged", world, launches=2)
 
 
-@pytest.mark.parametrize("broken", ["clear", "put"])
-def test_what_is_not_sent_or_not_emptied_shows(broken, monkeypatch, changed_kernels):
+@pytest.mark.parametrize(("broken", "rows", "launches"), [("clear", 140, 4), ("put", 2, 1)])
+def test_what_is_not_sent_or_not_emptied_shows(broken, rows, launches, monkeypatch, changed_kernels):
     if broken == "put":
         monkeypatch.setattr(LLBulk, "put", lambda *_: None)
     else:
         monkeypatch.setattr("overlap_gemm.device.ll._clear", lambda address: None)
     with pytest.raises((RuntimeError, AssertionError)):
-        found("sm_90a", 2, "gemm_reduce_scatter", (140, 136, 72), launches=4)
+        found("sm_90a", 2, "gemm_reduce_scatter", (rows, 136, 72), launches=launches)

@@ -1,5 +1,7 @@
 """Own tiles last, reduced by the epilogue (`GemmConfig.own_last`): the same bits, in any company."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.transports import LL, PeerBulk
 
+from .chosen import in_turn
 from .kernel_case import launched
 from .op_runs import LARGER, SMALL, lagging, name, run, slots_of, world_of
 from .test_mutations import FLAGS_AND_WAITS, KERNELS, REASONS, TWO_CALLS, checking
@@ -45,19 +48,22 @@ def bits(arch, ranks, sizes, fields, op=SCATTER, launches=3, **options):
 SHAPES = {"ragged": RAGGED, "empty shards": (2, 64, 64), "narrow": (130, 8, 64), "even": (256, 128, 128)}
 
 
-@both
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "immediate"), (2, "lazy"), (3, "random")])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_bits_are_those_of_slots(arch, ranks, mode, shape):
+MODES = {1: "immediate", 2: "lazy", 3: "random"}
+
+
+@pytest.mark.parametrize(("shape", "ranks", "arch"), in_turn(product(SHAPES, MODES), SMALL))
+def test_the_bits_are_those_of_slots(arch, ranks, shape):
     """With a bias; whoever owns nothing, or everything."""
-    sizes = SHAPES[shape]
+    sizes, mode = SHAPES[shape], MODES[ranks]
     fields = [{**SMALL[arch], "own_last": way} for way in (True, False)]
     mine, slots = (bits(arch, ranks, sizes, each, mode=mode) for each in fields)
     assert torch.equal(mine, slots)
 
 
-@both
-@pytest.mark.parametrize(("ranks", "sizes", "mode"), [(3, RAGGED, "random"), (4, (130, 328, 64), "lazy")])
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "mode", "arch"),
+    in_turn([(3, RAGGED, "random"), (4, (130, 328, 64), "lazy")], SMALL),
+)
 def test_sums_that_go_on_have_the_bits_of_slots(arch, ranks, sizes, mode):
     """Two-shot, with a bias; where some owner has few columns, or none."""
     fields = [{**SMALL[arch], "own_last": way} for way in (True, False)]
@@ -65,19 +71,21 @@ def test_sums_that_go_on_have_the_bits_of_slots(arch, ranks, sizes, mode):
     assert torch.equal(mine, slots)
 
 
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
 @pytest.mark.parametrize(
-    "kind", [LARGER[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in LARGER[1:])], ids=name
+    ("op", "kind"),
+    in_turn([SCATTER, REDUCE], LARGER),
+    ids=lambda given: given if isinstance(given, str) else name(given),
 )
 def test_larger_tiles_and_clusters(kind, op):
     arch, fields = kind
     found = [
-        bits(arch, 2, (520, 200, 72), {**fields, "own_last": way}, op, mode="random") for way in (True, False)
+        bits(arch, 2, (520, 200, 72), {**fields, "own_last": way}, op, 1, mode="random")
+        for way in (True, False)
     ]
     assert torch.equal(*found)
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_sums_that_go_on_with_a_publisher(arch):
     """It raises the flags of partials alone."""
     fields = {**SMALL[arch], "own_last": True, "publisher": True}
@@ -85,15 +93,18 @@ def test_sums_that_go_on_with_a_publisher(arch):
     run(REDUCE, arch, 3, (300, 264, 64), fields, launches=3, **way)
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_90a", marks=pytest.mark.slow)])
 def test_sums_that_go_on_with_scales(arch):
     """Those of partials come in front of the sum, a bias after it."""
     with world_of(arch, 3, {"own_last": True}, algorithm="two_shot", mode="random") as world:
         check_scaled(Scaled(REDUCE, 130, 264, 432), world)
 
 
-@both
-@pytest.mark.parametrize("more", [{"slot_dtype": "f32"}, {"publisher": True}, {"out_dtype": "f32"}], ids=str)
+@pytest.mark.parametrize(
+    ("more", "arch"),
+    in_turn([{"slot_dtype": "f32"}, {"publisher": True}, {"out_dtype": "f32"}], SMALL),
+    ids=str,
+)
 def test_with_other_slots_outputs_and_publishers(arch, more):
     mma = SMALL[arch]["mma"]
     tile, cluster = SMALL[arch]["tile"], SMALL[arch].get("cluster", (1, 1))
@@ -109,9 +120,7 @@ def test_with_other_slots_outputs_and_publishers(arch, more):
         assert torch.equal(mine, slots)
 
 
-@both
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(("op", "slow", "arch"), in_turn(product([SCATTER, REDUCE], [0, 1]), SMALL))
 def test_a_lagging_rank(arch, slow, op):
     way = {"algorithm": "two_shot", "schedule": lagging(slow), "num_sms": 1}
     run(op, arch, 2, (256, 128, 64), {**SMALL[arch], "own_last": True}, launches=6, **way)
@@ -124,8 +133,7 @@ def test_warps_and_lanes_in_any_order(arch, op):
     run(op, arch, 3, RAGGED, {**SMALL[arch], "own_last": True}, mode="random", **way)
 
 
-@both
-@pytest.mark.parametrize("starved", [0, 2])
+@pytest.mark.parametrize(("starved", "arch"), in_turn([0, 2], SMALL))
 def test_calls_with_and_without_take_turns_on_one_workspace(arch, starved):
     kernels = [OWN, (), OWN, OWN, (), OWN, ()]
     calls = [(2, 64), (300, 136), (1, 64), (130, 136), (2, 136), (130, 136), (130, 136)]
@@ -161,8 +169,7 @@ def own_of_two(arch, op, tiles):
     run(op, arch, 2, sizes, fields, num_sms=1, algorithm="two_shot")
 
 
-@both
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+@pytest.mark.parametrize(("op", "arch"), in_turn([SCATTER, REDUCE], SMALL))
 def test_tiles_whose_flags_lag_into_own_ones_wait_for_each_other(arch, op, monkeypatch, changed_kernels):
     """The comm lane flushes after the tiles that are sent: here one of each, and it does not."""
     monkeypatch.setattr(TileExchange, "_sent", all_sent)
@@ -170,8 +177,7 @@ def test_tiles_whose_flags_lag_into_own_ones_wait_for_each_other(arch, op, monke
         own_of_two(arch, op, 1)
 
 
-@both
-@pytest.mark.parametrize("op", [SCATTER, REDUCE])
+@pytest.mark.parametrize(("op", "arch"), in_turn([REDUCE, SCATTER], SMALL))
 def test_own_tiles_come_last_or_are_sent(arch, op, monkeypatch, changed_kernels):
     """Not the tiles before `num_sent` go to peers in another order."""
     monkeypatch.setattr(ReduceScatter, "order", property(lambda self: Shuffled(8)))

@@ -15,6 +15,8 @@ from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
+
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
     "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
@@ -85,7 +87,7 @@ def test_a_peer_that_runs_ahead_needs_the_second_buffer(monkeypatch, buffers):
     assert all(verdict.holds for verdict in verdicts) == (buffers == 2), verdicts
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_calls_of_different_shape_take_turns_on_one_workspace(arch):
     shapes = [case(256, 64, 64), case(70, 128, 72), case(3, 8, 8)]
     with open_world(arch, 3) as stack:
@@ -95,7 +97,7 @@ def test_calls_of_different_shape_take_turns_on_one_workspace(arch):
         assert len(workspaces()) == 3, "one workspace a rank"
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_90a", marks=pytest.mark.slow)])
 def test_the_same_arguments_again_and_again(arch):
     """What a CUDA graph replays: the same kernel, tensors and scalars, with new data in the tensors."""
     with open_world(arch, 2) as stack, poisoned_allocations():
@@ -135,8 +137,13 @@ def test_the_same_arguments_again_and_again(arch):
 # --- every kind of share ---
 
 
-@both
-@pytest.mark.parametrize("rows", [1, 9, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (5, 8))])
+@pytest.mark.parametrize(
+    ("rows", "arch"),
+    [
+        *in_turn([1, 9], ARCHS),
+        *(pytest.param(rows, arch, marks=pytest.mark.slow) for rows in (5, 8) for arch in ARCHS),
+    ],
+)
 def test_eight_ranks_of_whom_some_own_no_row(arch, rows):
     sizes = case(rows, 64, 64)
     with open_world(arch, 8, "immediate") as stack:
@@ -147,10 +154,12 @@ QUICK_TILES = [(2, 1), (2, 3), (4, 2)]
 SLOW_TILES = [(2, 2), (4, 1), (4, 3)]
 
 
-@both
 @pytest.mark.parametrize(
-    ("ranks", "num_sms"),
-    [*QUICK_TILES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_TILES)],
+    ("ranks", "num_sms", "arch"),
+    [
+        *in_turn(QUICK_TILES, ARCHS),
+        *(pytest.param(*each, arch, marks=pytest.mark.slow) for each in SLOW_TILES for arch in ARCHS),
+    ],
 )
 def test_many_tiles_per_cta(arch, ranks, num_sms):
     sizes = case(512, 256, 64)

@@ -11,6 +11,7 @@ from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 
+from .chosen import in_turn
 from .op_runs import SMALL, lagging, run, world_of
 from .test_mutations import FLAGS_AND_WAITS, KERNELS, REASONS, TWO_CALLS, checking
 from .test_sequences import Call, run_sequence
@@ -34,9 +35,8 @@ def starving(arch, publisher):
     return Schedule(starved=lambda rank, cta, warp: (warp == number) == publisher)
 
 
-@both
 @pytest.mark.parametrize("ranks", MODES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "arch"), in_turn(WAYS, SMALL))
 def test_every_op_and_world(arch, way, ranks):
     op, algorithm = WAYS[way]
     columns = 72 * ranks if op == "gemm_all_gather" else 136
@@ -53,31 +53,28 @@ def test_every_op_and_world(arch, way, ranks):
     )
 
 
-@both
-@pytest.mark.parametrize("first", [True, False], ids=["publisher-last", "publisher-first"])
+@pytest.mark.parametrize(("first", "arch"), in_turn([True, False], SMALL))
 def test_the_comm_lane_gets_ahead_of_the_publisher_or_never(arch, first):
     fields = {**SMALL[arch], "publisher": True}
     schedule = starving(arch, first)
     run("gemm_reduce_scatter", arch, 2, MANY_TILES, fields, num_sms=1, schedule=schedule)
 
 
-@both
-def test_lanes_in_any_order(arch):
+@pytest.mark.parametrize(("seed", "arch"), in_turn([0, 1], SMALL))
+def test_lanes_in_any_order(arch, seed):
     fields = {**SMALL[arch], "publisher": True}
-    schedule = Schedule(order="random", lanes=True)
-    for seed in range(2):
-        run(
-            "gemm_all_reduce",
-            arch,
-            3,
-            (200, 136, 192),
-            fields,
-            mode="random",
-            seed=seed,
-            num_sms=1,
-            schedule=schedule,
-            algorithm="one_shot",
-        )
+    run(
+        "gemm_all_reduce",
+        arch,
+        3,
+        (200, 136, 192),
+        fields,
+        mode="random",
+        seed=seed,
+        num_sms=1,
+        schedule=Schedule(order="random", lanes=True),
+        algorithm="one_shot",
+    )
 
 
 @both
@@ -92,8 +89,7 @@ def test_the_results_are_those_of_the_comm_lane(arch):
     assert torch.equal(outs(True), outs(False))
 
 
-@both
-@pytest.mark.parametrize("starved", [0, 2])
+@pytest.mark.parametrize(("starved", "arch"), in_turn([0, 2], SMALL))
 def test_calls_with_and_without_take_turns_on_one_workspace(arch, starved):
     """In some of which ranks own no row; a rank lags."""
     kernels = [PUBLISHER, (), PUBLISHER, PUBLISHER, ()]
@@ -123,8 +119,7 @@ def one_stage(self, tile):
     self.pipe.sync_object_full.arrive(Int32(0), None)
 
 
-@both
-@pytest.mark.parametrize("broken", [no_wait, one_stage])
+@pytest.mark.parametrize(("broken", "arch"), in_turn([no_wait, one_stage], SMALL))
 def test_a_hand_over_that_waits_for_nobody_shows(arch, broken, monkeypatch, changed_kernels):
     monkeypatch.setattr(Publisher, "hand_over", broken)
     fields, schedule = {**SMALL[arch], "publisher": True}, starving(arch, True)

@@ -1,5 +1,7 @@
 """GEMM reduce-scatter through the public op on virtual ranks: compiled PTX, run in the emulator."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
+
+from .chosen import in_turn
 
 KINDS = {
     "sm_100a": [
@@ -32,11 +36,8 @@ def name(arch, fields):
 
 NAMES = [name(arch, fields) for arch, fields in CONFIGS]
 
-ONE_OF_EACH = [
-    pytest.param(*config, marks=[] if number in (0, 2, 3, 6) else [pytest.mark.slow])
-    for number, config in enumerate(CONFIGS)
-]
-"""The default run has each kind of MMA once, the others are slow."""
+ONE_OF_EACH = [NAMES[number] for number in (0, 2, 3, 6)]
+"""Each kind of MMA once."""
 
 SHAPES = {
     "even": (256, 128, 128),
@@ -84,22 +85,33 @@ def test_every_kernel_in_f16(arch, fields):
     run(arch, fields, 2, SHAPES["ragged"], dtype=torch.float16)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("arch", "fields"), CONFIGS[::3], ids=NAMES[::3])
-def test_every_shape(arch, fields, shape):
-    run(arch, fields, 3, SHAPES[shape])
+@pytest.mark.parametrize(("shape", "kind"), in_turn(SHAPES, NAMES[::3]))
+def test_every_shape(shape, kind):
+    run(*CONFIGS[NAMES.index(kind)], 3, SHAPES[shape])
 
 
-@pytest.mark.parametrize("mode", ["random", "lazy"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("arch", "fields"), ONE_OF_EACH, ids=NAMES)
-def test_whenever_asynchronous_operations_complete(arch, fields, mode, seed):
-    run(arch, fields, 2, SHAPES["ragged"], mode=mode, seed=seed, launches=2)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *in_turn(ONE_OF_EACH, ["random", "lazy"]),
+        *(
+            pytest.param(kind, mode, marks=pytest.mark.slow)
+            for kind in NAMES
+            if kind not in ONE_OF_EACH
+            for mode in ("random", "lazy")
+        ),
+    ],
+)
+def test_whenever_asynchronous_operations_complete(kind, mode, seed):
+    run(*CONFIGS[NAMES.index(kind)], 2, SHAPES["ragged"], mode=mode, seed=seed, launches=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("slot", ["same", "f32"])
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize(
+    ("slot", "dtype", "arch"),
+    in_turn(product(["same", "f32"], [torch.bfloat16, torch.float16]), KINDS),
+    ids=str,
+)
 def test_types(arch, slot, dtype):
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     fields = {**KINDS[arch][0], "slot_dtype": name if slot == "same" else slot}

@@ -81,7 +81,11 @@ def test_more_tiles_than_the_relay_has_warps():
         right(case(512, 384, 64), world, 2)
 
 
-@pytest.mark.parametrize("fields", KINDS[1:], ids=lambda fields: fields["mma"])
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(KINDS[1], marks=pytest.mark.slow), KINDS[2]],
+    ids=lambda fields: fields["mma"],
+)
 def test_every_kind_of_kernel(fields):
     slot = {"f32": torch.float32}.get(fields.get("slot_dtype"), torch.bfloat16)
     with far_apart(3, fields=fields) as world:
@@ -106,7 +110,7 @@ def test_whenever_asynchronous_operations_complete(mode, seed):
         right(case(*SHAPES["ragged"]), world, 4)
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_many_launches_with_a_rank_that_lags_behind(slow_rank):
     lagging = Schedule(starved=lambda rank, cta, warp: rank == slow_rank)
     with far_apart(2, "immediate", schedule=lagging) as world:

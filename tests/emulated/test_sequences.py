@@ -20,6 +20,7 @@ from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
 
+from .chosen import in_turn
 from .op_runs import summed
 
 ARCHS = {
@@ -148,8 +149,7 @@ def run_random_sequence(arch, seed, drawn=random_sequence, **options):
 # --- sequences with a name ---
 
 
-@both
-@pytest.mark.parametrize("starved", [1, 2])
+@pytest.mark.parametrize(("starved", "arch"), in_turn([1, 2], ARCHS))
 def test_decode_between_prefill_chunks(arch, starved):
     """In the call of one row ranks 1 and 2 own nothing."""
     run_sequence(arch, 3, [(768, 64), (1, 64), (768, 64)], starved=starved)
@@ -173,8 +173,7 @@ def test_many_calls_of_which_one_rank_owns_everything(arch):
     run_sequence(arch, 4, [(512, 64), (1, 64), (1, 8), (1, 64), (512, 64)], starved=3)
 
 
-@both
-@pytest.mark.parametrize("starved", [0, 1])
+@pytest.mark.parametrize(("starved", "arch"), in_turn([0, 1], ARCHS))
 def test_classes_take_turns(arch, starved, monkeypatch):
     """The calls of each class must reuse its buffers safely, with calls of others in between."""
     monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
@@ -203,8 +202,7 @@ MIXED = [FIRST, Call(1, 64), LAST]
 """As decode between prefill chunks; what rank 1 sends in the last call lies where the first has results."""
 
 
-@both
-@pytest.mark.parametrize("starved", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("starved", "arch"), in_turn([2, 1], ARCHS))
 def test_all_reduces_around_a_reduce_scatter_of_one_row(arch, starved):
     run_sequence(arch, 3, MIXED, starved=starved)
 
@@ -240,15 +238,19 @@ def random_on_sm_100(seed):
 # --- any sequence ---
 
 
-@both
-@pytest.mark.parametrize("seed", [5, 23, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (21, 25))])
+@pytest.mark.parametrize(
+    ("seed", "arch"),
+    [
+        *in_turn([5, 23], ARCHS),
+        *(pytest.param(seed, arch, marks=pytest.mark.slow) for seed in (21, 25) for arch in ARCHS),
+    ],
+)
 def test_random_sequences(arch, seed):
     """Each of these finds that a rank without rows waits for the owners alone."""
     run_random_sequence(arch, seed)
 
 
-@both
-@pytest.mark.parametrize("seed", [21, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "arch"), in_turn([21, 5], ARCHS))
 def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
     monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
@@ -264,8 +266,7 @@ def test_more_random_sequences(arch, seed, classes, monkeypatch):
     run_random_sequence(arch, seed)
 
 
-@both
-@pytest.mark.parametrize("seed", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seed", "arch"), in_turn([4, 7], ARCHS))
 def test_random_sequences_of_all_ops(arch, seed):
     run_random_sequence(arch, seed, random_calls)
 

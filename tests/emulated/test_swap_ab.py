@@ -7,6 +7,7 @@ from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.rules import K_SPLITS, may_split
 from overlap_gemm.kernels.send import Destination
 
+from .chosen import in_turn
 from .op_runs import SMALL, run
 
 SENDERS = {
@@ -34,14 +35,18 @@ SWEEP += [
 ]
 
 
-both = pytest.mark.parametrize("arch", SMALL)
-
-
-@both
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("sender", "world", "rows", "tile", "split"),
-    [*QUICK, *(pytest.param(*way, marks=pytest.mark.slow) for way in SWEEP if way not in QUICK)],
+    ("sender", "world", "rows", "tile", "split", "arch"),
+    [
+        *in_turn(QUICK, SMALL),
+        *(
+            pytest.param(*way, arch, marks=pytest.mark.slow)
+            for way in SWEEP
+            if way not in QUICK
+            for arch in SMALL
+        ),
+    ],
     ids=str,
 )
 def test_every_world_and_few_rows(arch, sender, world, rows, tile, split):
@@ -53,7 +58,7 @@ def test_every_world_and_few_rows(arch, sender, world, rows, tile, split):
     run(op, arch, world, (rows, columns, depth), kernel, launches=2, mode="lazy", num_sms=8, **fields)
 
 
-@both
+@pytest.mark.parametrize("arch", SMALL)
 @pytest.mark.parametrize(
     ("split", "depth"),
     [(2, 72), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((4, 8), (2, 328), (4, 328)))],

@@ -17,6 +17,8 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 
+from .chosen import in_turn
+
 KINDS = {
     "sm_90a": [
         {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
@@ -29,7 +31,6 @@ KINDS = {
         {"mma": "swap_ab", "tile": (16, 64), "k_split": 2},
     ],
 }
-both = pytest.mark.parametrize("arch", KINDS)
 
 
 class World:
@@ -107,9 +108,12 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "starved"), [(2, "random", 1), (3, "lazy", 0), (4, "immediate", 2)]
+    ("ranks", "mode", "starved", "arch"),
+    [
+        *in_turn([(2, "random", 1), (3, "lazy", 0)], KINDS),
+        *(pytest.param(4, "immediate", 2, arch, marks=pytest.mark.slow) for arch in KINDS),
+    ],
 )
-@both
 def test_outputs_in_turn_among_other_calls(arch, ranks, mode, starved):
     """Two outputs, one of them twice; a rank lags."""
     with World(arch, ranks, mode=mode, starved=starved) as world:
@@ -123,10 +127,12 @@ def test_outputs_in_turn_among_other_calls(arch, ranks, mode, starved):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes", "mode", "starved"),
-    [(2, (150, 200), "lazy", 0), (3, (70, 264), "random", 2), (4, (130, 72), "immediate", 1)],
+    ("ranks", "sizes", "mode", "starved", "arch"),
+    [
+        *in_turn([(3, (70, 264), "random", 2), (4, (130, 72), "immediate", 1)], KINDS),
+        *(pytest.param(2, (150, 200), "lazy", 0, arch, marks=pytest.mark.slow) for arch in KINDS),
+    ],
 )
-@both
 def test_reduced_outputs_in_turn_among_other_calls(arch, ranks, sizes, mode, starved):
     """Owners with few columns, or none; another call's slots are the same."""
     with World(arch, ranks, mode=mode, starved=starved, sms=2) as world:
@@ -188,11 +194,7 @@ def read_the_output(arch, call, seed, starved):
         torch.testing.assert_close(torch.cat(results[-2:]), 2 * outputs[0].tensor)
 
 
-ops = pytest.mark.parametrize("call", ["call", "reduce"])
-
-
-@ops
-@both
+@pytest.mark.parametrize(("call", "arch"), in_turn(["call", "reduce"], KINDS))
 def test_results_are_read_by_the_next_call(arch, call):
     read_the_output(arch, call, 0, 1)
 
@@ -217,7 +219,7 @@ def told_by_every_warp(patch):
         ("call", without_the_last_word),
         ("call", told_by_every_warp),
         ("reduce", without_the_last_word),
-        ("reduce", told_by_every_warp),
+        pytest.param("reduce", told_by_every_warp, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])

@@ -69,7 +69,7 @@ def gradcheck(rank, size, *case):
     assert torch.autograd.gradcheck(*of_whole_operands(rank, size, *case))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck(ranks, op, backend, world):

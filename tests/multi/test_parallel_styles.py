@@ -81,7 +81,7 @@ def llama_matches(rank, size, sequence_parallel, batch, bias, backend):
 @pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_llama(ranks, world, sequence_parallel, batch, bias, backend):
     ranks(world).run(llama_matches, sequence_parallel, batch, bias, backend)
 

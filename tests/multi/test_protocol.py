@@ -100,7 +100,7 @@ def repeats(rank, size, op, backend, calls):
     torch.testing.assert_close(out, alone)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPS)
 def test_200_calls_with_changing_data(ranks, op, backend, world):
@@ -152,7 +152,7 @@ def lengths(case):
     }.get(case.op, {})
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("second", OPS)
 @pytest.mark.parametrize("first", OPS)
 def test_two_calls_in_flight(ranks, first, second, world):
