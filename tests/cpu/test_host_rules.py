@@ -18,6 +18,7 @@ from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
 from overlap_gemm.kernels.orders import OwnShardFirst, TileGrid, WorkList
+from overlap_gemm.kernels.scale_blocks import BLOCKS
 from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
@@ -243,6 +244,15 @@ def test_a_two_shots_owners_have_whole_tiles_and_as_few_as_cover_the_columns(col
     assert shape.is_by_columns and shape.shard % OWNED == 0
     assert shape.shard * world >= columns > (shape.shard - OWNED) * world
     assert ExchangeShape.even(512, columns, world, "reduce_scatter").shard == -(-512 // world)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_a_two_shots_owners_begin_with_a_block_of_scales(blocks):
+    for columns, world in ((264, 2), (384, 2), (400, 3), (4096 + 8, 8)):
+        shape = ExchangeShape.even(512, columns, world, "two_shot", blocks)
+        unit = max(OWNED, blocks[1])
+        assert shape.shard % OWNED == shape.shard % blocks[1] == 0
+        assert shape.shard * world >= columns > (shape.shard - unit) * world
 
 
 @pytest.mark.parametrize("owners", [1, 2, 4])

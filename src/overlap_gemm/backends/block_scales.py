@@ -95,7 +95,10 @@ class Lines:
         return torch.cat([F.pad(part, (0, -part.shape[1] % unit)) for part in lines.split(step, 1)], 1)
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `Layout`; of a matrix without rows, which is not read, one line."""
+        """See `Layout`; of a matrix without rows, which is not read, one line.
+
+        Tiles begin anew with a block (`ExchangeShape.even`), wherever that is.
+        """
         return self._readable(scale if len(scale) else scale.new_zeros(1, scale.shape[1]))
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:

@@ -21,12 +21,14 @@ rank's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, NamedTuple
 
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
 from overlap_gemm.kernels.orders import TileGrid
 from overlap_gemm.kernels.rules import MAX_WORLD as MAX_WORLD
+from overlap_gemm.kernels.scale_blocks import Blocks
 from overlap_gemm.spec import PATTERNS, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
 
@@ -101,10 +103,22 @@ class ExchangeShape:
     pattern: str = "reduce_scatter"
 
     @classmethod
-    def even(cls, rows: int, cols: int, world: int, pattern: str = "reduce_scatter") -> ExchangeShape:
-        """Rows (or columns) cut as ``torch.chunk`` does; where sums return in multiples of `OWNED`."""
+    def even(
+        cls,
+        rows: int,
+        cols: int,
+        world: int,
+        pattern: str = "reduce_scatter",
+        blocks: Blocks | None = None,
+    ) -> ExchangeShape:
+        """Rows (or columns) cut as ``torch.chunk`` does.
+
+        Where sums return, columns in multiples of `OWNED`, and of those that share a scale of ``blocks``: a
+        tile's first column is a block's.
+        """
         spec = PATTERNS[pattern]
-        shard, unit = shard_rows(cols if spec.cut == "columns" else rows, world), OWNED if spec.returns else 1
+        shard = shard_rows(cols if spec.cut == "columns" else rows, world)
+        unit = lcm(OWNED, blocks[1] if blocks else 1) if spec.returns else 1
         return cls(rows, cols, world, ceil_div(shard, unit) * unit, pattern)
 
     @property

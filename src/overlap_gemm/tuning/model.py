@@ -276,7 +276,7 @@ def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
     (rows, _, _), (_, columns, _) = facts.local, facts.extents
     if PATTERNS[pattern].cut == "rows" and facts.shard:
         return ExchangeShape(rows, columns, facts.world, facts.shard, pattern)
-    return ExchangeShape.even(rows, columns, facts.world, pattern)
+    return ExchangeShape.even(rows, columns, facts.world, pattern, facts.blocks)
 
 
 def fused_time(

@@ -165,7 +165,7 @@ def with_pattern(
     if len(patterns_of(facts.op)) == 1 and facts.op == shape.spec.op:
         return shape
     pattern = pattern_of(facts, machine, arch, num_sms)
-    return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern)
+    return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
 
 
 def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
