@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import gc
 import os
 import shutil
 import tempfile
@@ -58,17 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(run.close)
         folder = run.enter_context(folder_of_this_run())
         run.enter_context(pytest.MonkeyPatch.context()).setenv("OVERLAP_GEMM_CACHE_DIR", folder)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: garbage is looked for neither meanwhile nor in it later."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ KINDS = {
         {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},
     ],
 }
+SIMPLE = KINDS["sm_90a"][0]  # the others of its kind say more
 OTHERS = [(arch, kind) for arch, kinds in KINDS.items() for kind in kinds]
 
 
@@ -63,7 +64,16 @@ def test_every_shape(arch, shape):
 
 
 @pytest.mark.parametrize(
-    ("arch", "fields"), OTHERS, ids=[f"{arch}-{'-'.join(map(str, kind.values()))}" for arch, kind in OTHERS]
+    ("arch", "fields"),
+    [
+        pytest.param(
+            arch,
+            kind,
+            id=f"{arch}-{'-'.join(map(str, kind.values()))}",
+            marks=[pytest.mark.slow] if kind == SIMPLE else [],
+        )
+        for arch, kind in OTHERS
+    ],
 )
 def test_every_kernel(arch, fields):
     with sliced(arch, 2, fields=fields, mode="random", seed=1, starved=0) as world:

@@ -26,8 +26,6 @@ WAYS = {
 MODES = {1: "immediate", 2: "lazy", 3: "random"}
 MANY_TILES = 640, 256, 64  # of one CTA: more than the publisher's stages
 
-both = pytest.mark.parametrize("arch", SMALL)
-
 
 def starving(arch, publisher):
     """The publisher's warp runs only when no other can, or all others only when it cannot."""
@@ -35,7 +33,7 @@ def starving(arch, publisher):
     return Schedule(starved=lambda rank, cta, warp: (warp == number) == publisher)
 
 
-@pytest.mark.parametrize("ranks", MODES)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize(("way", "arch"), in_turn(WAYS, SMALL))
 def test_every_op_and_world(arch, way, ranks):
     op, algorithm = WAYS[way]
@@ -77,7 +75,7 @@ def test_lanes_in_any_order(arch, seed):
     )
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_100a", pytest.param("sm_90a", marks=pytest.mark.slow)])
 def test_the_results_are_those_of_the_comm_lane(arch):
     def outs(publisher):
         case = Case("gemm_reduce_scatter", 300, 136, 208, torch.bfloat16)
@@ -103,7 +101,7 @@ def test_calls_with_and_without_take_turns_on_one_workspace(arch, starved):
     )
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_lagging_rank(arch):
     fields = {**SMALL[arch], "publisher": True}
     run("gemm_reduce_scatter", arch, 2, (256, 128, 128), fields, launches=6, num_sms=1, schedule=lagging(1))
