@@ -67,13 +67,6 @@ def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
     )
 
 
-def copy_word(target: Scalar, address: Address) -> None:
-    """Starts to copy 4 bytes of global memory to a shared address (``cp.async``), both aligned so."""
-    cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[Int32(target), Int64(address)]
-    )
-
-
 def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
     """Loads a chunk's four words by one instruction, ``ld.relaxed.sys.global.v4.b32`` for example.
 

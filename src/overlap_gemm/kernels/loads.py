@@ -56,7 +56,7 @@ class JointLoads(NamedTuple):
     """The loads of an operand and of its scales, as one.
 
     Attributes:
-        parts: `OperandLoads` of each, or `blocks.ScaleLoads`.
+        parts: `OperandLoads` of each, or `blocks.SharedBoxes`.
     """
 
     parts: tuple[Any, ...]
