@@ -163,6 +163,18 @@ def test_a_triton_that_does_not_work_is_a_warning(monkeypatch):
     assert quantization._kernels.__wrapped__(torch.device("cuda", 0)) is None  # and nothing is said
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize(("width", "block"), [(259, 128), (145, 32)])
+def test_inductor_writes_a_last_block_that_is_shorter(width, block):
+    x = rows(10, width)
+    torch._dynamo.reset()
+    for call in (torch.compile(quantize_rows), quantize_rows):
+        values, scale = call(x, block=block)
+        scale = scale.double().repeat_interleave(block, 1)[:, :width]
+        error, exact = (values.double() * scale - x.double()).abs(), x.double().abs()
+        assert bool((error <= torch.maximum(2.0**-4 * exact, 2.0**-10 * scale)).all())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_inductor_makes_one_kernel_of_it_and_of_a_norm_in_front():

@@ -8,7 +8,6 @@ results (`backends.quantization`).
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.mx import atoms_of
@@ -83,24 +82,33 @@ def by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: boo
     """Values and scales.
 
     Products with reciprocals, of which there are few, in place of quotients; what is rounded up by that, the
-    conversion rounds down again.
+    conversion rounds down again. A last block that is shorter is by itself: of rows that are filled up, and
+    cut again, Inductor's code for CPUs leaves the end unwritten (torch 2.13).
     """
     unit, width = 1 / torch.finfo(dtype).max, x.shape[-1]
     wide = x.detach().float()
+    parts = [wide.unsqueeze(-2)]
     if block is not None:
-        wide = F.pad(wide, (0, -width % block)).unflatten(-1, (-1, block))
-    else:
-        wide = wide.unsqueeze(-2)
-    most = wide.abs().amax(-1, keepdim=True) if width else wide.new_zeros(*wide.shape[:-1], 1)
+        whole = width - width % block
+        parts = [wide[..., :whole].unflatten(-1, (-1, block))]
+        if whole < width:
+            parts.append(wide[..., whole:].unsqueeze(-2))
+    most = _joined([part.abs().amax(-1) for part in parts]) if width else wide.new_zeros(*x.shape[:-1], 1)
     scale = (most * unit).clamp(min=LEAST_SCALE)
     if power_of_two:
         scale = _up_to_power_of_two(scale)
-    values = (wide * scale.reciprocal()).to(dtype).flatten(-2)[..., :width].contiguous()
-    scale = scale.squeeze(-1)
+    factors = scale.reciprocal().unsqueeze(-1).split([part.shape[-2] for part in parts], -2)
+    quotients = [(part * factor).flatten(-2) for part, factor in zip(parts, factors, strict=True)]
+    values = _joined(quotients).to(dtype).contiguous()
     if block is not None:
         matrix = scale.reshape(-1, scale.shape[-1])
         scale = along_rows(matrix)[: matrix.shape[0]].reshape(scale.shape)
     return values, scale
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Along the last dimension."""
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
