@@ -265,7 +265,7 @@ def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The unsharded tensor behind a DTensor, of FSDP for one; any other as it is. Collective."""
+    """The whole tensor of a DTensor, for example of FSDP; any other as it is. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
