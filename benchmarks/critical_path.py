@@ -21,8 +21,8 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
+from cute_emulator.execution.scheduler import Scheduler
 from cute_emulator.instructions.emit import BLOCK
-from cute_emulator.run.scheduler import Scheduler
 from overlap_gemm.backends.symmetric_output import (
     gemm_all_gather_into,
     gemm_all_reduce_into,

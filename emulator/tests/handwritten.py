@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.conformance.kernel import REGISTERS, aligned, launch, module
-from cute_emulator.run.launch import Machine
+from cute_emulator.execution.launch import Machine
 
 __all__ = ["LANE_OUT", "REGISTERS", "aligned", "launch", "machine", "module", "per_lane", "run"]
 

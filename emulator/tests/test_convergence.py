@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cute_emulator.errors import Deadlock
-from cute_emulator.run.scheduler import Schedule
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.settings import Setting
 
 from .handwritten import aligned, run

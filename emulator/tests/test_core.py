@@ -10,8 +10,8 @@ from cute_emulator.errors import (
     MemoryFault,
     UnsupportedInstruction,
 )
-from cute_emulator.run.launch import Machine
-from cute_emulator.run.scheduler import Schedule
+from cute_emulator.execution.launch import Machine
+from cute_emulator.execution.scheduler import Schedule
 
 from .handwritten import LANE_OUT, launch, machine, module, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_emulator.errors import Deadlock, MemoryFault
-from cute_emulator.run.scheduler import Schedule, Scheduler
+from cute_emulator.execution.scheduler import Schedule, Scheduler
 
 from .handwritten import aligned, launch, machine, module, run
 

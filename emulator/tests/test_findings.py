@@ -9,12 +9,12 @@ import torch
 
 from cute_emulator import errors
 from cute_emulator.errors import EmulatorError, KernelTrap, MemoryFault
+from cute_emulator.execution.launch import Machine
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.machine.checks import CHECKS
 from cute_emulator.machine.memory import Named
 from cute_emulator.machine.roles import parse_roles
 from cute_emulator.ptx.shared_names import Part, View, as_comment, name
-from cute_emulator.run.launch import Machine
 from cute_emulator.source import excerpt
 from cute_emulator.testing import emulator_command
 from cute_emulator.trace import Trace

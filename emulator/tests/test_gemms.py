@@ -6,9 +6,9 @@ import cutlass
 import pytest
 import torch
 
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.numbers import formats
-from cute_emulator.run.scheduler import Schedule
 from cute_emulator.units import smem_desc
 
 from .kernels import build

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cute_emulator.errors import Deadlock, KernelTrap
+from cute_emulator.execution.launch import Machine
 from cute_emulator.machine.inject import StoreFault
-from cute_emulator.run.launch import Machine
 from cute_emulator.units.tma_encode import encode_tiled
 
 from .handwritten import aligned, launch, module

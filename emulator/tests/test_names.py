@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cute_emulator.errors import EmulatorError, UnsupportedInstruction
+from cute_emulator.execution.launch import Launch
 from cute_emulator.ptx.parse import PtxSyntaxError, parse
-from cute_emulator.run.launch import Launch
 
 from .handwritten import REGISTERS, machine, module, per_lane, run
 

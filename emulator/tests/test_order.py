@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from cute_emulator.execution.launch import Machine
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.machine.asyncq import MODES
-from cute_emulator.run.launch import Machine
-from cute_emulator.run.scheduler import Schedule
 
 from .handwritten import aligned, launch, module
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from cute_emulator.run.launch import Machine
+from cute_emulator.execution.launch import Machine
 
 from .handwritten import aligned, launch, module
 from .test_order import MODES, RIGHT, WRONG, exchange

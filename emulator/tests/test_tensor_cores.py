@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cute_emulator.execution.launch import Machine
 from cute_emulator.numbers import formats
 from cute_emulator.numbers.tensor_cores import HOPPER, Width, aligned_sum
-from cute_emulator.run.launch import Machine
 from cute_emulator.units.wgmma import Wgmma
 
 MEASURED = np.load(Path(__file__).parent / "data" / "wgmma-h200.npz")

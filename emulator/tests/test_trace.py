@@ -5,9 +5,9 @@ import json
 import pytest
 
 from cute_emulator.errors import Deadlock
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.machine.clocks import BYTES, ISSUE, LATENCY
-from cute_emulator.run.scheduler import Schedule
 from cute_emulator.trace import Trace
 
 from .handwritten import aligned, launch, machine, module, run

@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError, FindingsError, Schedule, mutate
-from cute_emulator.run.grid import Grid
+from cute_emulator.execution.grid import Grid
 from overlap_gemm.kernels.build import compile_kernel, make_kernel
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.runtime.agree import DisagreementError

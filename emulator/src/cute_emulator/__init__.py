@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cute_emulator.errors import EmulatorError, Finding, Report
+    from cute_emulator.execution.scheduler import Schedule
     from cute_emulator.host.emulator import Emulator, FindingsError
     from cute_emulator.host.memory import Symmetric, poison_
-    from cute_emulator.run.scheduler import Schedule
 
 __version__ = "0.1.0"
 
-HOMES = ("errors", "host.emulator", "host.memory", "run.scheduler")
+HOMES = ("errors", "host.emulator", "host.memory", "execution.scheduler")
 """The modules that the public names come from."""
 
 __all__ = [

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.execution.launch import SM_COUNT
 from cute_emulator.host.replace import environment
 from cute_emulator.machine.checks import OPTIONAL_CHECKS
-from cute_emulator.run.launch import SM_COUNT
 
 # Their arguments and options.
 Script = Annotated[str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.machine.asyncq import MODES
 from cute_emulator.machine.checks import CHECKS, STRICT_CHECKS
-from cute_emulator.run.scheduler import Schedule
 
 SCHEDULES = "round_robin, shuffled, starve:RANK, starve:warp:NUMBER, starve:cta:NUMBER"
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.execution.launch import Launch, Machine
+from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS
-from cute_emulator.run.launch import Launch, Machine
-from cute_emulator.run.scheduler import Schedule
 
 REGISTERS = (
     ".reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<64>; .reg .b64 %d<32>; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 
-from cute_emulator.run.launch import Launch
+from cute_emulator.execution.launch import Launch
 
 CHUNK = 16
 """Bytes that a lane copies at a time."""

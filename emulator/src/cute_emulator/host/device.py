@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.execution.grid import max_smem
 from cute_emulator.machine.residency import (
     CTAS_PER_SM,
     REGISTERS_PER_SM,
@@ -13,7 +14,6 @@ from cute_emulator.machine.residency import (
     THREADS_PER_SM,
 )
 from cute_emulator.machine.window import SMEM_BASE
-from cute_emulator.run.grid import max_smem
 
 L2_BYTES = 126 << 20
 ALIGNMENT = 256

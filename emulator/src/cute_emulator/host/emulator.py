@@ -14,6 +14,7 @@ import torch
 
 from cute_emulator import clients
 from cute_emulator.errors import EmulatorError, Report
+from cute_emulator.execution.launch import Launch, Machine
 from cute_emulator.host import nvshmem
 from cute_emulator.host.copies import copy_launch
 from cute_emulator.host.device import DeviceProperties
@@ -27,7 +28,6 @@ from cute_emulator.host.registry import ARGUMENT, Registry
 from cute_emulator.machine.asyncq import Mode
 from cute_emulator.machine.inject import Faults
 from cute_emulator.machine.streams import StreamEvent
-from cute_emulator.run.launch import Launch, Machine
 
 
 class FindingsError(EmulatorError):
@@ -78,7 +78,7 @@ class Emulator:
             and puts and signals travel over an emulated network (`cute_emulator.host.network`).
         collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
         rewrite: Changes the PTX of each launch before it runs (`cute_emulator.mutate`).
-        options: Further options of the machine, see `cute_emulator.run.launch.Machine`.
+        options: Further options of the machine, see `cute_emulator.execution.launch.Machine`.
 
     Attributes:
         machine: The machine behind it.

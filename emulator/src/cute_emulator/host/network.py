@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.execution.launch import Machine
 from cute_emulator.instructions.emit import BLOCK_RESULT
 from cute_emulator.machine.asyncq import Event
 from cute_emulator.machine.warp import Group
 from cute_emulator.machine.watching import notify
 from cute_emulator.numbers.lanes import lane_list
-from cute_emulator.run.launch import Machine
 
 _FUNCTION = re.compile(r"\.func\b[^;{]*?\b_Z(\d+)(nvshmemi_transfer_\w+)\s*\(([^)]*)\)")
 _PUT_SIGNAL_NBI = re.compile(r"\.func\b[^;{]*?\bnvshmemx?_\w+_put_signal_nbi")

@@ -26,13 +26,13 @@ from cute_emulator.numbers.lanes import lane_list
 
 if TYPE_CHECKING:
     from cute_emulator.errors import Report
+    from cute_emulator.execution.grid import Grid
     from cute_emulator.machine.barrier import CountBarrier, MBarrier, Waiters
     from cute_emulator.machine.clocks import Clocks
     from cute_emulator.machine.memory import GlobalMemory
     from cute_emulator.machine.visibility import HeldStores
     from cute_emulator.machine.warp import Cta, Group, Warp
     from cute_emulator.ptx.ir import Instruction
-    from cute_emulator.run.grid import Grid
 
 _AWAIT = {
     "load": "wait at its mbarrier before the end",

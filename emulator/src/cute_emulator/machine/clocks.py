@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cute_emulator.execution.grid import Grid
     from cute_emulator.machine.asyncq import Event
     from cute_emulator.machine.warp import Warp
-    from cute_emulator.run.grid import Grid
 
 Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 

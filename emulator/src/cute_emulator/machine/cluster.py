@@ -14,8 +14,8 @@ from cute_emulator.machine.warp import Cta
 from cute_emulator.machine.window import CTA_WINDOW, WINDOW
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.grid import Grid
     from cute_emulator.machine.warp import Group, Warp
-    from cute_emulator.run.grid import Grid
 
 
 class Cluster:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.scheduler import Scheduler
     from cute_emulator.machine.memory import Allocation
     from cute_emulator.machine.warp import Group, Warp
-    from cute_emulator.run.scheduler import Scheduler
 
 ACTIONS = ("drop", "delay", "duplicate")
 KINDS = ("store", "flag", "copy", "load")

@@ -19,8 +19,8 @@ from cute_emulator.machine.pools import Columns
 from cute_emulator.machine.window import SMEM_BASE
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.grid import Grid
     from cute_emulator.ptx.ir import Function
-    from cute_emulator.run.grid import Grid
 
 CTAS_PER_SM = 32
 THREADS_PER_SM = 2048

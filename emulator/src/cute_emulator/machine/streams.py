@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from cute_emulator.machine.order import History
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.grid import Grid
+    from cute_emulator.execution.launch import Launch
     from cute_emulator.machine.checks import Checks
-    from cute_emulator.run.grid import Grid
-    from cute_emulator.run.launch import Launch
 
 Stream = tuple[int, int]  # rank, handle
 

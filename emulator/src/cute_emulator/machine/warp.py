@@ -27,10 +27,10 @@ from cute_emulator.ptx.shared_names import name
 from cute_emulator.units.tcgen05 import TMEM_COLUMNS, TMEM_LANES
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.grid import Grid
     from cute_emulator.machine.cluster import Cluster
     from cute_emulator.machine.order import Agent
     from cute_emulator.machine.pools import Columns, Registers
-    from cute_emulator.run.grid import Grid
 
 
 class Group:

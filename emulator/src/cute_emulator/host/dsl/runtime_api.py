@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.execution.launch import Dim3
 from cute_emulator.host.device import DeviceProperties
 from cute_emulator.host.dsl.capture import ptx_of
 from cute_emulator.machine.residency import Footprint
 from cute_emulator.ptx.parse import entry_params
-from cute_emulator.run.launch import Dim3
 from cute_emulator.translate.program import program
 from cute_emulator.units.tma_encode import encode_tiled
 

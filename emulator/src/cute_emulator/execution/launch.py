@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cute_emulator.errors import KINDS, Report
+from cute_emulator.execution.grid import Grid, bank
+from cute_emulator.execution.scheduler import Schedule, Scheduler
 from cute_emulator.machine.asyncq import AsyncEngine
 from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS, Checks
 from cute_emulator.machine.memory import CONST, GlobalMemory
@@ -20,8 +22,6 @@ from cute_emulator.machine.roles import Roles, role_of
 from cute_emulator.machine.stale import OldValues
 from cute_emulator.machine.streams import StreamEvent, Streams
 from cute_emulator.machine.visibility import HeldStores
-from cute_emulator.run.grid import Grid, bank
-from cute_emulator.run.scheduler import Schedule, Scheduler
 from cute_emulator.translate.coverage import coverage
 from cute_emulator.translate.program import Program, program
 

@@ -17,9 +17,9 @@ from cute_emulator.machine.warp import Cta, _joined
 from cute_emulator.machine.window import SMEM_BASE
 
 if TYPE_CHECKING:
+    from cute_emulator.execution.launch import Launch, Machine
+    from cute_emulator.execution.scheduler import Scheduler
     from cute_emulator.machine.residency import Residency
-    from cute_emulator.run.launch import Launch, Machine
-    from cute_emulator.run.scheduler import Scheduler
     from cute_emulator.translate.program import Program
 
 
