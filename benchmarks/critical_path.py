@@ -23,11 +23,6 @@ import overlap_gemm
 from cute_emulator import Emulator
 from cute_emulator.execution.scheduler import Scheduler
 from cute_emulator.instructions.emit import BLOCK
-from overlap_gemm.backends.symmetric_output import (
-    gemm_all_gather_into,
-    gemm_all_reduce_into,
-    symmetric_output,
-)
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.tuning.settings import configured
@@ -51,13 +46,9 @@ OPS: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
 PUBLISHED = [name for name in OPS if not name.startswith("AG-GEMM")]
 """Those whose tiles have flags."""
 
-INTO = {"gemm_all_gather": gemm_all_gather_into, "gemm_all_reduce": gemm_all_reduce_into}
-"""How an op is called whose output is symmetric."""
-
 OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "publisher": (PUBLISHED, {"publisher": True}),
     "own last": (["GEMM-RS", "GEMM-AR two-shot"], {"own_last": True}),
-    "symmetric": (["GEMM-AR two-shot", "GEMM-AG"], {"into": True}),
 }
 """What is not the default: of which ops, and how it is asked for."""
 
@@ -239,10 +230,9 @@ def call(
     name: str,
     listener: Callable[[Any, str], None],
     ranks: int = RANKS,
-    into: bool = False,
     **fields: Any,
 ) -> None:
-    """Calls an op on all ranks, perhaps ``into`` a symmetric output; tells ``listener`` what they execute."""
+    """Calls an op on all ranks; tells ``listener`` what they execute."""
     op, (m, n, k), ways = OPS[name]
     case, layout = Case(op, m, n, k, torch.bfloat16, bias=False), LAYOUTS[op]
     given = operands(case)
@@ -256,9 +246,6 @@ def call(
         for rank, group in enumerate(world.names):
             x = layout.part(given.x, layout.x, rank, ranks)
             weight = layout.part(given.weight, layout.weight, rank, ranks)
-            if into:
-                INTO[op](symmetric_output(m, n, x.dtype, group=group), x, weight)
-                continue
             getattr(overlap_gemm, op)(x, weight, group=group, backend="fused", **lengths)
         world.synchronize()
 

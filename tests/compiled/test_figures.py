@@ -14,7 +14,6 @@ from overlap_gemm.cli.compile_check import (
     KERNELS,
     OWN_LAST,
     PUBLISHER,
-    SYMMETRIC,
     check,
     checked_configs,
     figures_of,
@@ -29,7 +28,7 @@ CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in c
 QUICK = ["sm_90a_pingpong_128x128_c1x1_bf16", "sm_90a_cooperative_128x256_c1x1_bf16"]
 QUICK += ["sm_100a_1cta_128x256_c1x1_bf16", "sm_100a_2cta_256x256_c2x1_bf16"]
 BLOCKED = [f"sm_90a_cooperative_128x128_c2x1_e4m3_obf16_sbf16_b1x{size}x{size}" for size in (128, 32)]
-OPTIONAL = (*OWN_LAST, *PUBLISHER, *SYMMETRIC)
+OPTIONAL = (*OWN_LAST, *PUBLISHER)
 PROMOTING = [name for name, config in CONFIGS.items() if config.promotes]
 SLACK = 1.03  # instructions: small changes of no consequence
 

@@ -81,19 +81,6 @@ def compiled_gather(
     return _from_cache(executor, (config, "gather", push, keep, puts, cooperative, sliced), build, puts=False)
 
 
-def compiled_symmetric(executor: Executor, config: GemmConfig, world: int, pattern: str) -> Any:
-    """The kernel of a configuration and an exchange into symmetric outputs of ``world`` ranks."""
-
-    def build() -> Any:
-        from ..kernels.build import compile_kernel, make_symmetric_kernel
-        from ..transports import PeerBulk
-
-        return compile_kernel(make_symmetric_kernel(config, PeerBulk(), world, pattern, cooperative), OPTIONS)
-
-    cooperative = _is_cooperative(executor, config, relayed=False)
-    return _from_cache(executor, (config, "symmetric", pattern, world, cooperative), build, puts=False)
-
-
 def compiled_relay(executor: Executor) -> Any:
     """The relay kernel alongside any GEMM (`kernels.relay`)."""
 

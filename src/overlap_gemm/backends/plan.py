@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -117,8 +116,6 @@ class Plan:
         gate: the compiled kernel (`kernels.gate`) that waits for a shard, and that ends a call of several
             products of which one could not be launched.
         signature: what the ranks' calls have in common (`runtime.identity`).
-        into: the symmetric output (`symmetric_output.SymmetricOutput`) to which all ranks store; None: the
-            result is any memory of the caller's.
     """
 
     executor: Executor
@@ -131,23 +128,13 @@ class Plan:
     travel: Travel | None = None
     gate: Any = None
     signature: int = 0
-    into: Any = None
 
     @property
     def is_open(self) -> bool:
         """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
         if not self.executor.is_open:
             return False
-        for workspace in self._workspaces:  # noqa: SIM110 (asked in every call; `all` enters more functions)
-            if not workspace.is_open:
-                return False
-        return True
-
-    @cached_property
-    def _workspaces(self) -> tuple[Workspace, ...]:
-        """What a call needs, and a graph that has captured it."""
-        held = (self.workspace, None if self.into is None else self.into.workspace)
-        return tuple(workspace for workspace in held if workspace is not None)
+        return self.workspace is None or self.workspace.is_open
 
     @property
     def steps(self) -> tuple[int | None, int | None]:
@@ -203,8 +190,7 @@ class Plan:
         workspace, order = self.workspace, self.executor.order
         assert workspace is not None, "a group of one exchanges nothing"
         if order.follow(stream):
-            for held in self._workspaces:
-                held.captured = True
+            workspace.captured = True
         signature = after_skipped(self.signature, workspace.group.progress.skipped)
         return self.exchange.of_call(order.next_call(), signature)
 
@@ -219,10 +205,6 @@ class Plan:
         """Launches the products; returns why not all of them. A call of which one was launched is ended."""
         assert self.workspace is not None
         given, last = exchange, len(self.products) - 1
-        if self.into is not None:
-            from ..kernels.symmetric_output import SymmetricOutputs  # which the DSL is loaded with
-
-            given = SymmetricOutputs(exchange, self.into.addresses)
         if self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
             given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat)

@@ -184,13 +184,13 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
     )
 
 
-def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str, **more: Any) -> int:
-    """Of a call: sizes, all by which a receiver finds an element of a tile that another rank sent, and more.
+def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> int:
+    """Of a call: sizes, all by which a receiver finds an element of a tile that another rank sent.
 
     Not the operands' majors, K or whether there is a bias: these are a rank's own.
     """
     facts = vars(shape) | {name: getattr(config, name) for name in WIRE}
-    return call_signature(shape.spec.op, **facts, transport=transport, **more)
+    return call_signature(shape.spec.op, **facts, transport=transport)
 
 
 def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:

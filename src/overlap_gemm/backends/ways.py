@@ -69,17 +69,9 @@ class Way:
 
     def tiles_class(self, config: GemmConfig, shape: ExchangeShape) -> SizeClass:
         """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
-        return self._class(shape.num_flags(config), shape.buffer_bytes(config))
-
-    @property
-    def calls_class(self) -> SizeClass:
-        """That of calls that need flags of whole calls alone, and no slots."""
-        return self._class(0, 0)
-
-    def _class(self, flags: int, nbytes: int) -> SizeClass:
-        flags = slots_offset(power_of_two(max(flags, SMALLEST_FLAGS)))
-        buffer, kind = power_of_two(max(nbytes, SMALLEST_BUFFER)), self.kind or "slots"
-        return SizeClass(flags, buffer, self.buffers, self.staging, kind, filled=self.filled)
+        flags = slots_offset(power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS)))
+        buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
+        return SizeClass(flags, buffer, self.buffers, self.staging, self.kind or "slots", filled=self.filled)
 
     def shards_class(self, nbytes: int) -> SizeClass:
         """The smallest class of workspace that holds a gather buffer of so many bytes: one buffer for all."""

@@ -27,13 +27,11 @@ ARCHS = ("sm_90a", "sm_100a")
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
 SLICED = f"{ALL_GATHER_GEMM.label} in slices"
-SYMMETRIC = {f"{p.label} symmetric": name for name, p in PATTERNS.items() if p.into}
-SYMMETRIC_WORLD = 8
 OWN_LAST = {f"{p.label} own last": name for name, p in PATTERNS.items() if p.cut and not p.to_all}
 PUBLISHER = {f"{p.label} publisher": name for name, p in PATTERNS.items() if p.cut == "columns"}
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *SYMMETRIC, *OWN_LAST, *PUBLISHER)
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *OWN_LAST, *PUBLISHER)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards, or send slices of K, or store in `SYMMETRIC_WORLD` outputs, or how
+whether its warps send and keep shards, or send slices of K, or how
 tiles are exchanged by options that are not the default.
 """
 
@@ -61,7 +59,7 @@ class Checked:
 
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration and applies the lint rules to its text, code and assembler's report."""
-    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel, make_symmetric_kernel
+    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel
     from ..transports import LL, PeerBulk
 
     if op in GATHERS:
@@ -69,9 +67,6 @@ def check(config: GemmConfig, op: str) -> Checked:
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
     elif op == SLICED:
         kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
-    elif op in SYMMETRIC:
-        summing = replace(config, own_last=PATTERNS[SYMMETRIC[op]].returns)
-        kernel = make_symmetric_kernel(summing, PeerBulk(), SYMMETRIC_WORLD, SYMMETRIC[op])
     elif op in OWN_LAST:
         kernel = make_kernel(replace(config, own_last=True), PeerBulk(), pattern=OWN_LAST[op])
     elif op in PUBLISHER:
@@ -90,15 +85,14 @@ def check(config: GemmConfig, op: str) -> Checked:
 def takes(config: GemmConfig, op: str) -> bool:
     """Whether there is such a kernel.
 
-    By slices, or into symmetric outputs, operands have no scales. What is its own flag is neither published
+    By slices operands have no scales. What is its own flag is neither published
     nor summed by the epilogue.
     """
-    if (config.visits_rows or config.blocks) and op in (SLICED, *SYMMETRIC):
+    if (config.visits_rows or config.blocks) and op == SLICED:
         return False
     if op in GATHERS and not config.gathers_rows:
         return False
-    summed = op in OWN_LAST or (op in SYMMETRIC and PATTERNS[SYMMETRIC[op]].returns)
-    return not (config.is_swap_ab and (summed or op in PUBLISHER))
+    return not (config.is_swap_ab and op in (*OWN_LAST, *PUBLISHER))
 
 
 def figures_of(checked: Checked) -> dict[str, int]:

@@ -61,7 +61,6 @@ from overlap_gemm.kernels.relay import Relay
 from overlap_gemm.kernels.rules import PROMOTED_VALUES
 from overlap_gemm.kernels.scale_blocks import MX, NUM_MATRICES, Blocks
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
-from overlap_gemm.kernels.symmetric_output import SymmetricAllReduce, SymmetricGather, SymmetricOutputs
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports.base import Transport
 
@@ -118,27 +117,6 @@ def make_gather_kernel(
     return FusedGemm(_mainloop(config), op, cooperative)
 
 
-def make_symmetric_kernel(
-    config: GemmConfig,
-    transport: Transport,
-    world: int,
-    pattern: str,
-    cooperative: bool = False,
-) -> FusedGemm:
-    """Composes an op's kernel into outputs that are symmetric; its ``exchange``: `SymmetricOutputs`.
-
-    Args:
-        config: compile-time choices; where sums are stored, with ``own_last``.
-        transport: raises flags at peers, and sends them partials.
-        world: ranks.
-        pattern: one that there is such a kernel of (`PatternSpec.into`).
-        cooperative: as for `make_kernel`.
-    """
-    into = PATTERNS[pattern].into
-    assert into is not None, f"{pattern} has no kernel into symmetric outputs"
-    return FusedGemm(_mainloop(config), _named(into)(config, transport, world), cooperative)
-
-
 def _mainloop(config: GemmConfig) -> Mainloop:
     mainloop: Mainloop = _named(config.on.mainloop)(config)
     return mainloop
@@ -182,8 +160,6 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather | SlicedGather):
         exchange = _fake_gathering(cfg, isinstance(kernel.op, AllGather) and kernel.op.keep)
-    if isinstance(kernel.op, SymmetricGather | SymmetricAllReduce):
-        exchange = SymmetricOutputs(_fake_exchange(), (Int64(0),) * kernel.op.world)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtypes[1], cfg.b_major == "k"),

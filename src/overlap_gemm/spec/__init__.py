@@ -13,7 +13,7 @@ from .ops import (
     op_coded,
     op_named,
 )
-from .pattern import PATTERNS, PatternSpec, pattern_into, patterns_of
+from .pattern import PATTERNS, PatternSpec, patterns_of
 from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "TransportSpec",
     "op_coded",
     "op_named",
-    "pattern_into",
     "patterns_of",
     "transports_of",
 ]

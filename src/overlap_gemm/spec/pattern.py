@@ -18,7 +18,6 @@ class PatternSpec:
         to_all: Whether each tile goes to every rank; else to its owner.
         returns: Whether owners send their sums on to every rank.
         kernel: Module and class of its half of the kernel (`kernels.surface.KernelOp`).
-        into: The same where every rank's output is symmetric memory, and is stored to by all; None: none.
     """
 
     name: str
@@ -27,7 +26,6 @@ class PatternSpec:
     to_all: bool
     returns: bool
     kernel: str
-    into: str | None = None
 
     @property
     def spec(self) -> OpSpec:
@@ -55,12 +53,10 @@ PATTERNS = {
         PatternSpec(
             "two_shot", "gemm_all_reduce", cut="columns", to_all=False, returns=True,
             kernel="overlap_gemm.kernels.all_reduce:TwoShot",
-            into="overlap_gemm.kernels.symmetric_output:SymmetricAllReduce",
         ),
         PatternSpec(
             "output_gather", "gemm_all_gather", cut="columns", to_all=True, returns=False,
             kernel="overlap_gemm.kernels.output_gather:OutputGather",
-            into="overlap_gemm.kernels.symmetric_output:SymmetricGather",
         ),
         PatternSpec(
             "input_gather", "all_gather_gemm", cut="rows", to_all=True, returns=False,
@@ -74,9 +70,3 @@ PATTERNS = {
 def patterns_of(op: str) -> tuple[str, ...]:
     """Names of the patterns that carry out an op."""
     return tuple(name for name, pattern in PATTERNS.items() if pattern.op == op)
-
-
-def pattern_into(op: str) -> str:
-    """Name of the pattern of an op that has a kernel into symmetric outputs."""
-    [pattern] = (name for name in patterns_of(op) if PATTERNS[name].into)
-    return pattern
