@@ -182,7 +182,7 @@ def test_ranks_can_compare_their_constants():
     assert replace(machine, link_rate=machine.link_rate + 1).digest != machine.digest
 
 
-@pytest.mark.parametrize("name", ["h200", "b200"])
+@pytest.mark.parametrize("name", ["h200", "h100", "b200"])
 def test_a_machine_survives_its_file(name, tmp_path):
     machine = load(name)
     save(machine, tmp_path / "again.json")
@@ -195,7 +195,7 @@ def test_a_machine_survives_its_file(name, tmp_path):
     save(again, tmp_path / "again.json")
     assert load(str(tmp_path / "again.json")).digest == again.digest
     text = (tmp_path / "again.json").read_text()
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 150
     assert max(map(len, text.splitlines())) < 200
 
 

@@ -158,10 +158,7 @@ def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
 @pytest.mark.parametrize(
     ("device", "words"),
     [
-        (
-            ("sm_90a", "NVIDIA H100 80GB HBM3"),
-            "on NVIDIA H100 80GB HBM3, and those of NVIDIA H200 (measured)",
-        ),
+        (("sm_90a", "NVIDIA H100 PCIe"), "on NVIDIA H100 PCIe, and those of NVIDIA H200 (measured)"),
         (("sm_90a", "NVIDIA GH200 480GB"), "on NVIDIA GH200 480GB, and those of NVIDIA H200 (measured)"),
         (("sm_90a", "NVIDIA H20"), "on NVIDIA H20, and those of NVIDIA H200 (measured)"),
         (("sm_100a", "NVIDIA B200"), "on NVIDIA B200, and those of NVIDIA B200 (expected)"),
@@ -183,19 +180,20 @@ def test_where_no_constants_were_measured_auto_takes_torchs_way_and_says_so(op, 
 
 def test_constants_of_a_devices_own_name_decide():
     assert why_untimed("sm_90a", "NVIDIA H200") is None
+    assert why_untimed("sm_90a", "NVIDIA H100 80GB HBM3") is None
     assert "have not been measured on NVIDIA H200 NVL" in why_untimed("sm_90a", "NVIDIA H200 NVL")
 
 
 def test_what_tune_measured_on_a_device_decides_there(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.platformdirs, "user_config_dir", lambda name: str(tmp_path / name))
     machine_for.cache_clear()
-    h100 = "NVIDIA H100 80GB HBM3"
-    assert machine_for("sm_90a", h100).name == "NVIDIA H200" and why_untimed("sm_90a", h100)
-    machine.save(replace(load("h200"), name=h100, mma_rate=1e14), machine.user_file(h100))
+    h20 = "NVIDIA H20"
+    assert machine_for("sm_90a", h20).name == "NVIDIA H200" and why_untimed("sm_90a", h20)
+    machine.save(replace(load("h200"), name=h20, mma_rate=1e14), machine.user_file(h20))
     machine_for.cache_clear()
-    assert machine_for("sm_90a", h100).mma_rate == 1e14 and why_untimed("sm_90a", h100) is None
+    assert machine_for("sm_90a", h20).mma_rate == 1e14 and why_untimed("sm_90a", h20) is None
     assert machine_for("sm_90a", "NVIDIA H200").mma_rate == load("h200").mma_rate, "of another device"
-    assert why_untimed("sm_90a", "NVIDIA H20")
+    assert why_untimed("sm_90a", "NVIDIA GH200 480GB")
     machine_for.cache_clear()
 
 

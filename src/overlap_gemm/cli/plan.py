@@ -40,7 +40,8 @@ def plan(
     ] = "bfloat16",
     block: BlockOption = None,
     machine: Annotated[
-        str | None, typer.Option(help="Constants: a file of `tune`, or h200, b200. [default: the arch's]")
+        str | None,
+        typer.Option(help="Constants: a file of `tune`, or h200, h100, b200. [default: the arch's]"),
     ] = None,
 ) -> None:
     """Predict the time of every way to carry out an op, and say which is taken and what bounds it.

@@ -82,14 +82,11 @@ def tune(
         console.print(f"{time.perf_counter() - started:6.1f} s  {line}")
 
     found = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
-    facts, provenance = describe(world), dict(found.provenance)
-    if device != base.name:
-        provenance |= dict.fromkeys(
-            ("bytes_rate", "promoted_rate", "blocks_rate"), f"expected: {base.name}'s"
-        )
+    facts = describe(world)
     found = replace(
         found,
-        provenance=provenance,
+        provenance=_provenance(base, found, device),
+        driver=base.driver if base.name == device else {},
         name=device,
         archs=(arch, *(other for other in base.archs if other != arch)),
         source="measured",
@@ -104,6 +101,14 @@ def tune(
     console.print(f"wrote {file}")
     if out is not None or os.environ.get(MACHINE_VARIABLE):
         console.print(f"to use it: {MACHINE_VARIABLE}={file}")
+
+
+def _provenance(base: Machine, found: Machine, device: str) -> dict[str, str]:
+    """Where the constants are from that were not measured: those of 8 bits as ratios to 16-bit rates."""
+    kept = {name: why for name, why in base.provenance.items() if getattr(found, name) == getattr(base, name)}
+    if device != base.name:
+        kept |= dict.fromkeys(("bytes_rate", "promoted_rate", "blocks_rate"), f"scaled: {base.name}'s ratio")
+    return kept
 
 
 def changes(base: Machine, found: Machine) -> Table:

@@ -1,11 +1,13 @@
 """The constants of a machine that the model computes with: measured once (`overlap-gemm tune`) or expected.
 
-A machine's file is JSON with the fields of `Machine`. The package ships one for H200 and one for B200
-(`machines/`); `tune` writes one into the user's configuration folder, named by its device, which goes before
-the shipped ones; `OVERLAP_GEMM_MACHINE`, a path or the name of a shipped file, goes before both.
+A machine's file is JSON with the fields of `Machine`. The package ships those of H200 and H100, and expected
+ones of B200 (`machines/`); `tune` writes one into the user's configuration folder, named by its device, which
+goes before the shipped ones; `OVERLAP_GEMM_MACHINE`, a path or the name of a shipped file, goes before both.
 
-Constants belong to a device's name. A kernel's tile may be chosen by those of another device of the same
-architecture; that a kernel of ours is faster than torch's way may not be said by them (`why_untimed`).
+Constants belong to a device's name. For another name they are scaled from those of a measured device of its
+architecture by what the driver states of both (`scaled`): a prior, by which candidates are proposed and
+measured (`backends.autotuning`). That a kernel of ours is faster than torch's way may not be concluded from
+it without a measurement (`why_untimed`).
 
 All ranks of a group must choose with the same constants: compare `Machine.digest`.
 """
@@ -17,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +30,7 @@ import torch
 from ..kernels.arch import arch_of_capability
 from ..kernels.naming import blocks_name
 from ..kernels.scale_blocks import PROMOTED, Blocks, in_words
+from .driver import DriverFacts, driver_facts
 
 MACHINE_VARIABLE = "OVERLAP_GEMM_MACHINE"
 SHIPPED = Path(__file__).with_name("machines")
@@ -44,7 +47,8 @@ class Machine:
         name: The device, e.g. ``"NVIDIA H200"``.
         archs: Targets it stands for; the first is its own.
         sms: SMs of the whole device, to which `mma_rate` belongs.
-        source: ``"measured"``, or ``"expected"`` where no such device has been measured.
+        source: ``"measured"``; ``"scaled"`` from a measured device of the architecture; ``"expected"`` where
+            none has been measured.
         version: Of this package that wrote the file.
         date: When, ISO 8601.
         mma_rate: FLOP/s of the best kernel on a large product, 16-bit operands.
@@ -89,12 +93,14 @@ class Machine:
         provenance: Field -> where its number is from, of those that `tune` does not measure.
         one_wave: The same as `efficiency` where a call's tiles all run at once, of kernels of which that was
             measured: then they share what they load in the L2 without being told to, and draw no more power.
+        driver: Fields of `driver.DriverFacts` -> what the driver states of such a device; empty where that
+            is not recorded.
     """
 
     name: str
     archs: tuple[str, ...]
     sms: int
-    source: Literal["measured", "expected"]
+    source: Literal["measured", "scaled", "expected"]
     version: str
     date: str
     mma_rate: float
@@ -130,12 +136,10 @@ class Machine:
     blocks_rate: float
     provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
+    driver: Mapping[str, float] = field(default_factory=dict)
 
     def is_of(self, device: str) -> bool:
-        """Whether these are the measured constants of devices of that name.
-
-        H100, H20 and GH200 have H200's architecture, and other clocks, memory and links.
-        """
+        """Returns whether these are the measured constants of devices of that name."""
         return self.source == "measured" and self.name == device
 
     def why_untimed_bytes(self, blocks: Blocks | None = None) -> str | None:
@@ -145,7 +149,7 @@ class Machine:
         """
         if blocks != PROMOTED[0] and (reason := self.why_as_rows(blocks)):
             return reason
-        if self.provenance["bytes_rate"].startswith("expected"):
+        if self.source == "expected":
             return f"products of 8-bit operands have not been timed on {self.name}"
         return None
 
@@ -247,13 +251,24 @@ def user_file(device: str) -> Path:
     return Path(platformdirs.user_config_dir("overlap-gemm")) / "machines" / f"{stem}.json"
 
 
+SOURCES = ("h200", "h100", "b200")
+"""Shipped files: the first of an architecture stands for devices without a name of their own, as emulated."""
+
+TENSOR_PEAKS = {"NVIDIA H20": 148e12}
+"""Published peaks (FLOP/s, 16 bits) of devices whose tensor cores are limited where no driver states it."""
+
+REACHED = 0.95
+"""Share of such a peak that products reach at most."""
+
+PCIE_RATE = 50e9
+"""Bytes/s out of a GPU without NVLink, by PCIe 5.0 x16."""
+
+
 @lru_cache(maxsize=16)
 def machine_for(arch: str, device: str | None = None) -> Machine | None:
-    """The constants that kernels for a target are chosen with, None where there are none. Read once.
+    """Returns the constants that kernels for a target are chosen with, None where there are none. Read once.
 
-    Those of the device's own name, measured by this user or shipped; where there are none, those of another
-    device of its architecture: good enough to choose a tile by, not to say which way is faster
-    (`Machine.is_of`).
+    Those of the device's own name, measured by this user or shipped; where there are none, `scaled` ones.
 
     Args:
         arch: the target.
@@ -268,13 +283,84 @@ def machine_for(arch: str, device: str | None = None) -> Machine | None:
         return machine
     if device and user_file(device).exists():
         return load(str(user_file(device)))
-    every = [load(file.stem) for file in sorted(SHIPPED.glob("*.json"))]
-    fitting = [machine for machine in every if arch in machine.archs]
-    return next((machine for machine in fitting if machine.name == device), next(iter(fitting), None))
+    fitting = [machine for machine in map(load, SOURCES) if arch in machine.archs]
+    for machine in fitting:
+        if machine.name == device:
+            return machine
+    driver = facts_of_device(arch, device)
+    known = [machine for machine in fitting if machine.source == "measured" and machine.driver]
+    if driver is None or not driver.memory or not known:
+        return next(iter(fitting), None)
+    return scaled(
+        min(known, key=lambda machine: _apart(machine.driver["memory"], driver.memory)), device, driver
+    )
+
+
+def facts_of_device(arch: str, device: str) -> DriverFacts | None:
+    """Returns what the driver states of this process's device, None where that has another name or none."""
+    if not device or device != device_name(arch):
+        return None
+    return driver_facts(torch.cuda.current_device())
+
+
+def _apart(rate: float, other: float) -> float:
+    return max(rate / other, other / rate)
+
+
+def scaled(base: Machine, device: str, driver: DriverFacts) -> Machine:
+    """Returns constants of a device that was not measured, by the driver's figures of it and of `base`'s.
+
+    Products scale with SMs times clock, or with the power limit where that is less; memory with its bus, and
+    links with their number. Latencies, host times and the kernels' efficiencies stay `base`'s.
+
+    Args:
+        base: Measured constants of the same architecture, with `Machine.driver`.
+        device: The device's name.
+        driver: The driver's figures of it.
+    """
+    of_base = base.driver
+    compute = driver.sms * driver.clock / (of_base["sms"] * of_base["clock"])
+    if driver.power:
+        compute = min(compute, driver.power / of_base["power"])
+    mma_rate = base.mma_rate * compute
+    if device in TENSOR_PEAKS:
+        mma_rate = min(mma_rate, REACHED * TENSOR_PEAKS[device])
+    links = driver.links / of_base["links"] if driver.links >= 0 else 1.0
+    links = links or PCIE_RATE / base.link_rate
+
+    def along(curve: Curve) -> Curve:
+        start = curve[0][1]
+        return tuple((size, _digits(start + (seconds - start) / links)) for size, seconds in curve)
+
+    collectives = {
+        name: {ranks: along(curve) for ranks, curve in curves.items()}
+        for name, curves in base.collectives.items()
+    }
+    rates: dict[str, Any] = {
+        name: _digits(getattr(base, name) * links) for name in ("link_rate", "bulk_rate", "copy_rate")
+    }
+    why = f"scaled from {base.name}'s by what the driver states"
+    return replace(
+        base,
+        name=device,
+        source="scaled",
+        sms=driver.sms,
+        mma_rate=_digits(mma_rate),
+        memory_rate=_digits(base.memory_rate * driver.memory / of_base["memory"]),
+        collectives=collectives,
+        provenance=dict.fromkeys((*base.provenance, "mma_rate", "memory_rate", *rates), why),
+        driver=driver._asdict(),
+        **rates,
+    )
+
+
+def _digits(number: float) -> float:
+    """Four digits: ranks whose drivers differ by less come to the same constants."""
+    return float(f"{number:.4g}")
 
 
 def why_untimed(arch: str, device: str) -> str | None:
-    """Why times on devices of a name cannot be predicted, None if they can: their constants are measured.
+    """Returns why times on devices of a name cannot be predicted, None if their constants are measured.
 
     Args:
         arch: their architecture.
@@ -286,7 +372,12 @@ def why_untimed(arch: str, device: str) -> str | None:
     machine = machine_for(arch, device)
     if machine is not None and machine.is_of(device):
         return None
-    nearest = "" if machine is None else f", and those of {machine.name} ({machine.source}) are not its"
+    if machine is None:
+        nearest = ""
+    elif machine.source == "scaled":
+        nearest = f", and those {machine.provenance['mma_rate']} are a prior for measurements"
+    else:
+        nearest = f", and those of {machine.name} ({machine.source}) are not its"
     return (
         f"the model's constants have not been measured on {device}{nearest}: "
         f"`overlap-gemm tune` measures them, then they decide"

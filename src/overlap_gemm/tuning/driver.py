@@ -1,0 +1,86 @@
+"""A device's figures as its driver states them, from which the constants of a card without any are scaled.
+
+They are peaks (clocks, buses, limits), not rates that anything reaches: only their ratios to those of a
+measured device are used (`machine.scaled`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+
+class DriverFacts(NamedTuple):
+    """Figures of one device; 0 for one that the driver does not state.
+
+    Attributes:
+        sms: SMs.
+        clock: Highest clock of the SMs, Hz.
+        memory: Bytes/s of the memory's bus.
+        power: Default power limit, W.
+        links: NVLink links that are up; -1 where NVML is missing.
+    """
+
+    sms: int
+    clock: float
+    memory: float
+    power: float = 0.0
+    links: int = -1
+
+
+MOST_LINKS = 18
+"""NVLink links of a Hopper or Blackwell GPU at most."""
+
+
+def driver_facts(index: int) -> DriverFacts:
+    """Returns the figures of a CUDA device of this process."""
+    found = torch.cuda.get_device_properties(index)
+    sms, clock = found.multi_processor_count, found.clock_rate * 1e3
+    memory = found.memory_clock_rate * 1e3 * 2 * found.memory_bus_width / 8  # two transfers a clock
+    facts = DriverFacts(sms, clock, memory)
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(str(found.uuid)) as (library, device):
+        limit, state = ctypes.c_uint(), ctypes.c_uint()
+        _check(library.nvmlDeviceGetPowerManagementDefaultLimit(device, ctypes.byref(limit)))
+        states = []
+        for link in range(MOST_LINKS):
+            status = library.nvmlDeviceGetNvLinkState(device, ctypes.c_uint(link), ctypes.byref(state))
+            states.append(status == 0 and state.value == 1)
+        return facts._replace(power=limit.value / 1e3, links=sum(states))
+    return facts
+
+
+def power_limit(index: int) -> int:
+    """Returns the power limit in force on a CUDA device, in W; 0 where NVML is missing."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
+        limit = ctypes.c_uint()
+        _check(library.nvmlDeviceGetEnforcedPowerLimit(device, ctypes.byref(limit)))
+        return round(limit.value / 1e3)
+    return 0
+
+
+@contextmanager
+def _nvml(uuid: str) -> Iterator[tuple[Any, Any]]:
+    """Gives NVML and its handle of a device.
+
+    Raises:
+        OSError: There is no NVML.
+        RuntimeError: NVML does not know the device.
+    """
+    library, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    _check(library.nvmlInit_v2())
+    try:
+        name = (uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode()
+        _check(library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(name), ctypes.byref(device)))
+        yield library, device
+    finally:
+        library.nvmlShutdown()
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"NVML returned {status}")
