@@ -1,5 +1,6 @@
 """A call has an identity: ranks that are in different calls get an error by name, never a wrong result."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,9 @@ from overlap_gemm.runtime.workspace import CommTimeoutError, MismatchedCallsErro
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
 
+from .op_runs import world_of
 from .programs import Call, Programs, Step
+from .test_scaled_ops import Scaled, queue
 from .test_sequences import ARCHS
 
 both = pytest.mark.parametrize("arch", ARCHS)
@@ -211,3 +214,35 @@ def test_a_peer_that_never_comes_is_a_time_out():
     calls = [call_of("scatter", 64, 64, 2, seed) for seed in range(2)]
     found = run("sm_90a", calls, [steps(0, 1), [Step(0), Step(1, "never")]])
     assert isinstance(found.error, CommTimeoutError) and not found.wrong, found
+
+
+# --- kinds that differ in how sums are cut into units alone ---
+
+
+def test_ranks_with_units_of_different_sizes_are_named():
+    """Both kinds have been called by both ranks, so that flags and slots of either hold earlier calls."""
+    case = Scaled("gemm_all_reduce", 128, 256, 2 * 64)
+    with world_of("sm_90a", 2, algorithm="two_shot") as world:
+        for kinds in ((False, False), (True, True)):
+            with different_accumulation(kinds):
+                queue(case, world)
+            world.synchronize()
+        with different_accumulation((False, True)):
+            queue(case, world)
+        with pytest.raises(MismatchedCallsError) as caught:
+            world.synchronize()
+    assert "unit_bytes=2048" in str(caught.value) and "unit_bytes=4096" in str(caught.value)
+
+
+@contextmanager
+def different_accumulation(fast_accum):
+    """In the block rank r calls with `fast_accum[r]`."""
+    call = overlap_gemm.gemm_all_reduce
+
+    def configured_by_rank(*operands, group, **options):
+        with configured(fast_accum=fast_accum[find(group).rank]):
+            return call(*operands, group=group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap_gemm, "gemm_all_reduce", configured_by_rank)
+        yield

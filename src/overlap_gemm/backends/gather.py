@@ -294,7 +294,7 @@ def _make_plan(
         travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, nbytes)
     elif nbytes and not push:
         travel = copies_of(workspace, full, nbytes)
-    signature = signature_of(dtype, row_bytes, shards, sliced, after)
+    signature = signature_of(dtype, row_bytes, shards, sliced, after, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -303,17 +303,33 @@ def _make_plan(
 
 
 def signature_of(
-    dtype: torch.dtype, row_bytes: int, shards: Shards, sliced: bool = False, after: int = 0
+    dtype: torch.dtype,
+    row_bytes: int,
+    shards: Shards,
+    sliced: bool = False,
+    after: int = 0,
+    blocks: Blocks | None = None,
 ) -> int:
-    """Of a call, also by `copies`: where shards lie in a gather buffer, and whether they come by slices.
+    """Returns the signature of a call, also of one by copy engines: the layout of shards in a gather buffer.
 
-    `after`: bytes of a full shard after its rows.
+    Other facts of the transport are a rank's own.
 
-    How they travel else is a rank's own.
+    Args:
+        dtype: Type of the gathered operand.
+        row_bytes: Bytes of a row, with its scale if it has one.
+        shards: Shards of the rows.
+        sliced: Whether shards are sent by slices of K.
+        after: Bytes of a full shard after its rows.
+        blocks: Blocks that share a scale, as many bytes of which may be of two kinds.
     """
-    facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, "row_bytes": row_bytes}
+    facts: dict[str, Any] = {
+        "rows": shards.total,
+        "shard": shards.chunk,
+        "world": shards.parts,
+        "row_bytes": row_bytes,
+    }
     facts |= {"sliced": True} if sliced else {}
-    facts |= {"after": after} if after else {}
+    facts |= {"after": after, "blocks": blocks} if after else {}
     return call_signature("gather", **facts, dtype=dtype)
 
 

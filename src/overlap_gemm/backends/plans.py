@@ -18,6 +18,7 @@ from ..kernels.config import GemmConfig
 from ..kernels.geometry import (
     ExchangeShape,
     Puts,
+    tile_layout,
     tile_puts,
 )
 from ..kernels.scale_blocks import Blocks
@@ -36,9 +37,6 @@ from .scaling import FLOAT8
 from .ways import Way, obtain_way
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-
-WIRE = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group", "own_last")
-"""What of a configuration says where a tile's elements are on the wire, and which flag is after them."""
 
 MOST_PLANS = 4096
 """Plans kept for a group; one is made again in a fraction of a millisecond."""
@@ -185,12 +183,11 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
 
 
 def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> int:
-    """Of a call: sizes, all by which a receiver finds an element of a tile that another rank sent.
+    """Returns the signature of a call: the layout of its tiles, and the transport.
 
     Not the operands' majors, K or whether there is a bias: these are a rank's own.
     """
-    facts = vars(shape) | {name: getattr(config, name) for name in WIRE}
-    return call_signature(shape.spec.op, **facts, transport=transport)
+    return call_signature(shape.spec.op, **tile_layout(config, shape), transport=transport)
 
 
 def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:

@@ -20,7 +20,7 @@ rank's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -172,6 +172,25 @@ class ExchangeShape:
         """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
         grid = self.grid(config)
         return (self.owners if self.spec.cut else 1) * grid.rows * grid.cols
+
+
+def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
+    """Returns the facts that place each element, unit and flag of a call's tiles in every workspace.
+
+    Ranks with equal facts write and read the same places. The call's signature is made of them.
+
+    Args:
+        config: Configuration of the kernel.
+        shape: Sizes of the call.
+    """
+    names = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
+    return {
+        **{field.name: getattr(shape, field.name) for field in fields(shape)},
+        **{name: getattr(config, name) for name in (*names, "own_last", "unit_bytes")},
+        "tiles": shape.cta_tiles(config),
+        "flags": shape.num_flags(config),
+        "buffer_bytes": shape.buffer_bytes(config),
+    }
 
 
 def slots_offset(max_flags: int) -> int:

@@ -1,0 +1,116 @@
+"""A call's signature stands for one layout of what ranks exchange: over all configurations."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from overlap_gemm.backends import gather, plans
+from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.kernels import geometry
+from overlap_gemm.kernels.arch import ARCHS
+from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
+from overlap_gemm.kernels.copies import Results
+from overlap_gemm.kernels.epilogue import StageChunks
+from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.kernels.orders import WorkList
+from overlap_gemm.kernels.scale_blocks import BLOCKS
+from overlap_gemm.spec import PATTERNS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.tuning.space import every_config
+
+WORLD = 3
+SIZES = (130, 3 * 264)
+"""Rows and columns: more than one tile of each, the last of which is ragged."""
+
+TILES = [pattern.name for pattern in PATTERNS.values() if pattern.name != "input_gather"]
+
+
+def configurations(arch):
+    """Every configuration that a call on an architecture may have, of all types of operands and slots."""
+    for dtype in ("bf16", "f16", "e4m3", "e5m2"):
+        kinds = [(False, None)] if DTYPE_BYTES[dtype] > 1 else [
+            *product((False, True), (None,)), *((False, blocks) for blocks in BLOCKS)
+        ]  # fmt: skip
+        for fast_accum, blocks in kinds:
+            for config in every_config(arch, dtype, fast_accum=fast_accum, blocks=blocks):
+                for slot, out in product(("bf16", "f16", "f32"), repeat=2):
+                    for group in (1, 8):
+                        try:
+                            yield replace(config, slot_dtype=slot, out_dtype=out, raster_group=group)
+                        except ValueError:
+                            continue
+
+
+@cache
+def elements(epi_tile, epi_columns, subtiles, slot_dtype):
+    """(row, column) in a CTA tile of each chunk of its slot."""
+    fields = {"epi_tile": epi_tile, "epi_columns": epi_columns, "slot_dtype": slot_dtype}
+    chunks = StageChunks(SimpleNamespace(**fields))
+    return tuple(chunks.locate(chunk) for chunk in range(chunks.per_subtile * subtiles))
+
+
+@cache
+def places(order, grid):
+    """(m, n) of each tile of a shard."""
+    work = WorkList(grid, 0, WORLD)
+    return tuple(order.tile(index, work) for index in range(grid.rows * grid.cols))
+
+
+def layout(config: GemmConfig, shape: ExchangeShape):
+    """The places of everything that ranks exchange in a call, by the kernel's own functions."""
+    module, _, name = PATTERNS[shape.pattern].kernel.partition(":")
+    order = getattr(import_module(module), name)(config, None).order
+    tiles = shape.cta_tiles(config)
+    found = [
+        elements(config.epi_tile, config.epi_columns, config.subtiles, config.slot_dtype),
+        (config.slot_dtype, config.out_dtype, config.cta_tile, config.cluster),
+        places(order, shape.grid(config)),
+        (tiles, config.tile_bytes, config.slot_subtile_bytes),
+        # Of a ragged tile a sender sends the units that exist, and a receiver awaits these.
+        (config.units, config.lane_chunks * 32 * CHUNK_BYTES),
+    ]
+    if shape.spec.returns:
+        results, work = Results(config, None), SimpleNamespace(slots=tiles)
+        found.append(tuple(results.flag(work, tiles - 1, unit) for unit in range(config.units)))
+        found.append((config.result_bytes, results.chunk_bytes, shape.shard))
+    return tuple(found)
+
+
+def layouts_by_signature(arch, pattern):
+    found = defaultdict(set)
+    for config in configurations(arch):
+        if pattern == "output_gather" and config.slot_dtype != config.out_dtype:
+            continue
+        shape = ExchangeShape.even(*SIZES, WORLD, pattern, config.blocks)
+        found[plans.signature_of(config, shape, "peer_bulk")].add(layout(config, shape))
+    return found
+
+
+@pytest.mark.parametrize("pattern", TILES)
+@pytest.mark.parametrize("arch", [name for name in ARCHS if name != "sm_103a"])
+def test_equal_signatures_mean_equal_layouts(arch, pattern):
+    found = layouts_by_signature(arch, pattern)
+    assert len(found) > 20 and all(len(layouts) == 1 for layouts in found.values())
+
+
+@pytest.mark.parametrize("fact", ["unit_bytes", "raster_group", "epi_tile", "cluster"])
+def test_a_signature_without_a_fact_stands_for_several_layouts(fact, monkeypatch):
+    monkeypatch.setattr(plans, "tile_layout", lambda *call: {**geometry.tile_layout(*call), fact: None})
+    if fact == "unit_bytes":
+        assert any(len(layouts) > 1 for layouts in layouts_by_signature("sm_90a", "reduce_scatter").values())
+    else:
+        found = (layouts_by_signature(arch, "reduce_scatter") for arch in ("sm_90a", "sm_100a"))
+        assert any(len(layouts) > 1 for each in found for layouts in each.values())
+
+
+def test_gathered_shards_with_scales_of_different_blocks_have_different_signatures():
+    """One float32 of 128 elements takes as many bytes as four e8m0 of 32."""
+    shards = Shards(128, 2, 64)
+    kinds = {gather.signature_of(torch.float8_e4m3fn, 256, shards, False, 512, blocks) for blocks in BLOCKS}
+    assert len(kinds) == len(BLOCKS)
