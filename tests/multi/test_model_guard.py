@@ -1,14 +1,18 @@
 """What is put on a parallelized model and has no rule is refused by name, there or at the next forward."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from overlap_gemm.parallel import parallelize, sees_shards
+from overlap_gemm.parallel import full_state_dict, parallelize, sees_shards
 from overlap_gemm.parallel.assignment import UnknownModuleError
+from overlap_gemm.runtime.agree import DisagreementError
+from tests.support.adapters import close
 from tests.support.models import tiny
 
 IDS = torch.arange(3, 9).view(1, 6)
@@ -95,13 +99,20 @@ AT_FORWARD = {
 }  # fmt: skip
 
 
+def content(model):
+    modules = [(name, type(module), id(module)) for name, module in model.named_modules()]
+    return modules, [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
+
+
 def refused(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     for case, (change, words) in WHEN_PUT.items():
         model = parallelize(tiny("llama", size), mesh, sequence_parallel=len(case) % 2 == 0)
+        before = content(model)
         with pytest.raises(UnknownModuleError, match=words):
             change(model)
             raise AssertionError(f"{case} was put there")
+        assert content(model) == before, case
     for change, words in AT_FORWARD.values():
         model = parallelize(tiny("llama", size), mesh)
         change(model)
@@ -184,3 +195,144 @@ def before(rank, size):
 @pytest.mark.filterwarnings("ignore")
 def test_refused_before(ranks):
     ranks(2).run(before)
+
+
+ASSIGNED = (
+    "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.bias",
+    "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.bias", "lm_head.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+)  # fmt: skip
+
+
+def assign(model, name, tensor):
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, tensor)
+
+
+def assigned(rank, size, kv_heads, biases):
+    """A plain parameter is cut as its place is cut: output and every gradient are the unsharded model's."""
+    options = {"attention_bias": biases, "mlp_bias": biases, "num_key_value_heads": kv_heads}
+    plain = tiny("llama", size, **options)
+    new = {}
+    for i, name in enumerate(ASSIGNED):
+        module = plain.get_submodule(name.rpartition(".")[0])
+        shape = [len(module.weight)] if name.endswith("bias") else module.weight.shape
+        new[name] = torch.randn(shape, generator=torch.Generator().manual_seed(i)).double()
+    model = parallelize(copy.deepcopy(plain), init_device_mesh("cpu", (size,)))
+    model(IDS)
+    for name, tensor in new.items():
+        for each in (plain, model):
+            assign(each, name, nn.Parameter(tensor.clone()))
+    outs = [each(IDS, labels=IDS) for each in (plain, model)]
+    close(outs[1].logits, outs[0].logits, "logits")
+    for out in outs:
+        out.loss.backward()
+    for (name, expected), (_, found) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert isinstance(found, DTensor), name
+        close(found.grad.full_tensor(), expected.grad, name)
+    for name, value in full_state_dict(model).items():
+        close(value, plain.state_dict()[name], name)
+
+
+@pytest.mark.parametrize(("kv_heads", "biases"), [(2, True), (1, False)])
+def test_assigned_parameters_are_cut(ranks, kv_heads, biases):
+    ranks(2).run(assigned, kv_heads, biases)
+
+
+def past_the_hook(name, tensor):
+    module, _, key = name.rpartition(".")
+    return lambda model: model.get_submodule(module)._parameters.update({key: tensor})
+
+
+def other_data(name, make):
+    def change(model):
+        parameter = model.get_parameter(name)
+        parameter.data = make(parameter)
+
+    return change
+
+
+def setting(name, value):
+    module, _, key = name.rpartition(".")
+    return lambda model: setattr(model.get_submodule(module), key, value)
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+NUMBERS = {
+    "data": (other_data(NORM, lambda p: torch.ones(24).double()), r"norm' .*its weight has been given other"),
+    "data-of-a-dtensor": (other_data(HEAD, lambda p: p.detach() * 2), r"'lm_head' .*other \.data"),
+    "past": (past_the_hook(NORM, nn.Parameter(torch.ones(24).double())), r"norm' .*is a plain tensor"),
+    "past-head": (past_the_hook(HEAD, nn.Parameter(torch.ones(97, 24))), "'lm_head' .*is a plain"),
+    "head-forward": (setting("lm_head.forward", lambda x: x), r"'lm_head' .*its forward has been replaced"),
+    "max-norm": (setting("model.embed_tokens.max_norm", 1.0), r"embed_tokens' .*max_norm, sparse"),
+}  # fmt: skip
+
+
+def numbers(rank, size):
+    mesh = init_device_mesh("cpu", (size,))
+    models = [parallelize(tiny("llama", size), mesh) for _ in range(2 * len(NUMBERS))]
+    for model, (who, (case, (change, words))) in zip(
+        models, itertools.product((None, 1), NUMBERS.items()), strict=True
+    ):
+        model(IDS)
+        if who in (None, rank):
+            change(model)
+        # One rank's refusal is every rank's.
+        error = UnknownModuleError if who is None else DisagreementError
+        with pytest.raises(error, match=words):
+            model(IDS)
+            raise AssertionError(f"{case} was not noticed")
+    # When it is assigned.
+    model = parallelize(tiny("llama", size), mesh)
+    before = content(model)
+    own = model.model.norm.weight.to_local()
+    for name, tensor, words in (
+        ("model.embed_tokens.weight", torch.ones(96, 24), r"its weight is \[97, 24\].*, got \[96, 24\]"),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(11, 24), r"its weight is \[22, 24\]"),
+        ("model.layers.0.self_attn.sinks", torch.ones(4), "it has no parameter 'sinks' to assign"),
+    ):
+        with pytest.raises(UnknownModuleError, match=words):
+            assign(model, name, nn.Parameter(tensor))
+    assert content(model) == before
+    with pytest.raises(UnknownModuleError, match="embedding and lm_head have one weight"):
+        assign(parallelize(tiny("qwen3", size), mesh), "lm_head.weight", nn.Parameter(torch.ones(97, 24)))
+    if rank == 1:
+        model.model.norm.weight = nn.Parameter(own.clone())
+    with pytest.raises(DisagreementError, match=r"parameter model\.norm\.weight, assigned since: rank"):
+        model(IDS)
+    model.model.norm.weight = nn.Parameter(own + rank)
+    with pytest.raises(DisagreementError, match=r"parameter model\.norm\.weight, assigned since: rank"):
+        model(IDS)
+    model(IDS)
+
+
+def test_numbers_are_refused_by_name_on_every_rank(ranks):
+    ranks(2).run(numbers)
+
+
+def changed_by_optimizers(rank, size):
+    """What trains a model, or moves it, is no assignment."""
+    model = parallelize(tiny("llama", size), init_device_mesh("cpu", (size,)))
+    for step in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        torch.optim.AdamW(model.parameters(), foreach=bool(step)).step()
+        model.zero_grad()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+            parameter.data.add_(1e-3)
+    state = {name: value.clone() for name, value in full_state_dict(model).items()}
+    for action in (
+        lambda: model.float(),
+        lambda: model.double(),
+        lambda: model.load_state_dict(state),
+        lambda: model.load_state_dict(state, assign=True),
+        lambda: copy.deepcopy(model)(IDS),
+    ):
+        action()
+        model(IDS)
+
+
+def test_training_is_no_assignment(ranks):
+    ranks(2).run(changed_by_optimizers)

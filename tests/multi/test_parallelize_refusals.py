@@ -72,10 +72,10 @@ REFUSED = {
         lambda: tiny("llama", 4, num_attention_heads=12, num_key_value_heads=3),
         r"num_key_value_heads=3 is not divisible by P=4, nor divides it",
     ),
-    "attention-dropout": (
-        lambda: tiny("llama", 4, attention_dropout=0.1), r"self_attn' .*attention_dropout=0.1 would need"
+    "dropout": (
+        lambda: changed(set_attribute("model.layers.1.mlp.act_fn", nn.Dropout(0.2))),
+        r"'model\.layers\.1\.mlp\.act_fn' \(Dropout\): dropout p=0.2",
     ),
-    "dropout": (lambda: tiny("phi3", 4, resid_pdrop=0.2), r"resid_attn_dropout' \(Dropout\): dropout p=0.2"),
     "subclass": (
         lambda: changed(set_attribute("model.layers.1.mlp.up_proj", LoraLinear(24, 22))),
         r"'model\.layers\.1\.mlp\.up_proj' \(LoraLinear\): a projection must be a plain nn\.Linear",

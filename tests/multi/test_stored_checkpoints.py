@@ -1,5 +1,6 @@
 """Checkpoints of 8-bit linears, made by the libraries that make them: dequantised, or kept in 8 bits."""
 
+import copy
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,9 @@ def kept(rank, ranks, folder):
         ids = model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
     assert ids.shape == (1, 14)
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(copied(IDS).logits, logits)
     with pytest.raises(QuantizedCheckpointError, match="kept in 8 bits is not saved"):
         model.save_pretrained(folder)
     with pytest.raises(TypeError, match="weights stored in 8 bits have no gradients"):

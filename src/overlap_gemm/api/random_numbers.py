@@ -5,6 +5,7 @@ rank of the group) they draw alike, as long as every rank draws as much. What be
 its rows or its features, is drawn within `per_rank_random`, which costs each rank one number of them.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,12 +36,56 @@ def per_rank_random(tp_group: GroupLike = None) -> Iterator[None]:
         raise RuntimeError("per_rank_random seeds generators, which torch.compile cannot trace")
     rank = find(tp_group).rank
     seed = (int(torch.randint(2**62, (), device="cpu")) + rank) % 2**62
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
+    generators = _generators()
+    _around.states.append([generator.get_state() for generator in generators])
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
         yield
+    finally:
+        for generator, state in zip(generators, _around.states.pop(), strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def replicated_random() -> Iterator[None]:
+    """Within the block, inside `per_rank_random`, torch's generators draw alike on every rank, as outside."""
+    own = [generator.get_state() for generator in _generators()]
+    states, _around.states = _around.states, []
+    try:
+        for generator, state in zip(_generators(), states[0], strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        states[0] = [generator.get_state() for generator in _generators()]
+        _around.states = states
+        for generator, state in zip(_generators(), own, strict=True):
+            generator.set_state(state)
+
+
+class _Around(threading.local):
+    """States of the generators outside of each `per_rank_random` that is open, the outermost first."""
+
+    def __init__(self) -> None:
+        self.states: list[list[Tensor]] = []
+
+
+_around = _Around()
+
+
+def _generators() -> list[torch.Generator]:
+    """Returns torch's generators of the CPU and, where CUDA is in use, of the current device."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+def dropout(x: Tensor, p: float, per_rank: bool, tp_group: GroupLike) -> Tensor:
+    """Zeroes elements of x, drawn by each rank for itself or by all alike, and scales the others."""
+    if not per_rank and (torch.compiler.is_compiling() or not _around.states):
+        return F.dropout(x, p)
+    with per_rank_random(tp_group) if per_rank else replicated_random():
+        return F.dropout(x, p)
 
 
 class Dropout(nn.Dropout):
@@ -62,10 +107,7 @@ class Dropout(nn.Dropout):
         """Zeroes elements of x, and scales the others; x itself outside of training."""
         if not self.training or not self.p:
             return x
-        if not self.per_rank:
-            return F.dropout(x, self.p)
-        with per_rank_random(self.tp_group):
-            return F.dropout(x, self.p)
+        return dropout(x, self.p, self.per_rank, self.tp_group)
 
     def extra_repr(self) -> str:
         """For print(module)."""

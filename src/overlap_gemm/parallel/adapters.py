@@ -6,6 +6,7 @@ LoRA of a linear is cut as the linear is (`lora`). Copies of whole modules (`mod
 what has been cut. All else is refused by name, when it is put around a module.
 """
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,39 @@ def bases(module: nn.Module) -> list[nn.Module]:
     if kind(module) == SAVED:
         return [given.original_module, *given.modules_to_save.values()]
     return [module]
+
+
+def inject_or_restore(tuner: Any, model: nn.Module) -> None:
+    """Makes a tuner of peft's leave a parallelized model as it was where an adapter fails or is refused.
+
+    Args:
+        tuner: Tuner that is about to get the model.
+        model: A parallelized model.
+    """
+    if hasattr(type(tuner), "inject_adapter"):
+        vars(tuner)["inject_adapter"] = functools.partial(_inject, tuner)
+
+
+def _inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """In the place of `inject_adapter`, which puts adapters around one module after the other."""
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    layers = [module for module in model.modules() if is_lora(module)]
+    adapted = [layer for layer in layers if adapter_name in layer.r]  # type: ignore[operator]
+    try:
+        return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
+    except Exception:
+        for layer in layers:
+            if layer not in adapted:
+                layer.delete_adapter(adapter_name)  # type: ignore[operator]
+        for module, before in children:
+            if not is_adapter(module):
+                module._modules.clear()
+                module._modules.update(before)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+        tuner.peft_config.pop(adapter_name, None)
+        raise
 
 
 def forbid_sums(tuner: Any) -> None:

@@ -120,8 +120,10 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
             roles[name] = role
         elif list(module.parameters(recurse=False)):
             _refuse(name, module, "it holds parameters and has no known place in a decoder")
-        elif isinstance(module, nn.Dropout) and module.p:
-            _refuse(name, module, f"dropout p={module.p} would need its own random numbers on each rank")
+        if not is_carried_dropout(name, module, roles):
+            for base in bases(module):
+                if why := unsupported_setting(role, base):
+                    _refuse(name, base, why)
     _check_ties(model, prefix)
     family = getattr(model.config, "model_type", None)
     if family not in FAMILIES:
@@ -130,6 +132,25 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
         if needed not in roles.values():
             _refuse("", model, f"it has no {needed}")
     return roles
+
+
+def is_carried_dropout(name: str, module: nn.Module, roles: dict[str, Role]) -> bool:
+    """Returns whether a module is dropout of hidden states: of a layer itself, or outside of all layers."""
+    parent = name.rpartition(".")[0]
+    return type(module) is nn.Dropout and (roles.get(parent) == "layer" or ".layers." not in f".{name}")
+
+
+def unsupported_setting(role: Role | None, module: Any) -> str | None:
+    """Returns why a module's settings, changed at any time, cannot be carried; None: they can."""
+    if role == "embedding":
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            return "max_norm, sparse and scale_grad_by_freq need all its rows at once"
+    elif role == "mixture":
+        if noise := getattr(module, "jitter_noise", 0):
+            return f"jitter_noise={noise} would need the same random numbers on each rank"
+    elif isinstance(module, nn.Dropout) and module.p:
+        return f"dropout p={module.p} would need its own random numbers on each rank"
+    return None
 
 
 def _path(name: str) -> str:
@@ -196,8 +217,6 @@ def _check_embedding(name: str, module: nn.Module, config: Any, ranks: int) -> N
     scaled = type(module).__name__.endswith("TextScaledWordEmbedding") and hasattr(module, "embed_scale")
     if type(module) is not nn.Embedding and not (isinstance(module, nn.Embedding) and scaled):
         _refuse(name, module, "an embedding must be an nn.Embedding, or Gemma's scaled one")
-    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-        _refuse(name, module, "max_norm, sparse and scale_grad_by_freq need all its rows at once")
     rows = module.num_embeddings
     if -(-rows // ranks) * (ranks - 1) >= rows:
         _refuse(name, module, f"{rows} rows over P={ranks} ranks leave the last rank none")
@@ -237,8 +256,6 @@ def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> N
     heads = kv_heads(config)
     if heads % ranks and (ranks % heads or hasattr(module, "qkv_proj")):
         _refuse(name, module, f"num_key_value_heads={heads} is not divisible by P={ranks}, nor divides it")
-    if dropout := getattr(module, "attention_dropout", 0):
-        _refuse(name, module, f"attention_dropout={dropout} would need its own random numbers on each rank")
 
 
 def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -253,8 +270,6 @@ def _check_shared_expert(name: str, module: nn.Module, config: Any, ranks: int) 
 
 def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
     _check_projections(name, module, "mixture")
-    if noise := getattr(module, "jitter_noise", 0):
-        _refuse(name, module, f"jitter_noise={noise} would need the same random numbers on each rank")
 
 
 def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:

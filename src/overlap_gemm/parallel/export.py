@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .model import FORWARDS, Model
+from .parameters import SHARD
 from .styles import ColwiseForward, RowwiseForward
 
 
@@ -41,6 +42,7 @@ def exportable(model: Model) -> Iterator[Model]:
                 _check(name, module, parameter)
                 swapped.append((module, key, parameter))
                 plain[parameter] = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
+                setattr(plain[parameter], SHARD, True)
     for module, key, parameter in swapped:
         module.register_parameter(key, plain[parameter])
     try:

@@ -39,7 +39,10 @@ class Labels:
 
 
 class SameInputs:
-    """Pre-forward hook of a decoder: raises on every rank unless all have the same inputs."""
+    """Pre-forward hook of a decoder: raises on every rank unless all have the same inputs.
+
+    On CPUs it also raises on every rank what `Watch` or `WatchParameters` refuses on any of them.
+    """
 
     def __init__(self, sharding: Sharding, labels: Labels):
         self.sharding, self.labels = sharding, labels
@@ -49,17 +52,26 @@ class SameInputs:
         named = {**dict(zip(SIZES[1:2], args, strict=False)), **kwargs}
         if not torch.compiler.is_compiling():
             named |= self.labels.fetch()
-        same_inputs(self.sharding.group, "forward", named, self.sharding.replicated_dropout)
+        sharding = self.sharding
+        refusal, sharding.refusal = sharding.refusal, None
+        named |= {f"the parameter {name}, assigned since": digest for name, digest in sharding.assigned}
+        sharding.assigned.clear()
+        same_inputs(sharding.group, "forward", named, sharding.replicated_dropout, refusal)
+        if refusal is not None:
+            raise refusal
 
 
-def same_inputs(group: str, what: str, named: dict[str, Any], random: bool = False) -> None:
+def same_inputs(
+    group: str, what: str, named: dict[str, Any], random: bool = False, refusal: Exception | None = None
+) -> None:
     """Raises on every rank of a group unless all have the same inputs; see above for what is compared.
 
     Args:
         group: Every rank of which calls.
         what: Is called, for messages.
-        named: The inputs by name; other things than tensors, numbers and caches are not looked at.
+        named: The inputs by name; other things than tensors, numbers, texts and caches are not looked at.
         random: Compare the states of torch's generators, too.
+        refusal: Reason of this rank not to run the call, sent to the others in place of its inputs.
 
     Raises:
         DisagreementError: They differ; the message names the input, and which rank has what.
@@ -73,7 +85,11 @@ def same_inputs(group: str, what: str, named: dict[str, Any], random: bool = Fal
     if device.type == "cpu" or agree.checking():
         facts = [fact for name, value in named.items() for fact in _facts(name, value)]
         if random:
-            facts.append(("torch's random numbers", _digest(torch.get_rng_state())))
+            facts.append(("torch's random numbers", digest_of(torch.get_rng_state())))
+        if refusal is not None:
+            facts = [agree.failure(refusal)]
+    elif refusal is not None:
+        raise refusal
     else:
         sizes = ((name, named.get(name)) for name in SIZES)
         facts = [(name, str(list(value.shape))) for name, value in sizes if value is not None]
@@ -82,14 +98,15 @@ def same_inputs(group: str, what: str, named: dict[str, Any], random: bool = Fal
 
 def _facts(name: str, value: Any) -> agree.Facts:
     if isinstance(value, Tensor):
-        return ((name, f"{list(value.shape)} {value.dtype}, digest {_digest(value)}"),)
+        return ((name, f"{list(value.shape)} {value.dtype}, digest {digest_of(value)}"),)
     if isinstance(value, dict):
         return tuple(fact for key, part in value.items() for fact in _facts(f"{name}.{key}", part))
     if hasattr(value, "get_seq_length"):
         return ((f"length of {name}", int(value.get_seq_length())),)
-    return ((name, value),) if value is None or isinstance(value, (bool, int)) else ()
+    return ((name, value),) if value is None or isinstance(value, (bool, int, str)) else ()
 
 
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """Returns a digest of a tensor's bytes."""
     own = tensor.detach().cpu().contiguous().view(-1)
     return hashlib.blake2b(own.view(torch.uint8).numpy(), digest_size=6).hexdigest()

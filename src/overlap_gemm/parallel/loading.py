@@ -100,12 +100,28 @@ def from_pretrained(
         **{"use_safetensors": True, **loading},
     )
     model.__class__ = original
+    _begin_storages(model)
     if form is not None and quantized == "keep":
         model.requires_grad_(False)
         model.save_pretrained = _refuse_saving
     for _, experts in mixed_experts(model):
         set_apart(experts)
     return model
+
+
+def _begin_storages(model: nn.Module) -> None:
+    """Makes every local tensor begin its storage: a DTensor of a later part has no `copy.deepcopy` in torch.
+
+    transformers reads a rank's slice as a view, whose offset is 0 on rank 0 alone.
+    """
+    copied: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and parameter.storage_offset():
+                if parameter not in copied:
+                    own = lying_as(parameter, parameter.to_local().detach().clone())
+                    copied[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                module.register_parameter(key, copied[parameter])
 
 
 def materialize(model: Model) -> Model:

@@ -23,7 +23,7 @@ from ..nn import Dropout
 from .assignment import UnknownModuleError
 from .layouts import distribute
 from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
-from .places import Place, place_of
+from .places import PLACE, Place, layouts_of, place_of
 from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather
 
 INITS = (True, False, "gaussian")
@@ -146,6 +146,11 @@ def _shard(layer: Any, name: str) -> None:
         shared._apply(up, sharding.mesh)
     distribute(whole, sharding.mesh, {"weight": Replicate(), "bias": Replicate()})
     whole.forward = ReplicatedForward(whole, sharding.group if by_rows else None)
+    for half in (*_linears(cut), whole):
+        vars(half)[PLACE] = Place(
+            f"{place.name}.{name}", None, "all", sharding, vars(half)["forward"], layouts=layouts_of(half)
+        )
+    sharding.changes += 1
     _draw_apart(layer, name, place, per_rank=by_rows or is_row)
 
 

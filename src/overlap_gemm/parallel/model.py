@@ -17,12 +17,14 @@ from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8
 from ..backends.select import check_name, with_fallback
 from .adapters import bases, forbid_sums, is_lora
-from .assignment import PAIRED, Role, features_dim, head_dim, kv_heads, plan
+from .assignment import PAIRED, Role, features_dim, head_dim, is_carried_dropout, kv_heads, plan
+from .dropouts import AttentionForward, DropoutForward
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
 from .layouts import Rows, check_mesh, cut, lying_as
+from .parameters import WatchParameters
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -115,6 +117,9 @@ def parallelize(
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and is_carried_dropout(name, module, roles):
+            module.forward = DropoutForward(module, sharding, sequence_parallel and ".layers." in f".{name}")
     give_places(model, roles, sharding)
     for layer in [module for module in model.modules() if is_lora(module)]:
         from .lora import take_over
@@ -124,9 +129,14 @@ def parallelize(
         head.weight = embedding.weight
         head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
+        sharding.are_tied = True
     describe(model, mesh)
     model.register_load_state_dict_pre_hook(_shard_incoming)
     model.register_forward_pre_hook(labels, with_kwargs=True, prepend=True)
+    decoder = model.get_submodule(names["decoder"])
+    if decoder is not model:
+        model.register_forward_pre_hook(Watch(sharding, decoder))
+        model.register_forward_pre_hook(WatchParameters(sharding, decoder))
     # These can be pickled, unlike methods of no class.
     if hasattr(model, "generate"):
         model.generate = partial(generate, model, sharding.group)
@@ -209,6 +219,7 @@ class _Builder:
         match role:
             case "decoder":
                 module.register_forward_pre_hook(Watch(self.sharding))
+                module.register_forward_pre_hook(WatchParameters(self.sharding))
                 module.register_forward_pre_hook(SameInputs(self.sharding, self.labels), with_kwargs=True)
                 records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
@@ -264,6 +275,7 @@ class _Builder:
                 parallelize_module(module, self.mesh, self.head)
 
     def _attention(self, module: Any) -> None:
+        module.forward = AttentionForward(module, self.group)
         if self.sequence_parallel:
             module.register_forward_pre_hook(self.length.note, with_kwargs=True)
             bases(module.o_proj)[0].register_forward_pre_hook(GradientAsContiguous())

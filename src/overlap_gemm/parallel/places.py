@@ -6,20 +6,21 @@ that any module gets. Hooks and other forwards are looked at before each forward
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import agree
-from ..runtime.group import group_name, resolve
+from ..runtime.group import group_name
 from . import adapters
-from .assignment import Role, unknown
+from .assignment import Role, unknown, unsupported_setting
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Part: TypeAlias = Literal["none", "input", "all"]
@@ -40,12 +41,18 @@ class Sharding:
         sequence_parallel: As for `parallelize`.
         changes: How often a module has been put into the model.
         replicated_dropout: Whether some dropout must draw the same on all ranks.
+        are_tied: Whether embedding and head have one weight.
+        assigned: Parameters assigned since the last forward pass, and digests of them, for comparison.
+        refusal: Reason not to run the forward pass in progress, raised by `SameInputs` on every rank.
     """
 
     mesh: DeviceMesh
     sequence_parallel: bool
     changes: int = 0
     replicated_dropout: bool = False
+    are_tied: bool = False
+    assigned: list[tuple[str, str]] = field(default_factory=list)
+    refusal: Exception | None = None
 
     @property
     def group(self) -> str:
@@ -64,6 +71,7 @@ class Place:
         sharding: The model's.
         forward: The module's own `forward`, where it has one.
         children: Its modules by their names, without adapters.
+        layouts: Placement and full shape of each of its parameters.
     """
 
     name: str
@@ -72,6 +80,7 @@ class Place:
     sharding: Sharding
     forward: Any = None
     children: dict[str, nn.Module] = field(default_factory=dict)
+    layouts: dict[str, tuple[Placement, torch.Size]] = field(default_factory=dict)
 
 
 def place_of(module: nn.Module) -> Place | None:
@@ -93,9 +102,16 @@ def give_places(module: nn.Module, roles: dict[str, Role], sharding: Sharding, n
     for base in adapters.bases(module):
         children = {key: adapters.bases(child)[0] for key, child in base.named_children()}
         part = _part(role, sharding.sequence_parallel) if role or inside else "none"
-        vars(base)[PLACE] = Place(name, role, part, sharding, vars(base).get("forward"), children)
+        place = Place(name, role, part, sharding, vars(base).get("forward"), children, layouts_of(base))
+        vars(base)[PLACE] = place
         for key, child in base.named_children():
             give_places(child, roles, sharding, f"{name}.{key}" if name else key)
+
+
+def layouts_of(module: nn.Module) -> dict[str, tuple[Placement, torch.Size]]:
+    """Returns placement and full shape of each DTensor parameter of a module itself."""
+    own = module.named_parameters(recurse=False)
+    return {name: (p.placements[-1], p.shape) for name, p in own if isinstance(p, DTensor)}
 
 
 def _part(role: Role | None, sequence_parallel: bool) -> Part:
@@ -128,35 +144,43 @@ def sees_shards(hook: Hook) -> Hook:
 
 
 class Watch:
-    """Pre-forward hook of a decoder: refuses hooks and forwards that were put on its modules since.
+    """Pre-forward hook of a model, or decoder: refuses hooks, forwards and settings changed since.
 
     Not while torch.compile traces; the eager call that found the model in order was before that.
+
+    Args:
+        sharding: Of the model.
+        decoder: Module whose modules are not looked at, since it has a hook of its own; None: there is none.
     """
 
-    def __init__(self, sharding: Sharding):
-        self.sharding = sharding
+    def __init__(self, sharding: Sharding, decoder: nn.Module | None = None):
+        self.sharding, self.decoder = sharding, decoder
         self.places: list[tuple[nn.Module, Place]] = []
         self.attributes: list[dict[str, Any]] = []
         self.forwards: list[Any] = []
+        self.settings: list[tuple[nn.Module, Place]] = []
         self.changes = self.hooks = -1
 
     def __reduce__(self) -> Any:
         """A copy looks for itself."""
-        return Watch, (self.sharding,)
+        return Watch, (self.sharding, self.decoder)
 
-    def __call__(self, decoder: nn.Module, _: tuple[Any, ...]) -> None:
-        """Called by torch before the decoder. Where nothing has changed it takes 20 us for 32 layers."""
+    def __call__(self, model: nn.Module, _: tuple[Any, ...]) -> None:
+        """Called by torch before the model. Where nothing has changed it takes 20 us for 32 layers."""
         if torch.compiler.is_compiling():
             return
         if self.changes != self.sharding.changes:
-            found = ((module, place_of(module)) for module in decoder.modules())
-            self.places = [(module, place) for module, place in found if place is not None]
+            self.places = list(placed(model, self.decoder))
             self.attributes = [vars(module) for module, _ in self.places]
             self.forwards = [place.forward for _, place in self.places]
+            self.settings = [each for each in self.places if _has_settings(*each)]
             self.changes, self.hooks = self.sharding.changes, -1
         if [attributes.get("forward") for attributes in self.attributes] != self.forwards:
             for module, place in self.places:
                 self._look_at_forward(module, place)
+        for module, place in self.settings:
+            if why := unsupported_setting(place.role, module):
+                refuse(module, place, why)
         if self.hooks != RemovableHandle.next_id:  # torch counts hooks, of all modules and tensors
             for module, place in self.places:
                 for name in HOOKS if place.part != "none" else ():
@@ -169,7 +193,7 @@ class Watch:
             return
         compiled = getattr(new, "_torchdynamo_orig_callable", None)
         if compiled is None or getattr(compiled, "__self__", compiled) not in (module, place.forward):
-            self._refuse(module, place, "its forward has been replaced since")
+            refuse(module, place, "its forward has been replaced since")
 
     def _look_at_hooks(self, module: nn.Module, place: Place, which: str) -> None:
         if place.part == "input" and which == "_forward_hooks":
@@ -178,17 +202,33 @@ class Watch:
             origin = _unwrapped(hook)
             package = (getattr(origin, "__module__", None) or "").partition(".")[0]
             if package not in KNOWN and not getattr(origin, "sees_shards", False):
-                self._refuse(
-                    module,
-                    place,
-                    f"the hook {origin!r} would see this rank's part of its input or output only; one that "
-                    f"knows is registered as overlap_gemm.parallel.sees_shards(hook)",
+                name = _address.sub("", repr(origin))
+                why = (
+                    f"the hook {name} would see this rank's part of its input or output only; one that "
+                    f"knows is registered as overlap_gemm.parallel.sees_shards(hook)"
                 )
+                refuse(module, place, why)
 
-    def _refuse(self, module: nn.Module, place: Place, why: str) -> NoReturn:
-        error = unknown(place.name, module, why)
-        agree.report("forward", resolve(self.sharding.group), error)
-        raise error
+
+def placed(model: nn.Module, without: nn.Module | None) -> Iterator[tuple[nn.Module, Place]]:
+    """Returns the modules of a model that have places, but for those of the module `without`."""
+    skipped = set() if without is None else set(without.modules())
+    for module in model.modules():
+        if module not in skipped and (place := place_of(module)) is not None:
+            yield module, place
+
+
+def _has_settings(module: nn.Module, place: Place) -> bool:
+    return place.role in ("embedding", "mixture") or isinstance(module, nn.Dropout) and place.forward is None
+
+
+def refuse(module: nn.Module, place: Place, why: str) -> None:
+    """Notes a refusal, the first one, for every rank to raise in the forward pass in progress."""
+    place.sharding.refusal = place.sharding.refusal or unknown(place.name, module, why)
+
+
+_address = re.compile(r" at 0x[0-9a-f]+")
+"""Of an object, in its `repr`, which ranks compare."""
 
 
 def _unwrapped(hook: Any) -> Any:
@@ -209,6 +249,8 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             raise unknown(path, child, "it has been put into a model that is parallelized already")
     if new is not None:
         adapters.forbid_sums(parent)
+        if not new.name:
+            adapters.inject_or_restore(parent, child)
     if new is not None and name in adapters.WRAPPED and type(parent).__module__.startswith("peft."):
         why = adapters.why_not_peft(parent, new.role)
         if why is not None:

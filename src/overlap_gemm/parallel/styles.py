@@ -199,10 +199,14 @@ class _SharedGatherForward:
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = local_part(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
+        if any(bias is not None for bias in biases):  # the op takes one for each weight, or none
+            rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
+            given = zip(biases, rows_of, strict=True)
+            biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in given)
         outs = _products(style, *weights).all_gather_gemm(
             x,
             weights,
-            bias=[bias for bias in biases if bias is not None] or None,
+            bias=None if biases[0] is None else list(biases),
             group=self.mesh,
             dim=style.layout.dim,
             rows=rows,
