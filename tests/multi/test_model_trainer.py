@@ -134,6 +134,37 @@ def test_training_goes_on_from_a_checkpoint(ranks, tmp_path, expected):
                 torch.testing.assert_close(weights[name], value, **CLOSE)
 
 
+def adapted(rank, size, folder, resume):
+    from peft import get_peft_model
+    from transformers import Trainer
+
+    from overlap_gemm.integrations.trainer import TensorParallelTrainer
+    from tests.support.adapters import config_of
+
+    torch.manual_seed(5)
+    plain = size == 1 and resume is None
+    model = tiny("qwen3", 2, dtype=torch.float32) if plain else sharded(size)
+    torch.manual_seed(5)
+    model = get_peft_model(model, config_of(("q_proj", "o_proj", "down_proj"), init_lora_weights=True))
+    settings = {"save_only_model": False, "save_strategy": "steps", "save_steps": 2}
+    trained_with = trained(Trainer if plain else TensorParallelTrainer, model, folder, resume, **settings)
+    state = full_state_dict(model)
+    return trained_with, {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapted_model_goes_on_from_a_checkpoint(ranks, tmp_path):
+    """A model that peft has wrapped, as docs/models.md does, given to the Trainer with checkpoints."""
+    (expected,) = ranks(1).run(adapted, str(tmp_path / "plain"), None)
+    folder = str(tmp_path / "resumed")
+    for found in ranks(2).run(adapted, folder, None):
+        same(found, expected)
+    for size in (2, 1):
+        for _, weights in ranks(size).run(adapted, folder, f"{folder}/checkpoint-2"):
+            for name, value in expected[1].items():
+                torch.testing.assert_close(weights[name], value, **CLOSE)
+
+
 def beside_fsdp(rank, size, folder):
     from transformers import Trainer
 

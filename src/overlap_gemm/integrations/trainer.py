@@ -33,15 +33,16 @@ class ShardedCheckpoints(_Base):
     args: Any
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        # A Trainer refuses to keep such a model's optimizer, as long as it knows of it.
-        sharded = getattr(model, "_is_distributed_loading_by_transformers", False)
+        # A Trainer refuses to keep such a model's optimizer, as long as it knows of it; adapters wrap it.
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
         if sharded:
-            model._is_distributed_loading_by_transformers = False
+            base._is_distributed_loading_by_transformers = False
         try:
             super().__init__(model, *args, **kwargs)
         finally:
             if sharded:
-                model._is_distributed_loading_by_transformers = True
+                base._is_distributed_loading_by_transformers = True
         self.is_distributed_loading_by_transformers = sharded
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
