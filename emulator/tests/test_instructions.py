@@ -1,5 +1,7 @@
 """Scalar instructions on hand-written PTX against NumPy, lane by lane."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -341,3 +343,21 @@ def test_narrow_loads_extend_and_narrow_stores_cut():
     run(body, [got, source])
     np.testing.assert_array_equal(got, before.view(np.int8))
     np.testing.assert_array_equal(source, before + np.uint8(1))
+
+
+def test_instructions_run_alike_with_a_register_in_braces():
+    """As Triton writes loads and stores of one element."""
+    text = """
+    ld.global.b32 |%r5|, [%d30]; mov.b32 |%r6|, |%r5|; @%p1 ld.global.b32 |%r6|, [%d1];
+    st.shared.b32 [%r9], |%r6|; ld.shared.b32 |%r7|, [%r9]; atom.shared.add.u32 |%r8|, [%r9], |%r7|;
+    red.shared.add.u32 [%r9], |%r8|; ld.shared.b32 |%r7|, [%r9]; st.global.b32 [%d31], |%r7|;
+    """
+    prologue = """mov.u32 %r0, %tid.x; mul.wide.u32 %d9, %r0, 4; add.s64 %d30, %d1, %d9;
+    add.s64 %d31, %d0, %d9; shl.b32 %r1, %r0, 2; mov.b32 %r9, cell; add.s32 %r9, %r9, %r1;
+    setp.lt.u32 %p1, %r0, 3;"""
+    data = np.arange(32, dtype=np.uint32) + 100
+    for marks in ("", " "):
+        out = np.zeros(32, np.uint32)
+        body = re.sub(r"\|(%\w+)\|", rf"{{{marks}\1{marks}}}", text)
+        run(prologue + body, [out, data], smem=".shared .align 4 .b8 cell[128];")
+        np.testing.assert_array_equal(out, 3 * np.where(np.arange(32) < 3, 100, data))

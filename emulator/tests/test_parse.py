@@ -67,3 +67,19 @@ def test_entry_params_gives_bytes_and_alignment():
 def test_a_syntax_error_names_the_line():
     with pytest.raises(PtxSyntaxError, match="line 7"):
         one("\nmov.b32 $$, ^;")
+
+
+def test_vectors_of_one_are_their_element_outside_of_matrix_instructions():
+    f = one(
+        ".reg .b32 %r<9>; .reg .b64 %d<2>;\n"
+        "ld.global.b32 { %r1 }, [ %d1 + 0 ];\n"
+        "mov.b32 {%r2}, {%r1};\n"
+        "st.global.b32 [ %d1 + 0 ], {_};\n"
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r1];\n"
+        "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%d1, {%r3}], [%r1];"
+    )
+    load, move, store, matrix, copy = f.instructions
+    r1 = move.operands[1]
+    assert load.operands[0] == r1 and isinstance(r1, Reg) and isinstance(move.operands[0], Reg)
+    assert store.operands[1] is None
+    assert isinstance(matrix.operands[0], Vec) and isinstance(copy.operands[0].extra[0], Vec)

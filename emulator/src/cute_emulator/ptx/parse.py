@@ -48,6 +48,8 @@ _VARIABLE = re.compile(
     r"(?:\.ptr\s*)?(?:\.(?:global|shared|const|local)\s*)?(?:\.align\s+(\d+)\s*)?"
     r"\.(\w+)\s+(?:\.ptr\s*)?(?:\.(?:global|shared|const|local)\s*)?(?:\.align\s+\d+\s*)?([\w$%]+)\s*((?:\[[^\]]*\]\s*)*)$"
 )
+_LISTS = ("mma", "wgmma", "tcgen05", "ldmatrix", "stmatrix")
+"""First parts of opcodes whose braces list registers: `{%r1}` is a list of one."""
 _DIRECTIVE_LINE = re.compile(r"\.(loc|file)\b[^\n]*")
 
 
@@ -91,6 +93,10 @@ def _float_bits(literal: Imm, width: int) -> int:
         return literal.value
     (number,) = struct.unpack(own, literal.value.to_bytes(struct.calcsize(own), "little"))
     return int.from_bytes(struct.pack(wanted, number), "little")
+
+
+def _element_of_one(operand: Operand | None) -> Operand | None:
+    return operand.items[0] if isinstance(operand, Vec) and len(operand.items) == 1 else operand
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -274,6 +280,8 @@ class _FunctionParser:
             if m is None:
                 raise PtxSyntaxError(f"line {line}: not an instruction: {stmt!r}")
             operands = tuple(self.operand(scope, t, line) for t in _split(rest[m.end() :].strip()))
+            if not m.group().startswith(_LISTS):  # elsewhere a vector of one is its element, as for ptxas
+                operands = tuple(map(_element_of_one, operands))
             out.append(Instruction(m.group(), operands, guard, negated, line, " ".join(stmt.split())))
         return tuple(out)
 
