@@ -1,6 +1,8 @@
 """Ranks as threads that take turns."""
 
+import gc
 import random
+import subprocess
 import sys
 import threading
 import types
@@ -10,7 +12,7 @@ import torch
 
 from cute_emulator import clients
 from cute_emulator.errors import EmulatorError, KernelTrap
-from cute_emulator.host.torch.turns import Turns
+from cute_emulator.host.torch.turns import Turns, current_frames
 
 
 def run(ranks, body, device=lambda: None):
@@ -174,3 +176,43 @@ def test_a_rank_that_waits_for_another_behind_the_turns_back_is_named():
         turns.run([lambda r=r: body(turns, r) for r in range(2)])
     lock.release()
     assert "with lock:" in str(caught.value) and "turns.block(lambda: False)" in str(caught.value)
+
+
+COLLECTS_THREAD_LOCALS = """
+import faulthandler, gc, threading, time
+from cute_emulator.host.torch.turns import current_frames
+
+def step(depth):
+    step(depth - 1) if depth else time.sleep(0)
+
+def make_new_frames():
+    while True:
+        step(3)
+
+for _ in range(3):
+    threading.Thread(target=make_new_frames, daemon=True).start()
+faulthandler.dump_traceback_later(20, exit=True)
+gc.set_threshold(1)
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    local = threading.local()
+    local.itself = local
+    del local
+    assert threading.get_ident() in current_frames() and gc.isenabled()
+"""
+
+
+def test_frames_are_read_while_the_collector_frees_thread_locals():
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTS_THREAD_LOCALS], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_reading_frames_leaves_a_disabled_collector_disabled():
+    gc.disable()
+    try:
+        current_frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,6 +1,7 @@
 """An op, or a transport, is what its object says: who else names one, or asks which it is, is counted."""
 
 import ast
+import re
 from pathlib import Path
 
 from overlap_gemm.spec import OPS, PATTERNS
@@ -81,6 +82,15 @@ def test_transports_are_told_apart_in_few_places():
     assert (
         sum(count for name, count in found.items() if not name.startswith("transports/")) <= TRANSPORT_NAMES
     ), found
+
+
+def test_frames_of_threads_are_read_in_one_place():
+    """The interpreter may hang in it (`current_frames` says when)."""
+    root = SOURCE.parents[1]
+    files = [file for folder in ("src", "emulator/src") for file in (root / folder).rglob("*.py")]
+    pattern = re.compile(r"\b_current_(frames|exceptions)\(")
+    found = {file.name: len(calls) for file in files if (calls := pattern.findall(file.read_text()))}
+    assert found == {"turns.py": 1}
 
 
 def test_the_counters_see_what_they_count():

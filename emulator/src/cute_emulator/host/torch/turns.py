@@ -13,11 +13,13 @@ run off is the emulator's own verdict, and no script's to catch.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from cute_emulator.errors import EmulatorError, KernelTrap
 from cute_emulator.host.torch import process_state
@@ -27,6 +29,23 @@ IDLE_SECONDS = 300.0
 BUSY = 0.002
 """Share of a processor below which a process does nothing; looking whether it does takes a tenth of that."""
 STACK_LINES = 8
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Returns the topmost frame of each thread, by thread identifier.
+
+    The only call of `sys._current_frames`, which allocates while it holds the interpreter's list of threads.
+    Before CPython 3.11.9 an allocation there may start the collector, and the destructor of a
+    `threading.local` waits for the same list, for ever (python/cpython#106883).
+    So the collector is off meanwhile.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Aborted(BaseException):
@@ -140,7 +159,7 @@ class Turns:
 
     def _where(self, threads: Sequence[threading.Thread]) -> str:
         """Whose turn it is, and where the Python of each rank stands."""
-        frames = sys._current_frames()
+        frames = current_frames()
         stands = [
             f"\n{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident])[-STACK_LINES:])
             for thread in threads
