@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, mutate
+from cute_emulator.testing import emulator_command
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "index.md"
@@ -124,3 +126,35 @@ def test_mutations():
         a=a, b=b, c=c, stream=stream, reference=(a + b).flip(0),
     )  # fmt: skip
     assert [(o.mutation.change, o.verdict) for o in names["outcomes"]] == [("remove", "detected")]
+
+
+SAXPY = """.version 8.8
+.target sm_90
+.address_size 64
+.visible .entry saxpy(.param .u64 x, .param .u64 y, .param .f32 a, .param .u32 n)
+{
+.reg .pred %p<2>; .reg .b32 %r<5>; .reg .f32 %f<4>; .reg .b64 %d<4>;
+mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mov.u32 %r3, %tid.x; mad.lo.u32 %r1, %r1, %r2, %r3;
+ld.param.u32 %r4, [n]; setp.ge.u32 %p1, %r1, %r4; @%p1 ret;
+ld.param.u64 %d1, [x]; ld.param.u64 %d2, [y];
+mul.wide.u32 %d3, %r1, 4; add.s64 %d1, %d1, %d3; add.s64 %d2, %d2, %d3;
+ld.global.f32 %f1, [%d1]; ld.global.f32 %f2, [%d2]; ld.param.f32 %f3, [a];
+fma.rn.f32 %f2, %f1, %f3, %f2; st.global.f32 [%d2], %f2;
+ret;
+}
+"""
+
+
+def test_a_kernel_from_elsewhere(tmp_path, monkeypatch):
+    x, y = np.arange(1000, dtype=np.float32), np.ones(1000, np.float32)
+    run_snippet("import run", ptx=SAXPY, x=x, y=y)
+    np.testing.assert_array_equal(y, 2.5 * x + 1)
+
+    (launch,) = re.findall(r"```json\n(.*?)```", (ROOT / "emulator" / "docs" / "index.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "launch.json").write_text(launch)
+    (tmp_path / "k.ptx").write_text(SAXPY)
+    np.save("y.npy", y)
+    done = emulator_command("run", "k.ptx", "launch.json")
+    assert done.returncode == 0, done.stderr
+    assert np.isfinite(np.load("out.npy")).all() and (np.load("out.npy") != y).any()

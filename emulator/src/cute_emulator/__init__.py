@@ -1,7 +1,7 @@
 """Runs the PTX that CuTe DSL compiles for Hopper and Blackwell GPUs on a CPU, several ranks at once.
 
-As a library: `Emulator`. As a command: ``python -m cute_emulator script.py``. The public names load on first
-use (PEP 562), so that a library can `clients.register` without paying for them.
+As a library: `Emulator`, and `run` for any other PTX. As a command: ``python -m cute_emulator script.py``.
+The public names load on first use (PEP 562): a library can `clients.register` without paying for them.
 """
 
 from importlib import import_module
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from cute_emulator.errors import EmulatorError, Finding, Report
     from cute_emulator.execution.scheduler import Schedule
     from cute_emulator.host.emulator import Emulator, FindingsError
+    from cute_emulator.host.kernels import run
     from cute_emulator.host.memory import Symmetric, poison_
 
 __version__ = "0.1.0"
 
-HOMES = ("errors", "host.emulator", "host.memory", "execution.scheduler")
+HOMES = ("errors", "host.emulator", "host.kernels", "host.memory", "execution.scheduler")
 """The modules that the public names come from."""
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Schedule",
     "Symmetric",
     "poison_",
+    "run",
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name

@@ -1,7 +1,8 @@
-"""``python -m cute_emulator [check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU."""
+"""``python -m cute_emulator [run | check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -55,7 +56,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="Python script to run.")],
+    script: Annotated[
+        str, typer.Argument(help="Python script, or a kernel in a file .ptx, whose argument is its launch.")
+    ],
     arguments: Arguments = None,
     arch: Arch = "sm_100a",
     ranks: Ranks = 1,
@@ -113,7 +116,9 @@ def run(
             emulator.faults.by_words(words)
     report = emulator.report
     try:
-        with as_verdict(), with_line_information(), emulator:
+        # A script's ValueError is the script's own; that of a kernel's launch is the user's.
+        outer = as_user_error() if script.endswith(".ptx") else contextlib.nullcontext()
+        with outer, as_verdict(), with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
     except BaseException:  # what was found before says why the script's own comparison fails
         for finding in report.findings if collect else ():
@@ -154,13 +159,13 @@ def _keeper(folder: Path) -> Callable[[str], str]:
 
 
 def main() -> None:
-    """Runs a script, `check`, or `mutate`."""
+    """Runs a script (`run`, which need not be said), `check`, or `mutate`."""
     if sys.argv[1:2] == ["check"]:
         check_command.app(sys.argv[2:], prog_name="python -m cute_emulator check")
     elif sys.argv[1:2] == ["mutate"]:
         mutate_command.app(sys.argv[2:], prog_name="python -m cute_emulator mutate")
     else:
-        app(prog_name="python -m cute_emulator")
+        app(sys.argv[1 + (sys.argv[1:2] == ["run"]) :], prog_name="python -m cute_emulator")
 
 
 if __name__ == "__main__":

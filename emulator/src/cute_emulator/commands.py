@@ -16,7 +16,9 @@ from cute_emulator.host.replace import environment
 from cute_emulator.machine.checks import OPTIONAL_CHECKS
 
 # Their arguments and options.
-Script = Annotated[str, typer.Argument(help="Script that launches kernels and fails where they are wrong.")]
+Script = Annotated[
+    str, typer.Argument(help="Script that fails where kernels are wrong, or a kernel in a file .ptx.")
+]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
 Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")]
 Ranks = Annotated[int, typer.Option(help="Run the script once per rank.")]
@@ -35,10 +37,10 @@ def with_line_information() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def as_user_error() -> Iterator[None]:
-    """A `ValueError` inside is the user's: one line and exit code 2, no traceback."""
+    """A `ValueError` or a missing file is the user's: one line and exit code 2, no traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         typer.echo(f"emulator: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -58,5 +60,8 @@ def as_verdict() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-_MACHINERY = {"cute_emulator", "typer", "cutlass", "nvidia_cutlass_dsl", "<frozen runpy>", "runpy.py"}
+_MACHINERY = {
+    "cute_emulator", "typer", "cutlass", "nvidia_cutlass_dsl", "triton", "<frozen runpy>", "runpy.py",
+    "contextlib.py", "<ptx>",
+}  # fmt: skip
 """Parts of paths of files that are not the script's."""

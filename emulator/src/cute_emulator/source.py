@@ -17,12 +17,20 @@ AROUND = 3  # instructions shown on either side
 
 @lru_cache(maxsize=32)
 def _places(ptx: str) -> tuple[list[int], list[tuple[str, int] | None]]:
-    """PTX lines from which on a place of the source holds, and these places: path and line."""
+    """PTX lines from which on a place of the source holds, and these places: path and line.
+
+    Of inline assembly that is the place where it begins: LLVM counts the lines of its text on from there.
+    """
     files = dict(_FILE.findall(ptx))
     lines: list[int] = [0]
     places: list[tuple[str, int] | None] = [None]
     if files:
+        inline = False
         for number, text in enumerate(ptx.split("\n"), 1):
+            if "inline asm" in text:
+                inline = text.lstrip().startswith("// begin inline asm")
+            if inline:
+                continue
             found = _LOC.match(text)
             if found is not None:
                 lines.append(number)

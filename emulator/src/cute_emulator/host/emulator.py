@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +14,9 @@ import torch
 
 from cute_emulator import clients
 from cute_emulator.errors import EmulatorError, Report
-from cute_emulator.execution.launch import Launch, Machine
+from cute_emulator.execution.launch import Dim3, Launch, Machine
 from cute_emulator.host import nvshmem
+from cute_emulator.host.arguments import Arguments, entry_of, parameters, with_names
 from cute_emulator.host.copies import copy_launch
 from cute_emulator.host.device import DeviceProperties
 from cute_emulator.host.dsl.hardware_info import hardware_info
@@ -27,6 +28,7 @@ from cute_emulator.host.network import Network
 from cute_emulator.host.registry import ARGUMENT, Registry
 from cute_emulator.machine.asyncq import Mode
 from cute_emulator.machine.inject import Faults
+from cute_emulator.machine.memory import Named
 from cute_emulator.machine.streams import StreamEvent
 
 
@@ -49,7 +51,7 @@ class _Pending:
 
     rank: int
     keys: tuple[int, ...]
-    tensors: tuple[Any, ...]
+    owners: tuple[Any, ...]
 
 
 class Emulator:
@@ -240,6 +242,48 @@ class Emulator:
             return 0
         return int(rank)
 
+    def launch(
+        self,
+        ptx: str,
+        entry: str,
+        grid: Dim3,
+        block: Dim3,
+        args: Arguments = (),
+        *,
+        cluster: Dim3 | None = None,
+        shared: int = 0,
+        stream: int = 0,
+        cooperative: bool = False,
+        programmatic: bool = False,
+    ) -> None:
+        """Launches a kernel of any PTX text, as a call of a compiled function does (`host.kernels.run`).
+
+        Args:
+            ptx: Text of the module.
+            entry: Name of the kernel in it.
+            grid: Number of CTAs along x, y, z.
+            block: Threads of a CTA along x, y, z.
+            args: For each parameter a NumPy array or torch CPU tensor (passed by address), a number, None (a
+                null pointer), or bytes (structures); the keys of a mapping are names for findings.
+            cluster: CTAs of a cluster along x, y, z; the default is the kernel's `.reqnctapercluster`.
+            shared: Bytes of dynamic shared memory.
+            stream: Launches of one stream run one after the other.
+            cooperative: Every CTA is resident at once.
+            programmatic: May begin before its predecessor in the stream ended.
+
+        Raises:
+            ValueError: No such kernel, arguments that do not fit, a launch that cannot run.
+        """
+        kernel, pairs = entry_of(ptx, entry), with_names(args)
+        params = parameters(kernel, pairs)
+        x, y, z = cluster or (*kernel.directives.get("reqnctapercluster", ()), 1, 1, 1)[:3]
+        call = KernelCall(
+            ptx, entry, grid, block, (x, y, z), shared, stream, params, cooperative, programmatic
+        )
+        owners = tuple(args.values() if isinstance(args, Mapping) else args)
+        self._enqueue(call, [value for _, value in pairs if isinstance(value, Named)], owners)
+        self._called()
+
     # --- what the seam tells
 
     def _pack(self, tensor: Any) -> None:
@@ -247,24 +291,28 @@ class Emulator:
         packed.append(tensor)
 
     def _launch(self, call: KernelCall) -> None:
-        rank = self.calling_rank()
         tensors = tuple(self._local.__dict__.get("packed", ()))
+        self._enqueue(call, [named(tensor, f"argument {n}") for n, tensor in enumerate(tensors)], tensors)
+
+    def _enqueue(self, call: KernelCall, memory: Sequence[Named], owners: tuple[Any, ...]) -> None:
+        """Queues a launch, or keeps it for each replay of the graph that is being captured."""
+        rank = self.calling_rank()
+        submit = functools.partial(self._submit, call, rank, memory, owners)
         capture = self.captures.get(rank)
         if capture is not None:
-            capture.keep(functools.partial(self._submit, call, rank, tensors))
+            capture.keep(submit)
         else:
-            self._submit(call, rank, tensors)
+            submit()
 
-    def _submit(self, call: KernelCall, rank: int, tensors: tuple[Any, ...]) -> None:
+    def _submit(self, call: KernelCall, rank: int, memory: Sequence[Named], owners: tuple[Any, ...]) -> None:
         with self._lock:
             keys = tuple(
                 self._registry.hold(*where, rank=rank, name=ARGUMENT)
-                for where in map(extent, tensors)
+                for where in map(extent, memory)
                 if where[1]
             )
-            self._pending.append(_Pending(rank, keys, tensors))
-            for n, tensor in enumerate(tensors):
-                self.machine.memory.arguments.append(named(tensor, f"argument {n}"))
+            self._pending.append(_Pending(rank, keys, owners))
+            self.machine.memory.arguments.extend(memory)
             self.machine.submit(
                 Launch(
                     self._rewrite(call.ptx) if self._rewrite is not None else call.ptx,

@@ -8,6 +8,7 @@ import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from cute_emulator.errors import EmulatorError
@@ -27,25 +28,36 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def extent(tensor: Any) -> tuple[int, int]:
-    """(address, bytes) that the elements of a torch tensor or a DSL runtime tensor span."""
-    address, bits, shape, strides = layout(tensor)
-    if math.prod(shape) == 0:
-        return address, 0
-    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return address, -(-(last + 1) * bits // 8)
+    """(address, bytes) that the elements of a tensor or an array span."""
+    it = named(tensor, "")
+    if math.prod(it.shape) == 0:
+        return it.address, 0
+    last = sum((n - 1) * s for n, s in zip(it.shape, it.strides, strict=True))
+    return it.address, -(-(last + 1) * it.bits // 8)
 
 
 def named(tensor: Any, name: str) -> Named:
-    """A torch tensor or a DSL runtime tensor, for findings."""
-    return Named(name, *layout(tensor))
+    """A torch tensor, a NumPy array or a DSL runtime tensor, for findings.
 
-
-def layout(tensor: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Address, bits of an element, extents and strides of a torch tensor or a DSL runtime tensor."""
+    Raises:
+        ValueError: An array that kernels cannot use by its address.
+    """
+    if isinstance(tensor, Named):
+        return tensor
     if isinstance(tensor, torch.Tensor):
-        return tensor.data_ptr(), tensor.element_size() * 8, tuple(tensor.shape), tensor.stride()
+        bits = tensor.element_size() * 8
+        return Named(name, tensor.data_ptr(), bits, tuple(tensor.shape), tensor.stride())
+    if isinstance(tensor, np.ndarray):
+        size = tensor.itemsize
+        if not tensor.flags.writeable or any(step < 0 or step % size for step in tensor.strides):
+            raise ValueError(
+                f"{name}: an array must be writable, its strides positive and whole elements of {size} "
+                f"bytes; writable: {tensor.flags.writeable}, strides: {tensor.strides}"
+            )
+        steps = tuple(step // size for step in tensor.strides)
+        return Named(name, tensor.ctypes.data, 8 * size, tensor.shape, steps)
     width: int = tensor.element_type.width
-    return tensor.data_ptr, width, _flat(tensor.shape), _flat(tensor.stride)
+    return Named(name, tensor.data_ptr, width, _flat(tensor.shape), _flat(tensor.stride))
 
 
 def _flat(tree: Any) -> tuple[int, ...]:

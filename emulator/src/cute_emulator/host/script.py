@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cute_emulator.host.emulator import Emulator
+from cute_emulator.host.launch_files import run_file
 from cute_emulator.host.replace import replaced
 from cute_emulator.host.torch import cuda_device, distributed
 from cute_emulator.host.torch.torch_mode import CudaOnCpu
@@ -26,7 +27,8 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
     """Runs a script with an open emulator, as ``python script arguments`` would on a machine with GPUs.
 
     With several ranks it runs once per rank, each in a thread with ``RANK``, ``LOCAL_RANK`` and
-    ``WORLD_SIZE`` of its own, as torchrun would start it.
+    ``WORLD_SIZE`` of its own, as torchrun would start it. A file named .ptx is a kernel, and its one argument
+    the file of its launch (`launch_files`).
 
     Args:
         emulator: Open.
@@ -36,10 +38,18 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
 
     Raises:
         FileNotFoundError: There is no such script.
+        ValueError: A kernel without a launch, with one that cannot run, or on several ranks.
         BaseException: What the script raises, `SystemExit` included.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}")
+    if script.endswith(".ptx"):
+        if len(arguments) != 1 or emulator.ranks > 1:
+            raise ValueError(
+                f"{script} takes one argument, its launch in JSON, and one rank: got {arguments}"
+            )
+        run_file(emulator, script, *arguments)
+        return
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(sys, "argv", [script, *arguments]))
         stack.enter_context(replaced(sys, "path", [str(Path(script).resolve().parent), *sys.path]))

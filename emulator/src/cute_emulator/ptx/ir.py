@@ -108,10 +108,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable or parameter: `space` is shared, global, const, local or param."""
+    """A variable or parameter: `space` is shared, global, const, local or param, `type` an element's."""
 
     name: str
     space: str
+    type: str
     align: int
     nbytes: int
     init: bytes = b""

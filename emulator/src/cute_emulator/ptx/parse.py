@@ -328,7 +328,7 @@ class _ModuleParser:
         if len(data) > size and not empty or "{" in init.strip()[1:] and len(data) < size:
             raise self.error(pos, f"an initialiser of {len(data) // width} elements: {stmt!r}")
         return Variable(
-            name, space, int(align or width), len(data) if empty and data else size, data, extern, refs
+            name, space, kind, int(align or width), len(data) if empty and data else size, data, extern, refs
         )
 
     def initialiser(self, init: str, kind: str, pos: int) -> tuple[bytes, tuple[tuple[int, str], ...]]:
