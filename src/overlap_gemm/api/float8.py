@@ -98,8 +98,8 @@ class Float8(Products):
         reserve_sms: int | None = None,
     ) -> Any:
         """`overlap_gemm.all_gather_gemm`; 8-bit rows travel, with a scale each."""
-        how = _How(ALL_GATHER_GEMM.name, group_name(group), backend, reserve_sms, columns, rows, dim)
-        single = isinstance(weight, (Tensor, Stored))
+        how = How(ALL_GATHER_GEMM.name, group_name(group), backend, reserve_sms, columns, rows, dim)
+        single = not isinstance(weight, (list, tuple))
         weights: list[Any] = [weight] if single else list(weight)
         biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
         outs = self._product(how, x_shard, weights, biases)
@@ -118,7 +118,7 @@ class Float8(Products):
         reserve_sms: int | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_reduce_scatter`; partial sums travel in x's type, their gradients in 8 bits."""
-        how = _How(GEMM_REDUCE_SCATTER.name, group_name(group), backend, reserve_sms, k, dim=dim)
+        how = How(GEMM_REDUCE_SCATTER.name, group_name(group), backend, reserve_sms, k, dim=dim)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def gemm_all_reduce(  # type: ignore[override]
@@ -133,7 +133,7 @@ class Float8(Products):
         reserve_sms: int | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_all_reduce`."""
-        how = _How(GEMM_ALL_REDUCE.name, group_name(group), backend, reserve_sms, k)
+        how = How(GEMM_ALL_REDUCE.name, group_name(group), backend, reserve_sms, k)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def gemm_all_gather(  # type: ignore[override]
@@ -148,7 +148,7 @@ class Float8(Products):
         reserve_sms: int | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_all_gather`."""
-        how = _How(GEMM_ALL_GATHER.name, group_name(group), backend, reserve_sms, columns)
+        how = How(GEMM_ALL_GATHER.name, group_name(group), backend, reserve_sms, columns)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def column_parallel_gemm(  # type: ignore[override]
@@ -161,11 +161,11 @@ class Float8(Products):
         reserve_sms: int | None = None,
     ) -> Tensor:
         """`overlap_gemm.nn.column_parallel_gemm`."""
-        how = _How(LOCAL, group_name(group), backend, reserve_sms)
+        how = How(LOCAL, group_name(group), backend, reserve_sms)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def _product(
-        self, how: "_How", x: Tensor, weights: list[Tensor], biases: list[Tensor]
+        self, how: "How", x: Tensor, weights: list[Tensor], biases: list[Tensor]
     ) -> tuple[Tensor, ...]:
         x, weights, biases = autocast(x, weights, biases)
         for name, given in (("weight", weights), ("bias", biases)):
@@ -176,62 +176,12 @@ class Float8(Products):
         return _Product.apply(tuple(how), types, len(weights), x, *weights, *biases)  # type: ignore[no-any-return]
 
 
-class Stored(NamedTuple):
-    """A weight of a checkpoint that is kept in 8 bits.
-
-    Attributes:
-        values: `[N, K]`, `torch.float8_e4m3fn`.
-        scale: float32, `[N, 1]`, `[1, 1]`, or of blocks, `[ceil(N / block), ceil(K / block)]`.
-        input_scale: float32, `[1, 1]`: of what it is multiplied with; None: each row's own.
-        block: Rows and elements of K that share a scale; None: it is of rows, or of all.
-    """
-
-    values: Tensor
-    scale: Tensor
-    input_scale: Tensor | None
-    block: int | None = None
-
-
-class StoredFloat8(Float8):
-    """The products of `Stored` weights, in inference: of x, which is quantised at each call, in x's type."""
-
-    def _product(
-        self, how: "_How", x: Tensor, weights: list[Any], biases: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        x, _, biases = autocast(x, [], biases)
-        if torch.is_grad_enabled() and (x.requires_grad or any(bias.requires_grad for bias in biases)):
-            raise TypeError(
-                f"{how.op}: weights stored in 8 bits have no gradients: call under torch.no_grad()"
-            )
-        given = [weight.input_scale for weight in weights if weight.input_scale is not None]
-        if given:  # of weights that share a gather the widest
-            scale = torch.cat(given).amax(0, keepdim=True)
-            largest = torch.finfo(self.dtype).max
-            values = (x.float() / scale).clamp(-largest, largest).to(self.dtype)
-            rows = Quantized(values, scale)
-        else:
-            block = next((weight.block for weight in weights if weight.scale.shape[-1] > 1), None)
-            rows = quantize_rows(x, self.dtype, block=block)
-        return tuple(how.multiply(rows, [_for_op(weight) for weight in weights], biases, x.dtype))
-
-
-def _for_op(weight: Stored) -> Quantized:
-    """As the ops take it: where K is one block, its scales are of rows."""
-    scale, rows = weight.scale, len(weight.values)
-    if scale.shape[-1] == 1 and len(scale) not in (1, rows):
-        scale = scale.repeat_interleave(weight.block or rows, 0)[:rows]
-    return Quantized(weight.values, scale)
-
-
-STORED = StoredFloat8()
-
-
 def products(float8: Float8 | None) -> Products:
     """Those of a layer that was given this `float8=`."""
     return PLAIN if float8 is None else float8
 
 
-class _How(NamedTuple):
+class How(NamedTuple):
     """What a product is told, besides its operands; see `options.CallOptions`.
 
     Attributes:
@@ -286,14 +236,26 @@ class _How(NamedTuple):
             scale_x=rows.scale, scale_w=weight.scale, out_dtype=x.dtype,
         )  # fmt: skip
 
-    def dual(self, x: Tensor, out: torch.Size) -> "_How":
-        """The product that makes the gradient of `x`, where the result has shape `out`."""
+    def dual(self, x: torch.Size, out: torch.Size) -> "How":
+        """Returns the product that makes the gradient of x, from the shapes of x and of the result."""
         spec, how = self.spec, self._replace(backend=with_fallback(self.backend))
         if spec is None:
             return how._replace(op=GEMM_ALL_REDUCE.name)
         if spec.gathers_output:
             return how._replace(op=GEMM_ALL_REDUCE.name, weight=out[-1])
-        return how._replace(op=spec.dual or LOCAL, x=x.shape[self.dim])
+        return how._replace(op=spec.dual or LOCAL, x=x[self.dim])
+
+    def local_gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the gradients of this rank's columns, where the result is gathered along them."""
+        if self.spec is None or not self.spec.gathers_output:
+            return grads
+        return (moves.keep_shard(grads[0], grads[0].ndim - 1, self.group),)
+
+    def of_all_rows(self, grads: Sequence[Tensor], x: torch.Size) -> Sequence[Tensor]:
+        """Returns the gradients of all rows of the result, where these are scattered; x is of shape `x`."""
+        if self.spec is None or self.spec.out != "m":
+            return grads
+        return (moves.join_shards(grads[0], self.dim, x[self.dim], self.group),)
 
 
 class _Product(torch.autograd.Function):
@@ -303,7 +265,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, told: Any, types: Any, count: int, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        how, (dtype, *_) = _How(*told), types
+        how, (dtype, *_) = How(*told), types
         weights, biases = parameters[:count], parameters[count:]
         rows = [quantize_rows(weight, dtype) for weight in weights]
         outs = how.multiply(quantize_rows(x, dtype), rows, biases, x.dtype)
@@ -314,28 +276,25 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("a product in 8 bits (float8=) has no gradients of its gradients")
+        refuse_second_gradients()
         x, *weights = ctx.saved_tensors
-        how, (dtype, grad_dtype, wgrad) = _How(*ctx.told), ctx.types
+        how, (dtype, grad_dtype, wgrad) = How(*ctx.told), ctx.types
         spec = how.spec
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
-        if spec is not None and spec.gathers_output:  # of the gathered columns this rank's
-            grads = (moves.keep_shard(grads[0], grads[0].ndim - 1, how.group),)
+        own = how.local_gradients(grads)
         grad_x = None
         if needs_x:
-            joined = grads[0] if len(grads) == 1 else torch.cat(grads, -1)
+            joined = own[0] if len(own) == 1 else torch.cat(own, -1)
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            rows, dual = quantize_rows(weight.t(), dtype), how.dual(x, ctx.shapes[0])
+            rows, dual = quantize_rows(weight.t(), dtype), how.dual(x.shape, ctx.shapes[0])
             (grad_x,) = dual.multiply(quantize_rows(joined, grad_dtype), [rows], (), x.dtype)
         found: list[Tensor | None] = [None] * (len(weights) + ctx.biases)
         if any(needs):
-            if spec is not None and spec.out == "m":
-                grads = (moves.join_shards(grads[0], how.dim, x.shape[how.dim], how.group),)
+            own = how.of_all_rows(own, x.shape)
             if spec is not None and spec.gathers_operand and any(needs_weights):
-                x = moves.join_shards(x, how.dim, grads[0].shape[how.dim], how.group)
-            for i, grad in enumerate(grads):
+                x = moves.join_shards(x, how.dim, own[0].shape[how.dim], how.group)
+            for i, grad in enumerate(own):
                 flat = grad.flatten(0, -2)
                 if needs_weights[i]:
                     both = flat.t(), x.flatten(0, -2).t()
@@ -343,3 +302,9 @@ class _Product(torch.autograd.Function):
                 if ctx.biases and needs_biases[i]:
                     found[len(weights) + i] = flat.sum(0)
         return None, None, None, grad_x, *found
+
+
+def refuse_second_gradients() -> None:
+    """Raises RuntimeError in a backward pass that records one of its own."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("a product in 8 bits has no gradients of its gradients")

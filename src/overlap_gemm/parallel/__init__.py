@@ -9,8 +9,9 @@ unchanged.
 
 from .export import exportable
 from .loading import from_pretrained, materialize
-from .model import full_state_dict, parallelize
+from .model import parallelize
 from .places import sees_shards
+from .state import full_state_dict
 from .stored import QuantizedCheckpointError
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 

@@ -13,6 +13,8 @@ from torch import nn
 
 LORA = ("peft.tuners.lora.layer", "Linear")
 TUNER = ("peft.tuners.lora.model", "LoraModel")
+HOLDERS = "peft.peft_model"
+"""The module of peft's models around a model."""
 SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 
 WRAPPED = ("base_layer", "original_module")

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .model import FORWARDS, Model
+from .model import Model
 from .parameters import SHARD
+from .state import FORWARDS
 from .styles import ColwiseForward, RowwiseForward
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..api.float8 import Stored
 from ..api.functional import Length
 
 Rows: TypeAlias = Length | Callable[[], Length]
@@ -49,16 +48,6 @@ def cut(
         layout, source = (layouts or {}).get(name, Replicate()), None if parameter.is_meta else src_data_rank
         sharded = distribute_tensor(parameter, mesh, [layout], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-
-
-def weight_of(module: Any, layout: Placement) -> Any:
-    """This rank's part of a linear's weight, `Stored` where it is kept in 8 bits (`stored.keep`)."""
-    weight, scale = local(module.weight, layout), getattr(module, "weight_scale", None)
-    if scale is None:
-        return weight
-    given = getattr(module, "input_scale", None)
-    scale, given = (part.to_local() if isinstance(part, DTensor) else part for part in (scale, given))
-    return Stored(weight, scale, given, module.weight_block)
 
 
 def local(parameter: Tensor, layout: Placement) -> Tensor:

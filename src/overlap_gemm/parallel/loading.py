@@ -10,6 +10,7 @@ transformers', and so it is for the next release's families.
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -21,8 +22,9 @@ from ..api.float8 import Float8
 from ..backends.base import BackendName
 from .experts import put_together, set_apart
 from .layouts import lying_as
-from .model import Logits, Model, mixed_experts, packed_linears, parallelize
-from .stored import Checkpoint, Quantized, QuantizedCheckpointError, Whole, form_of, keep
+from .model import Logits, Model, parallelize
+from .state import StoredAs, kept_linears, mixed_experts, packed_linears, save_pretrained
+from .stored import Checkpoint, Quantized, Whole, form_of, keep
 
 
 def from_pretrained(
@@ -70,7 +72,7 @@ def from_pretrained(
         raise ValueError(f"quantized must be one of {', '.join(get_args(Quantized))}, got {quantized!r}")
     form = form_of(config)
     if form is not None:  # it is read here, not by transformers' quantizer
-        config = copy(config)
+        config, quantization = copy(config), config.quantization_config
         del config.quantization_config
 
     def distribute(model: nn.Module, *_: Any) -> nn.Module:
@@ -103,7 +105,8 @@ def from_pretrained(
     _begin_storages(model)
     if form is not None and quantized == "keep":
         model.requires_grad_(False)
-        model.save_pretrained = _refuse_saving
+        stored = StoredAs(quantization, sum(1 for _ in kept_linears(model)))
+        model.save_pretrained = partial(save_pretrained, model, stored=stored)
     for _, experts in mixed_experts(model):
         set_apart(experts)
     return model
@@ -226,12 +229,6 @@ def _in_parts(model: nn.Module, tensors: Iterator[tuple[str, Any]]) -> Iterator[
             by_rows = whole.get_shape()[0] > 1  # one scale is every part's
             yield f"{name}.{part}.{last}", _Rows(whole, start, rows) if by_rows else whole
             start += rows
-
-
-def _refuse_saving(*_: Any, **__: Any) -> None:
-    raise QuantizedCheckpointError(
-        "a model whose weights are kept in 8 bits is not saved: load it with quantized='dequantize' for that"
-    )
 
 
 class _Rows:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..api.linears import whole_of
 from ..nn import Dropout
 from .assignment import UnknownModuleError
+from .kept_linears import KeptLinear
 from .layouts import distribute
 from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
 from .places import PLACE, Place, layouts_of, place_of
@@ -48,9 +49,10 @@ class ShardedLora(Linear):
             _refuse(self, "tied adapters are not carried")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
         if isinstance(self.get_base_layer(), PackedLinear):  # of which peft cannot see where it is
-            weight = next(self.get_base_layer().parameters())
+            part: Any = next(iter(self.get_base_layer().children()))
+            dtype = getattr(part, "compute_dtype", part.weight.dtype)
             for halves in (self.lora_A, self.lora_B):
-                halves[adapter_name].to(weight.device, weight.dtype)
+                halves[adapter_name].to(part.weight.device, dtype)
         _shard(self, adapter_name)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,14 +99,18 @@ def why_not(layer: Any) -> str | None:
 
 @contextmanager
 def _as_local(layer: Any) -> Iterator[None]:
-    """Within the block parameters are this rank's part. A DTensor's own `.data = ` would change nothing."""
+    """Within the block parameters are this rank's part. A DTensor's own `.data = ` would change nothing.
+
+    Weights kept in 8 bits are of the model's dtype there, and stay so if an adapter has been merged.
+    """
     swapped: list[tuple[nn.Module, str, list[Tensor]]] = []
     for module in (layer.get_base_layer(), *layer.lora_A.values(), *layer.lora_B.values()):
         for key in ("weight", "bias"):
-            parts = [getattr(linear, key) for linear in _linears(module)]
-            if isinstance(parts[0], DTensor):
-                swapped.append((module, key, [part.to_local().detach() for part in parts]))
+            linears = _linears(module)
+            if isinstance(getattr(linears[0], key), DTensor):
+                swapped.append((module, key, [_own(linear, key) for linear in linears]))
     before = [(module, dict(module._parameters)) for module, _, _ in swapped]
+    merged = list(layer.merged_adapters)
     for module, key, parts in swapped:
         module._parameters[key] = nn.Parameter(torch.cat(parts), requires_grad=False)
     try:
@@ -118,6 +124,18 @@ def _as_local(layer: Any) -> Iterator[None]:
         for module, parameters in before:
             module._parameters.clear()
             module._parameters.update(parameters)
+        if layer.merged_adapters != merged:
+            for module, key, parts in swapped:
+                for linear, part in zip(_linears(module), parts, strict=True):
+                    if key == "weight" and isinstance(linear, KeptLinear):
+                        linear.become_plain(part)
+
+
+def _own(linear: Any, key: str) -> Tensor:
+    if key == "weight" and isinstance(linear, KeptLinear):
+        return linear.dequantized()
+    own: Tensor = getattr(linear, key).to_local().detach()
+    return own
 
 
 def _shard(layer: Any, name: str) -> None:

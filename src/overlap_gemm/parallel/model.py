@@ -1,29 +1,24 @@
 """`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
-from ..api.linears import sharded_as
 from ..backends.base import BackendName
-from ..backends.scaling import FLOAT8
 from ..backends.select import check_name, with_fallback
 from .adapters import bases, forbid_sums, is_lora
-from .assignment import PAIRED, Role, features_dim, head_dim, is_carried_dropout, kv_heads, plan
+from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
 from .dropouts import AttentionForward, DropoutForward
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
 from .inputs import Labels, SameInputs
-from .layouts import Rows, check_mesh, cut, lying_as
+from .layouts import Rows, check_mesh, cut
 from .parameters import WatchParameters
 from .parts import (
     SEQUENCE_DIM,
@@ -39,19 +34,12 @@ from .parts import (
 )
 from .places import Sharding, Watch, give_places
 from .stacks import describe
+from .state import save_adapters, save_pretrained, shard_incoming
 from .styles import (
-    ColwiseForward,
     OverlapColwiseParallel,
     OverlapRowwiseParallel,
     OverlapSharedGather,
-    RowwiseForward,
 )
-
-FORWARDS = (
-    ColwiseForward, EmbeddingForward, ExpertsForward, ReplicatedForward, RouterForward, RowwiseForward,
-    SpreadNormForward,
-)  # fmt: skip
-"""Those of modules that hold parameters; they take local tensors for DTensors."""
 
 Logits: TypeAlias = Literal["replicated", "sharded"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,6 +94,7 @@ def parallelize(
     adapted = model
     if hasattr(model, "get_base_model"):  # peft's
         forbid_sums(model.base_model)
+        model.save_pretrained = partial(save_adapters, model)
         model = model.get_base_model()
     roles = plan(model, mesh.size())
     names = {role: name for name, role in roles.items()}
@@ -131,7 +120,7 @@ def parallelize(
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
         sharding.are_tied = True
     describe(model, mesh)
-    model.register_load_state_dict_pre_hook(_shard_incoming)
+    model.register_load_state_dict_pre_hook(shard_incoming)
     model.register_forward_pre_hook(labels, with_kwargs=True, prepend=True)
     decoder = model.get_submodule(names["decoder"])
     if decoder is not model:
@@ -141,51 +130,9 @@ def parallelize(
     if hasattr(model, "generate"):
         model.generate = partial(generate, model, sharding.group)
         model._get_stopping_criteria = partial(stopping_criteria, model, sharding.group)
-    model.save_pretrained = partial(_save_pretrained, model)
+    model.save_pretrained = partial(save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
     return adapted
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the unsharded model would have. Collective.
-
-    A parallelized model's `load_state_dict` takes it, and its `save_pretrained`, which every rank calls and
-    rank 0 carries out, writes it.
-
-    Args:
-        model: What `parallelize` returned.
-
-    Returns:
-        `model.state_dict()` with whole tensors under their original names; the same on every rank.
-
-    Raises:
-        ValueError: Somebody has put local tensors in the place of the DTensors, and nobody knows the rest.
-    """
-    for name, module in model.named_modules():
-        is_ours = isinstance(vars(module).get("forward"), FORWARDS)
-        if is_ours and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            raise ValueError(
-                f"the parameters of {name!r} are no DTensors any more: DistributedDataParallel or exportable "
-                f"has made local tensors of them, which are one rank's"
-            )
-    state = {
-        name: _whole(value) if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
-    }
-    for name, packed in packed_linears(model):
-        if f"{name}.weight" not in state:
-            state[f"{name}.weight"] = torch.cat([state.pop(f"{name}.{part}.weight") for part in packed.sizes])
-    for name, experts in mixed_experts(model):
-        dim = features_dim(experts)
-        state[f"{name}.{PAIRED}"] = state[f"{name}.{PAIRED}"].flatten(dim, dim + 1)
-    return state
-
-
-def _whole(value: DTensor) -> Tensor:
-    """All of it; of 8 bits as bytes, since not every backend of torch.distributed has a type for those."""
-    if value.dtype not in FLOAT8:
-        return value.full_tensor()
-    return lying_as(value, value.to_local().view(torch.uint8)).full_tensor().view(value.dtype)
 
 
 class _Builder:
@@ -325,46 +272,9 @@ def _pack(module: nn.Module, name: str, sizes: dict[str, int]) -> list[str]:
     return [f"{name}.{part}" for part in sizes]
 
 
-def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
-    """The packed linears of a parallelized model, by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
-
-
-def mixed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The experts of a parallelized model, by name."""
-    for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), ExpertsForward):
-            yield name, module
-
-
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of the whole tensors: by itself it would write this rank's shards."""
-    if kwargs.get("state_dict") is None:
-        kwargs["state_dict"] = full_state_dict(model)
-    kwargs.setdefault("is_main_process", dist.get_rank() == 0)
-    type(model).save_pretrained(model, *args, **kwargs)
-
-
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
     """`resize_token_embeddings` where it changes nothing; transformers would go by one rank's rows."""
     rows = model.get_input_embeddings().num_embeddings
     if new_num_tokens not in (None, rows) or args or kwargs.get("pad_to_multiple_of"):
         raise ValueError(f"resize the embedding ({rows} rows now) before parallelize: its rows are sharded")
     return type(model).resize_token_embeddings(model, new_num_tokens, **kwargs)
-
-
-def _shard_incoming(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: cuts the tensors of an unsharded model; leaves shards as they are."""
-    for name, packed in packed_linears(model):
-        for key in ("weight", "bias"):
-            whole = state.pop(f"{prefix}{name}.{key}", None)
-            if whole is not None:
-                for part, rows in zip(packed.sizes, whole.split(list(packed.sizes.values())), strict=True):
-                    state[f"{prefix}{name}.{part}.{key}"] = rows
-    for name, experts in mixed_experts(model):
-        key, dim = f"{prefix}{name}.{PAIRED}", features_dim(experts)
-        if key in state and state[key].ndim < experts.gate_up_proj.ndim:
-            state[key] = state[key].unflatten(dim, (2, -1))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (value := state.get(prefix + name)) is not None:
-            state[prefix + name] = sharded_as(parameter, value)

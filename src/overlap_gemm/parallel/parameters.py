@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .assignment import Role, unknown
 from .inputs import digest_of
+from .kept_linears import KeptLinear
 from .places import Place, place_of, placed, refuse
 
 SHARD = "_overlap_gemm_shard"
@@ -56,6 +57,8 @@ def _registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Par
     if isinstance(old, DTensor) and old.device_mesh.ndim > 1:
         why = f"its {name} is sharded along a second dimension of the mesh, too: load_state_dict assigns it"
         raise unknown(place.name, module, why)
+    if name == "weight" and isinstance(module, KeptLinear):
+        raise unknown(place.name, module, "its weight is kept in 8 bits, and takes no other")
     if name not in place.layouts:
         place.layouts[name] = layout
         sharding.changes += 1

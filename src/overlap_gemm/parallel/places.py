@@ -242,6 +242,11 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None:
         return
     place, new = place_of(parent), place_of(child)
+    model = getattr(child, "model", child)
+    if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
+        from .state import save_adapters
+
+        parent.save_pretrained = functools.partial(save_adapters, parent)
     if place is not None and name in place.children:
         place.sharding.changes += 1
         path = f"{place.name}.{name}" if place.name else name

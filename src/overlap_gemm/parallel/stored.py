@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ..kernels.scale_blocks import PROMOTED
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
+from .kept_linears import KeptLinear
 from .layouts import lying_as
 from .styles import ColwiseForward, RowwiseForward
 
@@ -159,6 +160,17 @@ class Checkpoint:
                 return self._where[key].get_tensor(key).float().reshape(1, 1)
         return None
 
+    def files(self, name: str) -> dict[str, tuple[str, Tensor]]:
+        """Returns name and tensor, without memory, of each scale of a module, by its name when kept."""
+        inputs = INPUT_SCALES if self.form.static else ()
+        names = {"weight_scale": (self.form.scale,), "input_scale": inputs}
+        return {
+            own: (last, self._where[key].get_tensor(key).to("meta"))
+            for own, theirs in names.items()
+            for last in theirs
+            if (key := f"{name}.{last}") in self._where
+        }
+
     def plain(self) -> Iterator[str]:
         """Names of the tensors that are no scales of stored modules, and no weights of theirs."""
         theirs = {f"{n}.{last}" for n in self.stored for last in ("weight", self.form.scale, *INPUT_SCALES)}
@@ -223,10 +235,7 @@ class Whole:
 
 
 def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> None:
-    """Makes a linear of a parallelized model on the meta device one that is stored in 8 bits.
-
-    Its weight becomes e4m3; `weight_scale`, `[N, 1]`, `[1, 1]` or of blocks of `weight_block`, joins it and,
-    if there is one, `input_scale`.
+    """Makes a linear of a parallelized model on the meta device a `KeptLinear`.
 
     Args:
         model: The model.
@@ -238,29 +247,32 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
         QuantizedCheckpointError: There is no product of ours for it.
     """
     module: Any = model.get_submodule(name)
-    why = _why_not_kept(module, checkpoint.form)
-    if why is None and checkpoint.form.block is not None and name != source:
+    form = checkpoint.form
+    why = _why_not_kept(module, form)
+    if why is None and form.block is not None and name != source:
         why = "a packed projection's scales are kept of rows or of a tensor alone"
     if why is not None:
         raise QuantizedCheckpointError(
-            f"{name!r} ({checkpoint.form}) cannot be kept in 8 bits: {why}. from_pretrained(..., "
+            f"{name!r} ({form}) cannot be kept in 8 bits: {why}. from_pretrained(..., "
             f"quantized='dequantize') makes the model's dtype of it"
         )
     weight, scale = module.weight, checkpoint.scale(source)
-    module.weight = _frozen(lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
     shape, (placement,) = (1, 1), weight.placements
     if scale.numel() > 1:
-        shape = (len(weight), 1) if checkpoint.form.block is None else tuple(scale.shape)
-    if placement != Shard(0) and checkpoint.form.block is None or scale.numel() == 1:
+        shape = (len(weight), 1) if form.block is None else tuple(scale.shape)
+    if placement != Shard(0) and form.block is None or scale.numel() == 1:
         placement = Replicate()
-    module.weight_block = None if checkpoint.form.block is None else checkpoint.form.block[1]
-    module.weight_scale = _frozen(
-        distribute_tensor(torch.empty(shape, device="meta"), weight.device_mesh, [placement])
-    )
-    if checkpoint.form.static and checkpoint.input_scale(source) is not None:
-        module.input_scale = _frozen(
-            distribute_tensor(torch.empty(1, 1, device="meta"), weight.device_mesh, [Replicate()])
-        )
+    module.__class__ = KeptLinear
+    module.block = None if form.block is None else form.block[1]
+    module.compute_dtype = weight.dtype
+    module.files = checkpoint.files(source)
+    module.weight = _frozen(lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
+    for own, extents, layout in (("weight_scale", shape, placement), ("input_scale", (1, 1), Replicate())):
+        parameter = None
+        if own in module.files:
+            empty = torch.empty(extents, device="meta")
+            parameter = _frozen(distribute_tensor(empty, weight.device_mesh, [layout]))
+        module.register_parameter(own, parameter)
 
 
 def _why_not_kept(module: Any, form: Form) -> str | None:

@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..api.float8 import STORED, Float8, Products, Stored, products
+from ..api.float8 import Float8, Products, products
 from ..api.functional import Length
+from ..api.kept_weights import STORED, Stored
 from ..backends.base import BackendName
 from ..backends.select import check_name
-from .layouts import Rows, as_output, distribute, extent, local, local_part, weight_of
+from .kept_linears import weight_of
+from .layouts import Rows, as_output, distribute, extent, local, local_part
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
@@ -199,11 +201,13 @@ class _SharedGatherForward:
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = local_part(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
+        if len({isinstance(weight, Stored) for weight in weights}) > 1:  # adapters of some have been merged
+            weights = tuple(w.dequantized(x.dtype) if isinstance(w, Stored) else w for w in weights)
         if any(bias is not None for bias in biases):  # the op takes one for each weight, or none
             rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
             given = zip(biases, rows_of, strict=True)
             biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in given)
-        outs = _products(style, *weights).all_gather_gemm(
+        outs = _products(style, weights[0]).all_gather_gemm(
             x,
             weights,
             bias=None if biases[0] is None else list(biases),
@@ -320,11 +324,7 @@ class RowwiseForward:
         return as_output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 
 
-def _products(style: Any, *weights: Any) -> Products:
-    """Who multiplies them."""
-    if not any(isinstance(weight, Stored) for weight in weights):
-        plain: Products = style.products
-        return plain
-    if not all(isinstance(weight, Stored) for weight in weights):
-        raise TypeError("of linears that share a gather all weights are stored in 8 bits, or none")
-    return STORED
+def _products(style: Any, weight: Any) -> Products:
+    """Who multiplies a weight."""
+    plain: Products = style.products
+    return STORED if isinstance(weight, Stored) else plain

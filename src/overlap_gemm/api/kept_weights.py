@@ -1,0 +1,161 @@
+"""Products of weights that are kept in 8 bits, as checkpoints store them, and of rows quantised at each call.
+
+Such weights are frozen: of `y = x @ weight.T` x and the bias have gradients, as adapters on a kept model want
+it. Both products are of 8 bits, and the weight's bits are never rounded again:
+
+    y       rows of x, quantised (or with the checkpoint's scale of activations), and the weight as it is
+    grad x  rows of y's gradient, and the weight's bytes transposed. Scales of its rows lie along N, which is
+            summed there: they are multiplied into y's gradient before that is quantised. Scales of blocks are
+            transposed, as blocks are square
+
+The gradient passes the rounding of x, and static scales' cut, as if there was none. Nothing of x is saved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..dispatch.autocast import autocast
+from .float8 import Float8, How, refuse_second_gradients
+from .quantization import Quantized, quantize_rows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of a checkpoint that is kept in 8 bits.
+
+    Attributes:
+        values: `[N, K]`, `torch.float8_e4m3fn`.
+        scale: float32, `[N, 1]`, `[1, 1]`, or of blocks, `[ceil(N / block), ceil(K / block)]`.
+        input_scale: float32, `[1, 1]`: of what it is multiplied with; None: each row's own.
+        block: Rows and elements of K that share a scale; None: it is of rows, or of all.
+    """
+
+    values: Tensor
+    scale: Tensor
+    input_scale: Tensor | None = None
+    block: int | None = None
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight, `[N, K]`, multiplied in float32."""
+        scale, (rows, columns) = self.scale, self.values.shape
+        if self.block is not None:
+            scale = scale.repeat_interleave(self.block, 0)[:rows]
+            scale = scale.repeat_interleave(self.block, 1)[:, :columns]
+        return (self.values.float() * scale).to(dtype)
+
+    def operand(self) -> Quantized:
+        """Returns the weight as the ops take it: where K is one block, its scales are of rows."""
+        scale, rows = self.scale, len(self.values)
+        if scale.shape[-1] == 1 and len(scale) not in (1, rows):
+            scale = scale.repeat_interleave(self.block or rows, 0)[:rows]
+        return Quantized(self.values, scale)
+
+
+class StoredFloat8(Float8):
+    """The products of `Stored` weights; results are of x's type."""
+
+    def _product(self, how: How, x: Tensor, weights: list[Any], biases: list[Tensor]) -> tuple[Tensor, ...]:
+        x, _, biases = autocast(x, [], biases)
+        if torch.is_grad_enabled() and any(weight.values.requires_grad for weight in weights):
+            raise TypeError(
+                f"{how.op}: a weight kept in 8 bits has no gradient, but requires one: freeze it "
+                f"(requires_grad_(False)), or load the checkpoint with quantized='dequantize'"
+            )
+        scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
+        input_scale = torch.cat(scales).amax(0, keepdim=True) if scales else None  # the widest
+        blocks = tuple(weight.block for weight in weights)
+        parts = [part for weight in weights for part in (weight.values, weight.scale)]
+        return _StoredProduct.apply(tuple(how), blocks, input_scale, x, *parts, *biases)  # type: ignore[no-any-return]
+
+
+STORED = StoredFloat8()
+
+
+class _StoredProduct(torch.autograd.Function):
+    """A product of weights that are kept in 8 bits; see the module for its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        told: Any,
+        blocks: tuple[int | None, ...],
+        input_scale: Tensor | None,
+        x: Tensor,
+        *others: Tensor,
+    ) -> tuple[Tensor, ...]:
+        parts, biases = others[: 2 * len(blocks)], others[2 * len(blocks) :]
+        weights = _weights(blocks, parts)
+        operands = [weight.operand() for weight in weights]
+        outs = How(*told).multiply(_rows(x, input_scale, weights), operands, biases, x.dtype)
+        ctx.save_for_backward(*parts)
+        ctx.told, ctx.blocks, ctx.biases = told, blocks, len(biases)
+        ctx.x, ctx.out, ctx.dtype = x.shape, outs[0].shape, x.dtype
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_second_gradients()
+        how, parts = How(*ctx.told), ctx.saved_tensors
+        own = how.local_gradients(grads)
+        grad_x = None
+        grad_biases: list[Tensor | None] = [None] * ctx.biases
+        needs_biases = ctx.needs_input_grad[4 + len(parts) :]
+        if ctx.needs_input_grad[3]:
+            dual = how.dual(ctx.x, ctx.out)
+            rows, transposed, is_padded = _transposed(own, _weights(ctx.blocks, parts))
+            if is_padded:
+                dual = dual._replace(weight=None)
+            (grad_x,) = dual.multiply(rows, [transposed], (), ctx.dtype)
+        if any(needs_biases):
+            pairs = zip(how.of_all_rows(own, ctx.x), needs_biases, strict=True)
+            grad_biases = [grad.flatten(0, -2).sum(0) if needed else None for grad, needed in pairs]
+        return None, None, None, grad_x, *[None] * len(parts), *grad_biases
+
+
+def _weights(blocks: tuple[int | None, ...], parts: Sequence[Tensor]) -> list[Stored]:
+    pairs = zip(parts[::2], parts[1::2], blocks, strict=True)
+    return [Stored(values, scale, block=block) for values, scale, block in pairs]
+
+
+def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
+    """Quantises x for weights that share it, by a scale of activations or, without one, dynamically."""
+    dtype = weights[0].values.dtype
+    if scale is None:
+        block = next((weight.block for weight in weights if weight.scale.shape[-1] > 1), None)
+        return quantize_rows(x, dtype, block=block)
+    largest = torch.finfo(dtype).max
+    return Quantized((x.float() / scale).clamp(-largest, largest).to(dtype), scale)
+
+
+def _transposed(grads: Sequence[Tensor], weights: list[Stored]) -> tuple[Quantized, Quantized, bool]:
+    """The operands of x's gradient: y's gradient, and all weights, transposed; whether both are padded."""
+    dtype, block = weights[0].values.dtype, weights[0].block
+    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
+    if block is None:
+        scaled = [grad.float() * scale.t() for grad, scale in zip(grads, scales, strict=True)]
+        one = scales[0].new_ones(1, 1)
+        return quantize_rows(_joined(scaled, -1), dtype), Quantized(_bytes_of(values), one), False
+    # A block ends where its weight does, so all but the last are filled up with zeros.
+    padding = [-len(value) % block for value in values[:-1]] + [0]
+    grads = [pad(grad, (0, zeros)) for grad, zeros in zip(grads, padding, strict=True)]
+    transposed = Stored(_bytes_of(values, padding), _joined(scales, 0).t(), block=block)
+    rows = quantize_rows(_joined(grads, -1), dtype, block=block)
+    return rows, transposed.operand(), any(padding)
+
+
+def _bytes_of(values: list[Tensor], padding: Sequence[int] = ()) -> Tensor:
+    """The values side by side, `[K, N of all]`, moved as bytes: not every operation has a type of 8 bits."""
+    parts = [value.view(torch.uint8) for value in values]
+    parts = [
+        pad(part, (0, 0, 0, zeros)) for part, zeros in zip(parts, padding or [0] * len(parts), strict=True)
+    ]
+    return _joined(parts, 0).t().contiguous().view(values[0].dtype)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
