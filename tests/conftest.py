@@ -84,11 +84,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`: files go to the processes one by one in our order, but for two folders.
+    """With `--dist loadfile`: deals files in our order, but for two folders, and survives processes that die.
 
     In our order, since every process must come to tests/compiled last. That one goes test by test: by files,
     one process may have most of a minute left when the others have nothing. tests/multi goes to one process,
     since its sets of ranks keep two cores busy by themselves.
+
+    After a process has died, xdist 3.8 may wait for ever: it deals files of which no test is left, and
+    single tests, and a process begins a test only when it has the next one, too. It also runs the test that
+    the process died in again, until no process may be replaced any more.
     """
     if config.getvalue("dist") != "loadfile":
         return None
@@ -102,6 +106,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 case "compiled":
                     return nodeid
             return super()._split_scope(nodeid)
+
+        def add_node_collection(self, node: Any, collection: Any) -> None:
+            super().add_node_collection(node, collection)
+            assert node in self.registered_collections, f"{node} replaces a process, but has other tests"
+
+        def remove_node(self, node: Any) -> str | None:
+            """Puts the tests back that a process has not begun, in front, and returns the one it died in."""
+            files = self.assigned_work.pop(node).values()
+            unfinished = [test for tests in files for test, is_done in tests.items() if not is_done]
+            for test in reversed(unfinished[1:]):
+                scope = self._split_scope(test)
+                self.workqueue[scope] = {test: False, **self.workqueue.get(scope, {})}
+                self.workqueue.move_to_end(scope, last=False)
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return unfinished[0] if unfinished else None
+
+        def _reschedule(self, node: Any) -> None:
+            """Deals two tests at least, or the end of the run, to a process that has collected its tests."""
+            if node in self.registered_collections:
+                super()._reschedule(node)
+                while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                    super()._reschedule(node)
 
     config.option.loadscopereorder = False
     return InOrder(config, log)
