@@ -48,7 +48,6 @@ PUBLISHED = [name for name in OPS if not name.startswith("AG-GEMM")]
 
 OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "publisher": (PUBLISHED, {"publisher": True}),
-    "own last": (["GEMM-RS", "GEMM-AR two-shot"], {"own_last": True}),
 }
 """What is not the default: of which ops, and how it is asked for."""
 

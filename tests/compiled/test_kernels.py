@@ -97,40 +97,6 @@ def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
     is_clean(compiled(dataclasses.replace(config, publisher=True), pattern))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        c if c in LARGEST[:1] else pytest.param(c, marks=pytest.mark.slow)
-        for c in LARGEST
-        if c.mma != "swap_ab"
-    ],
-    ids=lambda c: c.name,
-)
-@pytest.mark.parametrize(
-    ("pattern", "slot"),
-    [
-        ("reduce_scatter", "f32"),
-        *(
-            pytest.param(pattern, "bf16", marks=pytest.mark.slow)
-            for pattern in ("reduce_scatter", "two_shot")
-        ),
-    ],
-)
-def test_own_sums_of_the_epilogue_compile_and_are_clean(config, pattern, slot, compiled):
-    """Where an epilogue's thread holds the most accumulators as well; of bf16 also in test_figures.py."""
-    is_clean(compiled(dataclasses.replace(config, own_last=True, slot_dtype=slot), pattern))
-
-
-def test_own_sums_leave_room_where_sums_are_promoted(compiled):
-    """Of all kernels these have the fewest registers left."""
-    config = dataclasses.replace(
-        next(c for c in every_config("sm_90a", "e4m3") if (c.mma, c.cta_tile) == ("cooperative", (128, 128))),
-        epilogue=(RowColumnScale(),),
-        own_last=True,
-    )
-    is_clean(compiled(config, "two_shot"))
-
-
 def is_clean(seen):
     assert seen.findings(exchanges=True) == []
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from overlap_gemm.kernels.orders import (
     DealtShards,
     LinearOrder,
-    OwnTilesLast,
     TileGrid,
     WorkList,
     grouped_raster,
@@ -76,20 +75,6 @@ def test_every_tile_of_every_owner_is_dealt_once(works, group):
         assert Counter(p.shard for p in places) == dict.fromkeys(range(work.owners), per_shard)
         assert all((p.m, p.n) == order.tile(p.index, work) for p in places)
         assert all(0 <= p.m < work.grid.rows and 0 <= p.n < work.grid.cols for p in places)
-
-
-@given(works=work_lists(), group=groups)
-def test_own_tiles_come_last_once_and_by_the_same_indices(works, group):
-    """The others are dealt in turn, so no two owners send to one at once."""
-    order, dealt = OwnTilesLast(group), DealtShards(group)
-    for work in works:
-        places, sent = places_of(order, work), order.num_sent(work)
-        assert sorted(places) == sorted(places_of(dealt, work))
-        assert work.rank not in {p.shard for p in places[:sent]}
-        assert {p.shard for p in places[sent:]} <= {work.rank}
-    owners = [work for work in works if work.rank < work.owners]
-    turns = zip(*(places_of(order, work)[: order.num_sent(work)] for work in owners), strict=True)
-    assert all(len({p.shard for p in turn}) == len(owners) for turn in turns)
 
 
 @given(works=work_lists())

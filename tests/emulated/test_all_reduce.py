@@ -3,11 +3,15 @@
 `judge` also wants the same bytes on all ranks.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import overlap_gemm
 from overlap_gemm.backends import plans
+from overlap_gemm.kernels.all_reduce import TwoShot
+from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 
@@ -136,6 +140,20 @@ def test_a_peer_that_runs_ahead_needs_the_second_buffer(monkeypatch, buffers):
     except AssertionError:  # the ranks' results differ
         verdicts = [False]
     assert all(verdicts) == (buffers == 2)
+
+
+@both
+def test_copies_before_sums_wait_for_each_other(arch, monkeypatch, changed_kernels):
+    """Each rank's warps wait for sums that the other rank's warps would make after their copies."""
+    receive = TwoShot.receive.fget
+
+    def reversed_parts(op):
+        receiver = receive(op)
+        return replace(receiver, parts=receiver.parts[::-1])
+
+    monkeypatch.setattr(TwoShot, "receive", property(reversed_parts))
+    with pytest.raises(CommTimeoutError, match="receive_result"):
+        run(OP, arch, 2, (256, 256, 64), SMALL[arch], launches=1, algorithm="two_shot", num_sms=1)
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(0, 64, 8), (3, 0, 8), (3, 16, 0)])

@@ -46,17 +46,6 @@ def test_little_stands_between_a_wait_and_its_purpose(arch, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), in_turn(critical_path.OPTIONS["own last"][0], critical_path.KERNELS)
-)
-def test_own_sums_begin_as_soon_as_the_flags_are_there(arch, name):
-    """In the epilogue; 168 to 191 instructions with the arithmetic after the wait."""
-    found = critical_path.worst(critical_path.paths_of(arch, name, own_last=True))
-    cost, stretch = found[critical_path.ARRIVED_TO_LOAD], critical_path.ARRIVED_TO_LOAD
-    assert cost["instructions"] <= RECORDED[f"{arch} {name}, own last"][stretch]["instructions"] <= 25
-    assert (cost["divisions"], cost["lookups"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
     "name",
     [
         name if name == "GEMM-RS" else pytest.param(name, marks=pytest.mark.slow)

@@ -10,7 +10,6 @@ HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "swap_ab": {"mma": "swap_ab", "tile": (32, 64)},
     "split": {"mma": "swap_ab", "tile": (16, 64), "k_split": 4},
     "whole-partials": {"slot_dtype": "f32"},
-    "own-last": {"mma": "pingpong", "tile": (64, 128), "own_last": True},
     "publisher": {"mma": "pingpong", "tile": (64, 128), "publisher": True},
 }
 """Each as fields for `tuning.space.configured`."""

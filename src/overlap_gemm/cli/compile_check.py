@@ -27,12 +27,11 @@ ARCHS = ("sm_90a", "sm_100a")
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
 SLICED = f"{ALL_GATHER_GEMM.label} in slices"
-OWN_LAST = {f"{p.label} own last": name for name, p in PATTERNS.items() if p.cut and not p.to_all}
 PUBLISHER = {f"{p.label} publisher": name for name, p in PATTERNS.items() if p.cut == "columns"}
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *OWN_LAST, *PUBLISHER)
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *PUBLISHER)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
 whether its warps send and keep shards, or send slices of K, or how
-tiles are exchanged by options that are not the default.
+tiles are exchanged by an option that is not the default.
 """
 
 
@@ -67,8 +66,6 @@ def check(config: GemmConfig, op: str) -> Checked:
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
     elif op == SLICED:
         kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
-    elif op in OWN_LAST:
-        kernel = make_kernel(replace(config, own_last=True), PeerBulk(), pattern=OWN_LAST[op])
     elif op in PUBLISHER:
         kernel = make_kernel(replace(config, publisher=True), PeerBulk(), pattern=PUBLISHER[op])
     elif op in EXCHANGES:
@@ -85,14 +82,13 @@ def check(config: GemmConfig, op: str) -> Checked:
 def takes(config: GemmConfig, op: str) -> bool:
     """Whether there is such a kernel.
 
-    By slices operands have no scales. What is its own flag is neither published
-    nor summed by the epilogue.
+    By slices operands have no scales. What is its own flag is not published.
     """
     if (config.visits_rows or config.blocks) and op == SLICED:
         return False
     if op in GATHERS and not config.gathers_rows:
         return False
-    return not (config.is_swap_ab and op in (*OWN_LAST, *PUBLISHER))
+    return not (config.is_swap_ab and op in PUBLISHER)
 
 
 def figures_of(checked: Checked) -> dict[str, int]:

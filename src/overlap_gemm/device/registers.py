@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import cute
 
 
 def computed_here(value: Any) -> Any:
@@ -17,9 +17,3 @@ def computed_here(value: Any) -> Any:
     kind = type(value)
     move = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
     return kind(cute.arch.inline_ptx(move, write_only_types=[kind], read_only_args=[value]))
-
-
-@cute.jit
-def forget(values: cute.Tensor) -> None:
-    """Ends the life of what is in registers of whole 32 bits: it may be anything after this."""
-    cute.recast_tensor(values, Int32).fill(computed_here(Int32(0)))

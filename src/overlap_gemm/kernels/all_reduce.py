@@ -30,33 +30,18 @@ switch's; it is made once all the same. Between accesses to slots by the ranks' 
 multicast one lie alias fences (:mod:`overlap_gemm.device.multicast`): one after a sum's wait, one before
 its flags.
 
-**Two-shot with own tiles last** (`GemmConfig.own_last`): the epilogue sums own tiles in the ring's stages
-(:mod:`overlap_gemm.kernels.own`), and the comm lane moves the sums on from there:
-
-    epilogue        of an own tile: waits for the peers' flags, adds their slots to the stage, in it
-    comm lane       the others' tiles as above; when they are published, of each own tile: a clipped TMA store
-                    into the own output, bulk stores into result slot[owner][tile] of every peer; then one
-                    flag for the tile at every peer
-    receive role    per tile of another owner: waits for its flag, copies it into the output
-
 Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
 sent and published (:mod:`overlap_gemm.kernels.reduce_scatter`). A sum waits for partials and nothing else. A
 copy waits for sums of other ranks; it is taken only when all sums of its CTA are taken
 (:mod:`overlap_gemm.kernels.receive`), by warps each of which finishes its sum before it takes anything else.
 So every sum of every CTA of every rank is made without waiting for any copy, and every copy finds its flag.
-With own tiles last the epilogue makes the sums, and they wait for partials alone, all of which are published
-before any CTA's comm lane looks at an own tile (:mod:`overlap_gemm.kernels.reduce_scatter`): so every own
-tile finds its flags. Its sum leaves by the comm lane, which waits for the epilogue alone by then, and is
-published when the ring ends at the latest. Copies wait for that, and nobody waits for them: epilogue warps
-take some after their last tile, receive warps, which make no sums, at any time.
 
 Reuse of slots and flags: the rule of :mod:`overlap_gemm.kernels.call`. In both, partial slots are written by
 bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
 the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads: an owner writes
 them in call ``e + 2`` after its call ``e + 1``, so after everybody's call ``e``. Another call may have bulk
 stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
-bulk stores are complete, for every thread that has seen their flag, before a rank ends its call. (With own
-tiles last result slots are written by bulk stores, too; the rule is the same.)
+bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
 
 With words that are their own flag (:mod:`overlap_gemm.device.ll`) there are neither flags nor bulk stores:
 who sums or copies waits for the data. Progress and reuse are the same.
@@ -67,17 +52,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import cute
-
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
-from overlap_gemm.kernels.copies import ResultCopies, Results, ResultSender
+from overlap_gemm.kernels.copies import ResultCopies, Results
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
-from overlap_gemm.kernels.gemm import own_columns
 from overlap_gemm.kernels.orders import LinearOrder
-from overlap_gemm.kernels.own import OwnSums
-from overlap_gemm.kernels.receive import Part, Receiver
+from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.reduce_scatter import ReduceScatter
 from overlap_gemm.kernels.send import BroadcastSender
 from overlap_gemm.kernels.sums import Sums
@@ -128,46 +109,13 @@ class TwoShot(ReduceScatter):
 
     code = GEMM_ALL_REDUCE.code
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for own tiles last that are wanted in their slots, or of another type."""
-        super().__post_init__()
-        if self.config.own_last and self.config.slot_dtype != self.config.out_dtype:
-            raise ValueError(
-                f"own_last: sums of a two-shot all-reduce go on from the ring's stages, so slot_dtype="
-                f"{self.config.slot_dtype!r} must be out_dtype={self.config.out_dtype!r}"
-            )
-
-    @property
-    def own_sums(self) -> OwnSums | None:
-        """Own tiles that come last are reduced by the epilogue, and go on from there."""
-        if not self.config.own_last:
-            return None
-        return OwnSums(self.config, self.code, self.transport, go_on=True)
-
     @property
     def receive(self) -> Receiver:
-        """Sums the own tiles, unless the epilogue does; then stores the others."""
-        results = self._results
-        parts: tuple[Part, ...] = (ResultCopies(results, self.order, self.code),)
-        if not self.config.own_last:
-            parts = (Sums(self.config, self.order, self.code, self.transport, results), *parts)
-        return Receiver(self.config, parts)
-
-    @property
-    def _results(self) -> Results:
-        return Results(self.config, self.transport, by_tile=self.config.own_last)
-
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
-        """By ordinary stores; the own columns by TMA, where they go on from the ring."""
-        if self.config.own_last:
-            return own_columns(self.config, self.stage_dtype, out, exchange)
-        return super().output(out, exchange)
+        """Sums the own tiles, then stores the others."""
+        results = Results(self.config, self.transport)
+        sums = Sums(self.config, self.order, self.code, self.transport, results)
+        return Receiver(self.config, (sums, ResultCopies(results, self.order, self.code)))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All of it, by the owners' columns."""
         return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)
-
-    def own_sender(self, stages: Stages, own: Work, call: Call, output: Output) -> ResultSender:
-        """Stores the own tiles' sums, and sends them to everybody."""
-        peers = BroadcastSender(self, own, call, stages, call.epoch, to_itself=False)
-        return ResultSender(peers, output, self._results)

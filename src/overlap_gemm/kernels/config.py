@@ -74,9 +74,6 @@ class GemmConfig:
         launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
             its programmatic dependent (`kernels.dependent`): ``"dependent"``, or ``"dependent_weights"``,
             swapped kernels alone, which reads B before that kernel's end, so B must not be what it writes.
-        own_last: whether a reduce-scatter, or a two-shot all-reduce, computes its own tiles last, and the
-            epilogue reduces them in the ring's stages (`kernels.own`), so that they go to no slot. Of other
-            ops it changes nothing.
         publisher: whether the first receive warp raises tiles' flags in the comm lane's place, and receives
             when all of them are raised (`pipelines.publisher`). Where no tile has a flag it changes nothing.
     """
@@ -98,7 +95,6 @@ class GemmConfig:
     fast_accum: bool = False
     launch: Launch = "ordered"
     blocks: Blocks | None = None
-    own_last: bool = False
     publisher: bool = False
     b_dtype: InDtype | None = None
 

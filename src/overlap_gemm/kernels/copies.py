@@ -28,7 +28,6 @@ from overlap_gemm.kernels.receive import (
     copy_unit,
     unit_exists,
 )
-from overlap_gemm.kernels.send import GatherSender, Placed
 from overlap_gemm.kernels.work import CtaTile, Work, shard_tiles
 from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.base import Transport
@@ -176,7 +175,7 @@ class ResultCopies:
         return self._others(given) * Int32(given.work.slots)
 
     def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
-        """Each unit has its own flag, or asks for its tile's."""
+        """Each unit has its own flag."""
 
     def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Where it is, and where it goes."""
@@ -230,8 +229,7 @@ class Results:
 
     A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
     would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
-    the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early. But a comm lane
-    that sends a whole tile (`ResultSender`) raises one flag for all its units (``by_tile``).
+    the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
 
     Result slots lie after the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
     type where `StageChunks` has the partials'. Flags lie after the partial tiles' flags.
@@ -239,12 +237,10 @@ class Results:
     Attributes:
         config: the kernel's configuration.
         transport: stores at peers.
-        by_tile: whether sums come by tiles, each of which has one flag.
     """
 
     config: GemmConfig
     transport: Transport
-    by_tile: bool = False
 
     @property
     def chunk_bytes(self) -> int:
@@ -258,7 +254,7 @@ class Results:
 
     def flag(self, work: Work, tile: Scalar, unit: Scalar) -> Any:
         """The number that `Call.flag` takes for a unit."""
-        return work.slots + (tile if self.by_tile else tile * self.config.units + unit)
+        return work.slots + tile * self.config.units + unit
 
     def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
         """Where the calling lane's sums go, the first of which is chunk ``first`` of an own tile."""
@@ -293,23 +289,3 @@ class Results:
             if peer != rank:
                 route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
                 self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)
-
-
-@dataclass(frozen=True)
-class ResultSender(GatherSender):
-    """The same of tiles that the epilogue has summed: they go to the other ranks' result slots.
-
-    Attributes:
-        results: where sums lie, by tile.
-    """
-
-    results: Results
-
-    def locate(self, tile: Scalar) -> Placed:
-        """The tile's place, and its route."""
-        placed, call, work = super().locate(tile), self.peers.call, self.peers.work
-        index, route = placed.at.index, placed.to_peers.route
-        slot = self.results.slot(call, work, route.rank, index)
-        flag = call.flag(Int64(0), self.results.flag(work, index, 0), route.rank)
-        to_peers = placed.to_peers._replace(route=route._replace(slot=slot, flag=flag))
-        return placed._replace(to_peers=to_peers)

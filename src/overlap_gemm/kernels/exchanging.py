@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from cutlass import cute
@@ -13,7 +12,6 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call, end_warp
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.epilogue import Visits
-from overlap_gemm.kernels.own import OwnSums
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import send_role
 from overlap_gemm.kernels.surface import Order, Output
@@ -77,41 +75,12 @@ class TileExchange(ABC):
 
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
         """See `surface.KernelOp`."""
-        sent, own = self._sent(work), None
-        if self.own_sums is not None:
-            own = partial(self._drain_own, ring, stages, work.after(sent.num_tiles), call, output)
-        send_role(ring, self.sender(stages, sent, call, output), call, self.code, own)
+        send_role(ring, self.sender(stages, work, call, output), call, self.code)
 
     @final
     def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
         """See `surface.KernelOp`."""
-        self.transport.publish_all(ring, self.sender(stages, self._sent(work), call, output))
-
-    @property
-    def own_sums(self) -> OwnSums | None:
-        """How the epilogue reduces own tiles, which come last; None: they are sent to the own slots."""
-        return None
-
-    def own_sender(self, stages: Stages, own: Work, call: Call, output: Any) -> Any:
-        """Where own tiles go from the ring's stages (a ``TileSender``); None: the epilogue has stored them.
-
-        They are published by the comm lane itself, whoever publishes those of others.
-        """
-        return None
-
-    def _drain_own(self, ring: Any, stages: Stages, own: Work, call: Call, output: Any, state: Any) -> None:
-        sender = self.own_sender(stages, own, call, output)
-        if sender is None:
-            ring.pass_on(state, own.num_tiles * self.config.subtiles)
-        else:
-            replace(ring, publisher=None).drain(state, self.config.subtiles, sender)
-
-    def _sent(self, work: Work) -> Work:
-        """The tiles that are sent."""
-        if self.own_sums is None:
-            return work
-        order: Any = self.order
-        return work._replace(num_tiles=work.before(order.num_sent(work.whole)))
+        self.transport.publish_all(ring, self.sender(stages, work, call, output))
 
     @final
     def end(self, call: Call, tally: Any, warps: int) -> None:

@@ -137,7 +137,7 @@ class FusedGemm:
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
-            epilogue_role(mainloop, op, res, ops, ring, stages, work, out, extras, group, call)
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group, call)
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
                 op.end(call, tally, self._ending_warps)

@@ -186,7 +186,7 @@ def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
     names = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
     return {
         **{field.name: getattr(shape, field.name) for field in fields(shape)},
-        **{name: getattr(config, name) for name in (*names, "own_last", "unit_bytes")},
+        **{name: getattr(config, name) for name in (*names, "unit_bytes")},
         "tiles": shape.cta_tiles(config),
         "flags": shape.num_flags(config),
         "buffer_bytes": shape.buffer_bytes(config),

@@ -133,10 +133,6 @@ class DealtShards(_Order):
         group: tile rows per band of the raster, in all shards together: what a wave shares in the L2 cache.
     """
 
-    def num_sent(self, work: WorkList) -> Int:
-        """Positions before those of tiles that stay: here all, since own tiles are among the others."""
-        return self.num_tiles(work)
-
     def place(self, t: Int, work: WorkList) -> Place:
         """The tile at position ``t``."""
         index = t // work.owners
@@ -147,25 +143,3 @@ class DealtShards(_Order):
         """``(m, n)`` of the tile with this index in its shard."""
         band = self.group // work.owners
         return grouped_raster(index, work.grid, band + (band < 1) * 1)
-
-
-@dataclass(frozen=True)
-class OwnTilesLast(DealtShards):
-    """GEMM reduce-scatter: tiles are dealt to the other owners in turn, then come the own ones."""
-
-    def num_sent(self, work: WorkList) -> Int:
-        """Positions before the own tiles'."""
-        return self._others(work) * work.grid.rows * work.grid.cols
-
-    def place(self, t: Int, work: WorkList) -> Place:
-        """The tile at position ``t``."""
-        others, sent = self._others(work), self.num_sent(work)
-        dealt = others + (others < 1) * 1
-        stays = 1 - (t < sent) * 1
-        index = (t // dealt) * (1 - stays) + (t - sent) * stays
-        m, n = self.tile(index, work)
-        return Place((work.rank + (1 + t % dealt) * (1 - stays)) % work.owners, index, m, n)
-
-    def _others(self, work: WorkList) -> Int:
-        """Owners but this rank."""
-        return work.owners - (work.rank < work.owners) * 1

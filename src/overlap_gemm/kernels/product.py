@@ -24,7 +24,7 @@ class OutputOp:
 
     config: GemmConfig
 
-    publish_role = own_sums = None
+    publish_role = None
 
     @property
     @final

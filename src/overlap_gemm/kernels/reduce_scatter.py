@@ -15,13 +15,6 @@ in whatever order, also where publication lags, since the ring's end flushes it.
 nobody waits but the call's end, then finds everything it waits for. Needs: all CTAs of a launch co-resident
 (a cooperative launch: one that does not fit is refused), all ranks' launches eventually running.
 
-With own tiles last (`GemmConfig.own_last`), a rank's own partials stay in the ring's stages, from which the
-epilogue adds them to its peers' (:mod:`overlap_gemm.kernels.own`), and the receive role has nothing to do. So
-the epilogue waits for peers, but not before its CTA's tiles for others: those come first in every CTA,
-ping-pong groups take turns in the tiles' order, and the comm lane drains them to the end, flushes and
-publishes the last of them before it looks at an own one's stage. So every CTA of every rank publishes all
-that it sends without waiting for anybody, and every own tile finds its flags.
-
 Reuse of slots and flags: see :mod:`overlap_gemm.kernels.call`.
 """
 
@@ -34,8 +27,7 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernels.call import Call
 from overlap_gemm.kernels.exchange import Exchange
 from overlap_gemm.kernels.exchanging import PartialExchange
-from overlap_gemm.kernels.orders import DealtShards, OwnTilesLast
-from overlap_gemm.kernels.own import OwnSums, check_own_last, dealt_to_owners
+from overlap_gemm.kernels.orders import DealtShards
 from overlap_gemm.kernels.receive import Receiver
 from overlap_gemm.kernels.send import OwnerSender
 from overlap_gemm.kernels.sums import Sums
@@ -55,25 +47,14 @@ class ReduceScatter(PartialExchange):
 
     code = GEMM_REDUCE_SCATTER.code
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for own tiles that the transport wants in their slots."""
-        check_own_last(self.config, self.transport)
-
     @property
-    def order(self) -> DealtShards | OwnTilesLast:
-        """Owners in turn, the own tiles among the others or last."""
-        return dealt_to_owners(self.config)
-
-    @property
-    def own_sums(self) -> OwnSums | None:
-        """Own tiles that come last are reduced by the epilogue."""
-        return OwnSums(self.config, self.code, self.transport) if self.config.own_last else None
+    def order(self) -> DealtShards:
+        """Owners in turn, the own tiles among the others."""
+        return DealtShards(self.config.raster_group)
 
     @property
     def receive(self) -> Receiver:
-        """Sums the own tiles, unless the epilogue does."""
-        if self.config.own_last:
-            return Receiver(self.config, ())
+        """Sums the own tiles."""
         sums = Sums(self.config, self.order, self.code, self.transport)
         return Receiver(self.config, (sums,))
 

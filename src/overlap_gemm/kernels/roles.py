@@ -15,7 +15,6 @@ from cutlass import Int32, cute, pipeline
 from overlap_gemm.device.registers import computed_here
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernels.loads import load_k_tiles
-from overlap_gemm.kernels.own import OwnTile
 from overlap_gemm.kernels.split import num_early
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import CtaTile, Work
@@ -54,14 +53,11 @@ def epilogue_role(
     ring: Any,
     stages: Stages,
     work: Work,
-    out: Any,
     extras: Extras,
     group: Int32,
     call: Any,
 ) -> None:
     """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
-
-    But an op's `own_sums` wait for peers, after all tiles that are sent.
 
     With two groups (ping-pong), each takes every other tile; the mainloop makes their turns at the ring
     alternate, and each group's ring state jumps over the other's subtiles.
@@ -82,13 +78,10 @@ def epilogue_role(
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
             row, read = tile.row, gate.with_rows(tile, extras, call)
-        own = None
-        if cutlass.const_expr(op.own_sums is not None):
-            own = OwnTile.begin(op.own_sums, call, work, out, extras, tile, thread)
         place = thread
         if cutlass.const_expr(cfg.sum_parts > 1):  # else what follows from it takes the sums' registers
             place = computed_here(thread)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column, own)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
@@ -109,7 +102,6 @@ class SubtileWriter:
         thread: index in the epilogue group.
         row: the CTA tile's first row in the rank's product.
         column: its first column there.
-        own: finishes the tile if it stays; None: no tile does.
     """
 
     mainloop: Mainloop
@@ -122,7 +114,6 @@ class SubtileWriter:
     thread: Scalar
     row: Scalar
     column: Scalar
-    own: Any = None
 
     def visit(self, fragment: cute.Tensor, subtile: Scalar) -> None:
         """Does to this thread's fp32 values of ``subtile`` what the op's visitors do to them."""
@@ -139,8 +130,6 @@ class SubtileWriter:
         self.ring.acquire(state)
         stage = self.stages.tiled[(None, None, state.index)]
         self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)
-        if cutlass.const_expr(self.own is not None):
-            self.own.finish(self.stages.flat[(None, state.index)], subtile)
         self.ring.commit(state)
         state.advance()
         return state

@@ -63,8 +63,6 @@ def check(config: GemmConfig) -> None:
             "halves (fast_accum=True does not promote)"
         )
     check_blocks(config)
-    if config.own_last and config.is_swap_ab:
-        raise ValueError(f"own_last is for kernels whose tiles have flags; got mma={config.mma!r}")
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
     if not 0 < config.inflight < config.ring_stages:

@@ -24,9 +24,7 @@ from overlap_gemm.transports.base import Transport
 
 
 @cute.jit
-def send_role(
-    ring: Any, sender: Any, call: Call, op: cutlass.Constexpr, own: cutlass.Constexpr = None
-) -> None:
+def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr) -> None:
     """All lanes of the comm warp: send and publish every tile; the grid's first warp announces the call.
 
     The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
@@ -37,11 +35,10 @@ def send_role(
         sender: a ``TileSender`` with attributes ``config`` and ``transport``.
         call: the call's run-time values.
         op: the op, for failure records (`OpSpec.code`).
-        own: see `Transport.drain`.
     """
     is_first = cta_number() == 0
     begin_warp(call, op, sender.transport, is_first)
-    sender.transport.drain(ring, sender, own)
+    sender.transport.drain(ring, sender)
     if is_first:
         await_peers(call, op)
 

@@ -102,7 +102,6 @@ class KernelOp(Protocol):
         receive: the receive role, or None if nothing arrives.
         publish_role: all lanes of a warp that publishes tiles in the comm warp's place, with `comm_role`'s
             arguments; None if no tile has a flag.
-        own_sums: how the epilogue reduces tiles that stay (`own.OwnSums`), or None.
     """
 
     @property
@@ -131,10 +130,6 @@ class KernelOp(Protocol):
 
     @property
     def publish_role(self) -> Any:
-        """See the attributes."""
-
-    @property
-    def own_sums(self) -> Any:
         """See the attributes."""
 
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:

@@ -97,14 +97,6 @@ class Work(NamedTuple):
         """Place of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
 
-    def before(self, position: Any) -> Any:
-        """This cluster's tiles before a position of the list."""
-        return (position - self.first + self.stride - 1) // self.stride
-
-    def after(self, tiles: Any) -> Work:
-        """This cluster's work without its first ``tiles``."""
-        return self._replace(first=self.first + tiles * self.stride, num_tiles=self.num_tiles - tiles)
-
     def left(self, at: CtaTile) -> tuple[Any, Any]:
         """(rows, columns) of its owner's shard from a tile's first ones on; 0 or less where it has none."""
         shards = self.shards

@@ -191,18 +191,6 @@ class EpilogueRing:
                 self._release_earlier(state, ago)
         return state
 
-    @cute.jit
-    def pass_on(self, state: pipeline.PipelineState, subtiles: Int32) -> pipeline.PipelineState:
-        """The comm lane's loop over ``subtiles`` that their writers keep: frees each as it comes.
-
-        Nothing is in flight: it comes after `drain`. Returns the state after the last one.
-        """
-        for _ in cutlass.range(subtiles, unroll=1):
-            self.pipe.consumer_wait(state)
-            self.pipe.consumer_release(state)
-            state.advance()
-        return state
-
     def publish(self, tile: Scalar, place: Any, sender: Any) -> None:
         """The comm lane, when it has waited for a tile's stores: publishes it, or has it published."""
         if self.publisher is None:

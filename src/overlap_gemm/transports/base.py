@@ -69,17 +69,11 @@ class Transport(ABC):
     # --- all tiles
 
     @cute.jit
-    def drain(self, ring: Any, sender: Any, own: cutlass.Constexpr = None) -> None:
-        """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone.
-
-        When all of them are published it empties the ring of own tiles, for which the epilogue waits for
-        peers: ``own`` takes the consumer's state; None: there are none.
-        """
+    def drain(self, ring: Any, sender: Any) -> None:
+        """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone."""
         if cute.arch.lane_idx() == 0:
             order_async_writes()
-            state = ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
-            if cutlass.const_expr(own is not None):
-                own(state)
+            ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
         cute.arch.sync_warp()
 
     def publish_all(self, ring: Any, sender: Any) -> None:
@@ -90,10 +84,6 @@ class Transport(ABC):
         """Sends a subtile, and stores it by TMA in this rank's output; by whom `drain` lets send."""
         send()
         store()
-
-    def takes_own_sums(self) -> bool:
-        """Whether an owner's own partial may stay away from the slots: no other way reads it there."""
-        return False
 
     def source_of(self, rank: Scalar, owner: Scalar) -> Any:
         """Whose place a tile of ``rank`` for ``owner`` takes among the slots where it goes."""
@@ -135,18 +125,12 @@ class Transport(ABC):
     # --- receiving
 
     @cute.jit
-    def await_partials(
-        self, call: Any, op: cutlass.Constexpr, tile: Int32, itself: cutlass.Constexpr = True
-    ) -> None:
-        """All lanes: wait for a flag of each source; then the warp may read every slot of the tile.
-
-        ``itself``: whether this rank is one of them.
-        """
+    def await_partials(self, call: Any, op: cutlass.Constexpr, tile: Int32) -> None:
+        """All lanes: wait for a flag of each source; then the warp may read every slot of the tile."""
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
-            if itself or source != call.exchange.rank:
-                flag = tile * call.exchange.world + source
-                site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
-                wait_flag(call.flag(call.base, tile, source), call.epoch, call.bound, site)
+            flag = tile * call.exchange.world + source
+            site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
+            wait_flag(call.flag(call.base, tile, source), call.epoch, call.bound, site)
         cute.arch.sync_warp()
 
     @cute.jit

@@ -57,7 +57,7 @@ class LL(Transport):
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
 
-    def drain(self, ring: Any, sender: Any, own: Any = None) -> None:
+    def drain(self, ring: Any, sender: Any) -> None:
         """All lanes send; nobody publishes."""
         ring.drain_by_warp(ring.consumer_state(), sender.config.subtiles, sender)
 

@@ -43,9 +43,9 @@ class LLBulk(LL):
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """Nothing to tell."""
 
-    def drain(self, ring: Any, sender: Any, own: Any = None) -> None:
+    def drain(self, ring: Any, sender: Any) -> None:
         """The first lane sends."""
-        Transport.drain(self, ring, sender, own)
+        Transport.drain(self, ring, sender)
 
     def publish_all(self, ring: Any, sender: Any) -> None:
         """What the comm lane hands over is passed on."""

@@ -19,10 +19,6 @@ class PeerBulk(Transport):
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits."""
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
-    def takes_own_sums(self) -> bool:
-        """Slots are read by their owner alone."""
-        return True
-
     def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
         """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
         store_run(peers[peer] + offset, values)
