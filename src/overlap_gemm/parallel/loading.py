@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..api.float8 import Float8
 from ..backends.base import BackendName
 from .experts import put_together, set_apart
+from .initialization import DONE
 from .layouts import lying_as
 from .model import Logits, Model, parallelize
 from .state import StoredAs, kept_linears, mixed_experts, packed_linears, save_pretrained
@@ -130,9 +131,10 @@ def _begin_storages(model: nn.Module) -> None:
 def materialize(model: Model) -> Model:
     """Gives a parallelized model that was made on the meta device memory for its shards.
 
-    For weights that come from elsewhere than `from_pretrained`'s files: a distributed checkpoint, or
-    `load_state_dict`. Parameters are NaN until then; buffers, such as the frequencies of the rotary
-    embedding, which no checkpoint has, are computed.
+    For weights that come from elsewhere than `from_pretrained`'s files: a distributed checkpoint,
+    `load_state_dict`, or `model.init_weights()`, which draws the numbers of the unsharded model into the
+    shards. Parameters are NaN until then; buffers, such as the frequencies of the rotary embedding, which no
+    checkpoint has, are computed.
 
     Args:
         model: What `parallelize` made of a model built under `torch.device("meta")`.
@@ -151,9 +153,12 @@ def materialize(model: Model) -> Model:
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=_device_of(meshes[0]))
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # what transformers asks before it makes new weights
+    for parameter in made.values():
+        setattr(parameter, DONE, True)  # of them nothing is drawn, and buffers are computed
+    opened = [module for module in model.modules() if not getattr(module, DONE, False)]
     model.initialize_weights()
+    for each in (*made.values(), *opened):
+        setattr(each, DONE, False)
     return model
 
 

@@ -17,6 +17,7 @@ from .dropouts import AttentionForward, DropoutForward
 from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
 from .generation import generate, stopping_criteria
 from .heads import SharedHeadForward, SpreadNormForward
+from .initialization import initialize_in_shards
 from .inputs import Labels, SameInputs
 from .layouts import Rows, check_mesh, cut
 from .parameters import WatchParameters
@@ -130,6 +131,7 @@ def parallelize(
     if hasattr(model, "generate"):
         model.generate = partial(generate, model, sharding.group)
         model._get_stopping_criteria = partial(stopping_criteria, model, sharding.group)
+    initialize_in_shards(model, sharding)
     model.save_pretrained = partial(save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
     return adapted

@@ -222,6 +222,8 @@ class PackedLinear(nn.Linear):
                 for part, own in zip(self.children(), rows, strict=True):
                     parameter = nn.Parameter(own.clone(), requires_grad=packed.requires_grad)
                     part.register_parameter(key, parameter)
+        for part in self.children():
+            part._is_hf_initialized = True  # type: ignore[assignment]  # it is drawn with the others, in one
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiplies; the parts' outputs side by side."""
