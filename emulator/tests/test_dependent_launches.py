@@ -1,11 +1,14 @@
-"""Programmatic dependent launches of compiled kernels: two calls of a script, one beside the other."""
+"""Two calls of a script whose kernels run beside each other: programmatic dependent ones, and two streams."""
+
+import contextlib
 
 import cuda.bindings.driver as cuda
 import pytest
 import torch
-from cutlass import Constexpr, const_expr, cute
+from cutlass import Constexpr, Int32, const_expr, cute
 from cutlass.cute.runtime import from_dlpack
 
+from cute_emulator.errors import EmulatorError
 from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import one_device
 
@@ -61,3 +64,33 @@ def test_a_kernel_that_lets_go_runs_before_anybody_looks():
         one(*views, STREAM)
     assert not emulator.has_pending(0)
     assert not emulator.waits
+
+
+@cute.kernel
+def _meet(mine: cute.Tensor, other: cute.Tensor):
+    cute.arch.store(mine.iterator, Int32(1), sem="release", scope="gpu")
+    while cute.arch.load(other.iterator, Int32, sem="acquire", scope="gpu") == 0:
+        pass
+
+
+@cute.jit
+def meet(mine: cute.Tensor, other: cute.Tensor, stream: cuda.CUstream):
+    _meet(mine, other).launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_kernels_of_two_streams_can_wait_for_each_other(waits):
+    """Unless the second stream waits for the first."""
+    blocked = pytest.raises(EmulatorError, match="deadlock") if waits else contextlib.nullcontext()
+    with blocked, Emulator("sm_90a") as emulator, one_device(emulator):
+        flags = [torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2)]
+        streams = [torch.cuda.Stream() for _ in flags]
+        views = [from_dlpack(flag) for flag in flags]
+        compiled = cute.compile(meet, *views, STREAM)
+        compiled(*views, cuda.CUstream(streams[0].cuda_stream))
+        assert emulator.has_pending(0)
+        if waits:
+            streams[1].wait_stream(streams[0])
+        compiled(*views[::-1], cuda.CUstream(streams[1].cuda_stream))
+        torch.cuda.synchronize()
+        assert [int(flag) for flag in flags] == [1, 1]

@@ -52,6 +52,7 @@ class _Pending:
     rank: int
     keys: tuple[int, ...]
     owners: tuple[Any, ...]
+    stream: int
 
 
 class Emulator:
@@ -106,7 +107,7 @@ class Emulator:
         self.devices = tuple(DeviceProperties(arch, sms.num_sms) for sms in self.machine.residency)
         self.ranks = ranks
         self.captures: dict[int, Capture] = {}
-        self.waits = False  # with a launch that another may run beside, for that one or for who looks
+        self.waits = False  # with a launch that others may run beside, for those or for who looks
         self._collect = collect
         self._rewrite = rewrite
         self._reachable = not network
@@ -226,7 +227,7 @@ class Emulator:
         """
         with self._lock:
             key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")
-            self._pending.append(_Pending(rank, (key,), ()))
+            self._pending.append(_Pending(rank, (key,), (), stream))
             self.machine.submit(copy_launch(rank, stream, target, source, nbytes))
 
     def calling_rank(self) -> int:
@@ -311,7 +312,7 @@ class Emulator:
                 for where in map(extent, memory)
                 if where[1]
             )
-            self._pending.append(_Pending(rank, keys, owners))
+            self._pending.append(_Pending(rank, keys, owners, call.stream))
             self.machine.memory.arguments.extend(memory)
             self.machine.submit(
                 Launch(
@@ -332,8 +333,12 @@ class Emulator:
 
     def _called(self) -> None:
         self._local.__dict__.pop("packed", None)
-        if self.ranks == 1 and self._pending and not (self.waits and self.machine.lets_dependents_begin):
+        if self.ranks == 1 and self._pending and not (self.waits and self._others_may_run_beside()):
             self.run()
+
+    def _others_may_run_beside(self) -> bool:
+        """Whether later launches may: of other streams, or programmatic ones."""
+        return self.machine.lets_dependents_begin or any(item.stream for item in self._pending)
 
     def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:
         """Initial `.const` bytes: NVSHMEM's device state, for kernels linked with it."""
