@@ -47,7 +47,7 @@ SIGNATURES = {
     "swizzle_scales": ("scale",),
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "block=None", "device=None", "bias=False",
-        "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False",
+        "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False", "autotune=None",
     ),
     "workspace_bytes": ("group=None",),
 }  # fmt: skip

@@ -101,9 +101,11 @@ def test_a_library_older_than_the_device_code_is_broken(monkeypatch, device, sta
 def test_gpus_peers_and_multicast(monkeypatch):
     class Gpu:
         name, major, minor, total_memory, multi_processor_count = "NVIDIA H200", 9, 0, 141 << 30, 132
+        uuid = "none"
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Gpu)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     monkeypatch.setattr(
@@ -119,7 +121,7 @@ def test_gpus_peers_and_multicast(monkeypatch):
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, 0))
     other = {finding.name: finding for finding in doctor.devices()}
     assert other["MPS"].value == "off"
-    assert "`auto` takes torch's way: " in other["the model's constants"].value
+    assert "`auto` measures each kind of call: " in other["the model's constants"].value
     assert found["GPU 2"].value == "NVIDIA H200, sm_90, 141 GiB, 132 SMs"
     assert found["peer access"].value == "not 0->2, 2->0"
     assert found["NVLS multicast"].value == "not on GPU 1"

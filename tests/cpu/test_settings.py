@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
-from overlap_gemm.tuning.settings import Settings, configured, settings
+from overlap_gemm.tuning.settings import Settings, _keep, configured, settings, within
 
 
 def test_blocks_nest_and_end():
@@ -166,3 +166,24 @@ def test_ranks_agree_on_what_an_op_looks_at_and_on_no_more(op):
     assert agreed(mma="pingpong") != agreed()
     # A reduce-scatter of few rows may be an all-reduce, unless one is asked for.
     assert (agreed(algorithm="one_shot") != agreed()) == (op in ("gemm_all_reduce", "gemm_reduce_scatter"))
+
+
+def test_what_was_bound_under_settings_runs_under_them():
+    asked = Settings((("tile", (128, 64)),), 4)
+    run = within(asked, lambda *given: (settings(), given))
+    assert run(1, 2) == (asked, (1, 2))
+    assert settings() == Settings()
+    with configured(reserve_sms=3):
+        before = settings()
+        assert run() == (asked, ())
+        assert settings() is before
+        references = sys.getrefcount(before)
+        same = within(before, settings)
+        for _ in range(5):  # torch 2.11 would lose a reference each time
+            assert same() is before
+            _keep(before)
+        assert sys.getrefcount(before) == references + 1  # `same`'s
+    failing = within(asked, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert settings() == Settings()

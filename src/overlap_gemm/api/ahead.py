@@ -4,12 +4,14 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the wor
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..backends import ahead
+from ..backends.autotuning import asking, share
 from ..backends.base import Problem
 from ..backends.fused import Fused
 from ..backends.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, of_blocks, unit_scales
@@ -18,6 +20,7 @@ from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
 from ..spec.sharding import Shards
+from ..tuning.measured import AUTOTUNE_VARIABLE, POLICIES, Policy
 from . import functional
 
 
@@ -33,8 +36,12 @@ def warmup(
     deterministic: bool | None = None,
     reserve_sms: int | None = None,
     backward: bool = False,
+    autotune: Policy | None = None,
 ) -> None:
     """Makes calls of `op` on each shape, so that later ones compile, allocate and ask the ranks nothing.
+
+    On GPUs the candidates for each shape are timed, unless a file has them or calls were made before
+    (`backends.autotuning`): seconds to a minute a shape, once on a machine.
 
     Collective: every rank of the group calls it with the same arguments. The operands are uninitialised and
     freed again. What `auto` takes in a CUDA graph is warmed up with what it takes outside of one, and both
@@ -53,16 +60,23 @@ def warmup(
         deterministic: As for the op.
         reserve_sms: As for the op.
         backward: Warm the gradients up, too.
+        autotune: ``"measure"``: `auto` takes what is fastest as measured now; ``"model"``: what is expected
+            to be. None: what ``OVERLAP_GEMM_AUTOTUNE`` says, else ``"measure"`` on GPUs.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
         ValueError, TypeError, RuntimeError: As the op, which has no gradient of 8-bit operands.
+        ValueError: There is no such policy.
     """
+    if autotune not in (None, *POLICIES):
+        raise ValueError(f"autotune={autotune!r} must be one of {', '.join(POLICIES)}, or None")
     spec = op_named(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
-    call = getattr(functional, op)
+    call, policy = getattr(functional, op), autotune
+    if policy is None and AUTOTUNE_VARIABLE not in os.environ and where.type == "cuda":
+        policy = "measure"
     own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
     for m, n, k in shapes:
@@ -79,20 +93,30 @@ def warmup(
             scales = dict(zip(("scale_x", "scale_w"), of_both, strict=True))
             types = dtype, out_dtype, of_blocks(of_both[0], x_shape[1])
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
-        for extents in [said] if said == least else [said, least]:
-            known = spec.known(m, n, k, extents)
-            problem = Problem.of(op, *known, x, ranks, deterministic, backend, scaled=types)
+        ways_of = [said] if said == least else [said, least]
+        problems = [
+            Problem.of(op, *spec.known(m, n, k, extents), x, ranks, deterministic, backend, scaled=types)
+            for extents in ways_of
+        ]
+
+        def make(way: str, extents: dict[str, int]) -> None:
+            given = [t.requires_grad_(backward) for t in (x, weight, own_bias)]  # noqa: B023
+            how: dict[str, Any] = {"bias": given[2] if bias else None, "backend": way, **extents}
+            how |= {"deterministic": deterministic, "reserve_sms": reserve_sms, **scales}  # noqa: B023
+            out = call(given[0], given[1], group=group, **how)
+            if backward:
+                torch.autograd.grad(out, given[: 2 + bias], torch.empty_like(out))
+
+        for problem, extents in zip(problems, ways_of, strict=True):
+            if problem is not problems[0]:  # what was measured does not depend on what callers say
+                share(problems[0], problem, backend, ranks, where)
+            with asking(policy, backend, ranks, where):
+                make(backend, extents)
             eager, captured = (
                 choose(replace(problem, captured=c), backend).backend.name for c in (False, True)
             )
-            for way in [backend] if captured == eager else [backend, captured]:
-                given = [t.requires_grad_(backward) for t in (x, weight, own_bias)]
-                how: dict[str, Any] = {"bias": given[2] if bias else None, "backend": way, **extents}
-                how |= {"deterministic": deterministic, "reserve_sms": reserve_sms, **scales}
-                out = call(given[0], given[1], group=group, **how)
-                if backward:
-                    torch.autograd.grad(out, given[: 2 + bias], torch.empty_like(out))
-                del out
+            if captured != eager:
+                make(captured, extents)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
 

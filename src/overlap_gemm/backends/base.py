@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,10 @@ from ..runtime.group import Group
 from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
+from ..tuning.measured import Measured
+from ..tuning.settings import settings
 from .collectives import all_gather_rows, gemms
+from .known import known_of, may_know
 from .reach import Reach, reach_of
 from .scaling import Operand, dequantised, with_scales
 
@@ -52,6 +55,7 @@ class Problem:
         weight_dtype: Of the weight, where operands have scales; else None.
         out_dtype: Of the result, likewise: `dtype` is x's then.
         blocks: Which blocks the scales are of (`scaling.of_blocks`); None: of rows, or of all of an operand.
+        known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
     """
 
     op: str
@@ -69,6 +73,7 @@ class Problem:
     weight_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     blocks: Blocks | None = None
+    known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -99,6 +104,8 @@ class Problem:
             and not group.is_virtual
             and (copies or (is_open and (x.dtype.itemsize == 2 or scaled[1] is not None)))
         )
+        weight_dtype, out_dtype, blocks = (*scaled, None)[:3]
+        knows = may_know(requested, group) and not settings().names_kernels
         return cls(
             op,
             m,
@@ -112,13 +119,29 @@ class Problem:
             reach_of(group, x.device) if asks else None,
             is_capturing(x.device),
             keep,
-            *scaled,
+            weight_dtype,
+            out_dtype,
+            blocks,
+            known_of(group, x.device).kinds if knows else {},
         )
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on all ranks, extents by the names of users' arguments."""
         names: Mapping[Any, str] = ARGUMENTS
-        return tuple((names.get(name, name), value) for name, value in vars(self).items())
+        facts = ((names.get(name, name), value) for name, value in vars(self).items() if name != "known")
+        return (*facts, ("measured", self.measured))
+
+    @property
+    def kind(self) -> str:
+        """What a measurement of this problem holds for: its extents and types, not who calls how."""
+        extents = "x".join("?" if extent is None else str(extent) for extent in (self.m, self.n, self.k))
+        words = f"{self.op} {extents}, {self.types}, {self.device_type}, P={self.world_size}"
+        return f"{words}, deterministic" if self.deterministic else words
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured of calls of this kind; None: nothing."""
+        return self.known.get(self.kind)
 
     @property
     def spec(self) -> OpSpec:
@@ -192,10 +215,11 @@ class Backend(Protocol):
         """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
 
         Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`. Everything that a
-        call need not find out again is found out here. All tensors are 2-D, on one device and of one dtype; x
-        may be any matrix; a weight is `[N, K]` and may be the transpose of a contiguous matrix (the backward
-        passes call with `weight.t()`). Shapes are validated before. Calls are collective over `group`,
-        stream-ordered on CUDA, and return new tensors. The bias is added once, after the sum over the ranks.
+        call need not find out again is found out here, under the caller's `settings`, which hold for what is
+        returned. All tensors are 2-D, on one device and of one dtype; x may be any matrix; a weight is
+        `[N, K]` and may be the transpose of a contiguous matrix (the backward passes call with `weight.t()`).
+        Shapes are validated before. Calls are collective over `group`, stream-ordered on CUDA, and return new
+        tensors. The bias is added once, after the sum over the ranks.
         """
 
 

@@ -21,7 +21,7 @@ from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
 from ..spec.sharding import Shards, shard_rows
-from ..tuning.settings import settings
+from ..tuning.settings import settings, within
 from ..tuning.space import constants, every_config
 from . import gather
 from .base import Problem
@@ -164,7 +164,9 @@ class Fused:
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
         if problem.spec.gathers_operand:
-            return gather.bind(x, weight, bias, shards, group, problem.keep, problem.out_dtype)
+            return gather.bind(
+                x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks
+            )
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found
@@ -172,6 +174,7 @@ class Fused:
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype)
 
+        run = within(settings(), run)  # whoever calls later, it is this call
         if not (
             shape.rows
             and columns
@@ -193,7 +196,7 @@ class Fused:
             out = x.new_empty(written, columns, dtype=out_dtype)
             extras = None if bias is None else (bias,)
             if scales:
-                extras = (*_vectors(plan, x, weight, scales), *(extras or ()))
+                extras = (*_vectors(plan, x, weight, scales, problem.blocks), *(extras or ()))
             plan.launch(x, (weight,), (out,), (extras,))
             return out if whole else out[own]
 
@@ -240,24 +243,24 @@ class Fused:
         plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
-        extras = _vectors(plan, x, weight, scales)
+        extras = _vectors(plan, x, weight, scales, blocks)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)
         plan.launch(a, (b,), (out,), (extras or None,))
         return out[own]
 
 
-def _vectors(plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _vectors(
+    plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor], blocks: Blocks | None
+) -> tuple[Tensor, ...]:
     """An element for each row and for each column of the product, as `RowColumnScale` reads them.
 
     Or those of blocks (`block_scales`); of MX types by the shards that a plan's tiles begin with.
     """
-    if scales and (blocks := of_blocks(scales[0], x.shape[1])):
+    if not scales:
+        return ()
+    of_x, of_weight = scales
+    if blocks:
         layout, (step_a, step_b) = layout_of(blocks), plan.steps
-        return (
-            layout.of_a(scales[0], x.shape, step_a),
-            layout.of_b(scales[1], weight.shape, step_b),
-        )
-    return tuple(
-        aligned_vector(scale, len(rows)) for scale, rows in zip(scales, (x, weight), strict=bool(scales))
-    )
+        return layout.of_a(of_x, x.shape, step_a), layout.of_b(of_weight, weight.shape, step_b)
+    return aligned_vector(of_x, x.shape[0]), aligned_vector(of_weight, weight.shape[0])

@@ -33,12 +33,12 @@ from ..runtime.workspace import Workspace
 from ..spec import ALL_GATHER_GEMM, patterns_of
 from ..spec.sharding import Shards, ceil_div, num_owners
 from ..tuning.model import Facts
-from ..tuning.settings import settings
+from ..tuning.settings import settings, within
 from ..tuning.space import choose_config, constants
 from . import plans
 from .block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major, padded
+from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major, padded
 from .plan import Copies, Plan, Product, Relayed, Travel
 from .plans import (
     both,
@@ -48,7 +48,7 @@ from .plans import (
     peers_for,
     resident_clusters,
 )
-from .scaling import as_words, of_blocks, rows_with_scales, shard_bytes
+from .scaling import of_blocks, rows_with_scales, shard_bytes
 from .ways import obtain_way, wanted
 
 
@@ -60,6 +60,7 @@ def bind(
     group: Group,
     keep: bool,
     out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
     rows, depth = shards.total, x.shape[1]
@@ -70,24 +71,24 @@ def bind(
     ) -> tuple[Tensor, list[Tensor]]:
         return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype)
 
-    if out_dtype is not None:  # rows are put together with their scales
-        return run
-    whole = all(n and n % ROW_ELEMENTS == 0 for n in (*columns, depth))
+    run = within(settings(), run)  # whoever calls later, it is this call
+    whole = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
     strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     if group.size == 1 or not (rows and len(x) and whole and strided):
         return run
     if any(bias.stride(0) != 1 for bias in biases):
         return run
+    if out_dtype is not None:
+        if keep or blocks:
+            return run
+        return _bind_scaled(run, x, weights, biases, shards, group, out_dtype)
     plan = plan_for(group, x, depth, weights, bool(biases), shards, keep)
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        addresses = x.data_ptr()
-        for operand in (*weights, *biases):
-            addresses |= operand.data_ptr()
-        if addresses % 16 or not plan.is_open:
+        if _has_place_off(x, *weights, *biases) or not plan.is_open:
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = x.new_empty(rows, depth) if keep else None
@@ -95,6 +96,53 @@ def bind(
         return x if kept is None else kept, outs
 
     return run_as_planned
+
+
+def _bind_scaled(
+    run: Callable[..., tuple[Tensor, list[Tensor]]],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    out_dtype: torch.dtype,
+) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """`bind` of operands with scales of rows: the own rows and their scales are put together, too."""
+    rows, own_rows, columns = shards.total, x.shape[0], [weight.shape[0] for weight in weights]
+    plan = plan_for(group, x, x.shape[1], weights, bool(biases), shards, False, out_dtype)
+
+    def run_as_planned(
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        scale_x: Tensor,
+        scales: Sequence[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        if (
+            scale_x.shape[0] != own_rows
+            or any(
+                scale.shape[0] != n or scale.stride(0) != 1 for scale, n in zip(scales, columns, strict=True)
+            )
+            or _has_place_off(*weights, *scales, *biases)
+            or not plan.is_open
+        ):
+            return run(x, weights, biases, scale_x, scales)
+        own, by_row = rows_with_scales(x, scale_x)
+        each = zip(scales, *([biases] if biases else ()), strict=True)
+        extras = [(by_row, *of_columns) for of_columns in each]
+        outs = [x.new_empty(rows, n, dtype=out_dtype) for n in columns]
+        plan.launch(own, weights, outs, extras)
+        return x, outs
+
+    return run_as_planned
+
+
+def _has_place_off(*tensors: Tensor) -> bool:
+    """Whether one of them does not begin at a multiple of 16 bytes."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return addresses % ROW_BYTES != 0
 
 
 def all_gather_gemm(
@@ -124,7 +172,7 @@ def all_gather_gemm(
     if blocks and not alone:
         own = rows_and_scales(x, scales[0], blocks, shards.chunk)
     elif scales and not alone:
-        own = rows_with_scales(x, scales[0])
+        own, by_row = rows_with_scales(x, scales[0])
     else:
         own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
@@ -134,7 +182,9 @@ def all_gather_gemm(
         each = zip(scales[1], weights, strict=True)
         vectors = [(of_x, layout.of_b(scale, weight.shape)) for scale, weight in each]
     elif scales:
-        vectors = _vectors(x, own, used, scales, alone)
+        if alone:
+            by_row = aligned_vector(scales[0], len(x))
+        vectors = [(by_row, column) for column in _columns(used, scales[1])]
     if biases:
         found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
@@ -156,16 +206,13 @@ def all_gather_gemm(
     return x if kept is None else _first_columns(kept, depth, group), results
 
 
-def _vectors(
-    x: Tensor, own: Tensor, weights: Sequence[Tensor], scales: Sequence[Any], alone: bool
-) -> list[tuple[Tensor, ...]]:
-    """Scales of rows, and of each weight's, as kernels read them; `own` has the former unless `alone`."""
-    by_row = aligned_vector(scales[0], len(x)) if alone else as_words(own)
+def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """Scales of each weight's rows, as kernels read them."""
     columns = [
         aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
-        for scale, weight in zip(scales[1], weights, strict=True)
+        for scale, weight in zip(scales, weights, strict=True)
     ]
-    return [(by_row, _padded(column, padded(len(column)))) for column in columns]
+    return [_padded(column, padded(len(column))) for column in columns]
 
 
 def plan_for(

@@ -66,7 +66,7 @@ def aligned_vector(vector: Tensor, size: int) -> Tensor:
 
     A single element is copied `size` times.
     """
-    if len(vector) == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
+    if vector.shape[0] == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
         return vector
     return vector.expand(size).clone(memory_format=torch.contiguous_format)
 

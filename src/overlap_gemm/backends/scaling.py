@@ -117,22 +117,26 @@ def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]
     return depth, num_bytes(blocks, rows, depth)
 
 
-def rows_with_scales(x: Tensor, scale: Tensor) -> Tensor:
+def rows_with_scales(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """`x` `[rows, K]` as fused kernels send it: in memory after each row its scale, and a whole 16 bytes.
 
-    Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes.
+    Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes. Of few operations:
+    torch's take longer on the host than a kernel's launch.
+
+    Returns:
+        The rows `[max(rows, 1), padded K]`, and all that is there of them as a float32 vector.
     """
     (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
-    packed = x.new_empty(max(rows, 1), width + SCALE_BYTES).view(torch.uint8)
-    packed[:rows, :depth] = x.view(torch.uint8)
-    packed[:rows, depth:width] = 0
-    packed[:rows, width : width + scale.itemsize] = aligned_vector(scale, rows)[:, None].view(torch.uint8)
-    return packed.view(x.dtype)[:, :width]
-
-
-def as_words(rows: Tensor) -> Tensor:
-    """All that is there of `rows_with_scales`, as a float32 vector."""
-    return rows.as_strided((len(rows) * rows.stride(0),), (1,)).view(torch.float32)
+    whole = width + SCALE_BYTES
+    packed = x.new_empty(max(rows, 1), whole, dtype=torch.uint8)
+    words = packed.view(-1).view(torch.float32)
+    if rows:
+        packed[:, :depth].copy_(x.view(torch.uint8))
+        if depth < width:
+            packed[:, depth:width].zero_()
+        step = whole // scale.itemsize
+        words.as_strided((rows,), (step,), width // scale.itemsize).copy_(scale)
+    return packed.view(x.dtype)[:, :width], words
 
 
 class Scaled(NamedTuple):

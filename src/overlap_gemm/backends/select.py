@@ -1,14 +1,17 @@
 """Which backend carries out an op, and why. The choice is never silent: `explain` prints it.
 
-`auto` takes, of the backends that can carry a problem out and are worth comparing, the one whose predicted
-time is least (`tuning.prediction`), and the first of them where no time can be predicted.
+`auto` takes, of the backends that can carry a problem out, the one whose measured time is least
+(`autotuning`); where calls of the kind were not measured, of those that are worth comparing the one whose
+predicted time is least (`tuning.prediction`), and the first of them where no time can be predicted.
 """
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
 from .base import FALLBACK, Backend, Problem
 from .decomposed import Decomposed
@@ -44,6 +47,12 @@ class Choice:
     prediction: Prediction | None = None
     backward: "Choice | None" = None
 
+    @property
+    def kernel(self) -> Kernel:
+        """The fused kernel that was measured to be fastest; the empty one: the model's."""
+        measured = self.problem.measured if self.backend.name == "fused" else None
+        return Kernel() if measured is None else measured.kernel
+
     def __str__(self) -> str:
         """A line for the choice and one for each backend considered."""
         problem, prediction = self.problem, self.prediction
@@ -52,10 +61,15 @@ class Choice:
             f"  M={problem.m}, width={problem.width}, {problem.types}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
         ]
-        times = {} if prediction is None else prediction.ways
+        measured = problem.measured
+        times, how = {} if prediction is None else prediction.ways, "predicted"
+        if measured is not None:
+            times, how = measured.seconds(problem.captured), "measured"
         for name, reason in self.verdicts:
-            expected = f" [{times[name] * 1e6:.0f} us predicted]" if name in times else ""
-            lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{expected}")
+            known = f" [{times[name] * 1e6:.0f} us {how}]" if name in times else ""
+            lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{known}")
+        if measured is not None:
+            lines.append(f"  {measured}" + (f"; fused by {measured.kernel}" if "fused" in times else ""))
         if prediction is not None:
             unknown = [name for name, extent in (("N", problem.n), ("K", problem.k)) if extent is None]
             known = "".join(f", {name} not known" for name in unknown)
@@ -92,19 +106,24 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         if name == requested:
             raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
-    for backend in others:
-        verdicts[backend.name] = _why_unfit(backend, problem) or backend.why_slower(problem)
+    times: Mapping[str, float] = {} if prediction is None else prediction.ways
+    unfit = {backend.name: why_unfit(backend, problem) for backend in others}
+    measured = problem.measured.seconds(problem.captured) if problem.measured else {}
+    if any(unfit[backend.name] is None for backend in others if backend.name in measured):
+        times, why = measured, {name: None if name in measured else "it was not measured" for name in unfit}
+    else:
+        why = {backend.name: unfit[backend.name] or backend.why_slower(problem) for backend in others}
+    verdicts |= {name: unfit[name] or why[name] for name in unfit}
     worth = [backend for backend in others if verdicts[backend.name] is None]
     if not worth:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts.items())
         raise ValueError(f"no backend can carry out {problem}: {reasons}")
-    best = worth[0]
-    if prediction is not None:
-        times = prediction.ways
-        best = min(worth, key=lambda backend: times.get(backend.name, math.inf))
+    best = min(
+        worth, key=lambda backend: times.get(backend.name, math.inf)
+    )  # the first where none has a time
     for backend in worth:
         if backend is not best:
-            verdicts[backend.name] = f"{best.name} {'is tried first' if prediction is None else 'is faster'}"
+            verdicts[backend.name] = f"{best.name} {'is faster' if times else 'is tried first'}"
     return Choice(best, problem, requested, tuple(verdicts.items()), prediction)
 
 
@@ -146,7 +165,7 @@ def predicted(problem: Problem) -> Prediction | None:
     return predict(facts, reach.arch, reach.num_sms, problem.captured)
 
 
-def _why_unfit(backend: Backend, problem: Problem) -> str | None:
+def why_unfit(backend: Backend, problem: Problem) -> str | None:
     """Why `auto` may not take a backend."""
     if problem.deterministic and not backend.deterministic:
         return "deterministic sums are asked for, and its order and rounding are the collective's"

@@ -24,7 +24,7 @@ from .baselines import baselines, link_rates
 from .console import rank_zero_console
 from .machine import describe, this_arch
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
-from .workload import Call, DeviceOption, DTypeOption, Operands, Scales, Workload
+from .workload import Call, DeviceOption, DTypeOption, Operands, Scales, Workload, in_turn
 
 
 def bench(
@@ -202,9 +202,17 @@ def run(
         modes: Whether calls are timed, or replays of graphs of them.
         rates: What `link_rates` found.
     """
-    operands = workload.operands(group, device)
-    calls = baselines(workload, operands, group)
-    calls |= {name: workload.by(name, operands, group) for name in backends}
+    sets = [workload.operands(group, device) for _ in range(workload.num_sets(group, device))]
+    operands = sets[0]
+    if "auto" in backends and device.type == "cuda":  # as a program that warms up, and says all extents
+        workload.warm_up(group, device)
+
+    def taking_turns(made: Callable[[Operands], Mapping[str, Call]]) -> dict[str, Call]:
+        each = [made(of_set) for of_set in sets]
+        return {name: in_turn([calls[name] for calls in each]) for name in each[0]}
+
+    calls = taking_turns(lambda of_set: baselines(workload, of_set, group))
+    calls |= taking_turns(lambda of_set: {name: workload.by(name, of_set, group) for name in backends})
     usable, skipped = _those_that_work(workload, calls, group)
     if "product" not in usable:
         raise RuntimeError(f"torch has no product to compare with: {skipped[0].why}")

@@ -114,7 +114,7 @@ def _constants(device: str, capability: tuple[int, int]) -> Finding:
     except ValueError as error:
         return Finding("the model's constants", str(error), "broken")
     if untimed:
-        return Finding("the model's constants", f"`auto` takes torch's way: {untimed}", "absent")
+        return Finding("the model's constants", f"`auto` measures each kind of call: {untimed}", "absent")
     machine = machine_for(arch.name, device)
     assert machine is not None
     return Finding("the model's constants", f"measured on {device}, {machine.date}")

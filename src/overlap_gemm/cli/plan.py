@@ -80,7 +80,7 @@ def plan(
             found = _without(found, "fused")
         console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
     if constants.source != "measured":
-        console.print("constants not measured: there `auto` takes torch's way until `tune` has run")
+        console.print("constants not measured: there `auto` measures each kind of call")
     if untimed:
         console.print(f"not fused by itself: {untimed}", highlight=False)
     if as_rows := constants.why_as_rows(blocks):

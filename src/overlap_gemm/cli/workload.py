@@ -1,7 +1,9 @@
 """One op on one shape: its operands on this rank, and the calls that carry it out."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import overlap_gemm
 
+from ..backends.autotuning import CACHES, SETS
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
 from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block, blocks_named
@@ -60,6 +63,14 @@ def blocks_of(option: str | None, dtype: torch.dtype) -> Blocks | None:
 
 MOST = 8
 """Standard deviations that no operand exceeds."""
+
+
+def in_turn(calls: Sequence[Call]) -> Call:
+    """Returns what makes one of several calls after the other."""
+    if len(calls) == 1:
+        return calls[0]
+    turns = cycle(calls)
+    return lambda: next(turns)()
 
 
 class Operands(NamedTuple):
@@ -139,6 +150,17 @@ class Workload:
         weight, deviation = weight / self.k**0.5, self.k**-0.5
         (x, scale_x), (weight, scale_w) = self._rounded(x, 1), self._rounded(weight, BLOCK, deviation)
         return Operands(x, weight, scale_x, scale_w)
+
+    def num_sets(self, group: Group, device: torch.device) -> int:
+        """Sets of operands that calls take in turn, so that no GPU's caches hold them; one on CPUs."""
+        nbytes = sum(math.prod(shape) for shape in self.shapes(group)) * self.dtype.itemsize
+        return SETS if device.type == "cuda" and nbytes < CACHES else 1
+
+    def warm_up(self, group: Group, device: torch.device) -> None:
+        """Makes what calls need, and measures what `auto` takes (`overlap_gemm.warmup`)."""
+        block: Block = {"blocks": BLOCK, "mx": "mx"}.get(self.scales or "")  # type: ignore[assignment]
+        given = {"group": group.process_group, "dtype": self.dtype, "block": block, "device": device}
+        overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **given)  # type: ignore[arg-type]
 
     def gathered(self, operands: Operands) -> Operands:
         """The same with an x like that which an all-gather makes of the ranks', without asking them."""

@@ -39,10 +39,11 @@ class _Prepared(NamedTuple):
         bound, lowered = self
         if lowered.dim is not None:
             x = lowered.flatten(x)
-        if scales:
-            scales = lowered.vectors(*scales)
-        run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
-        result = run(x, weight, bias, *scales)
+        if scales:  # which have no gradient
+            result = bound.run(x, weight, bias, *lowered.vectors(*scales))
+        else:
+            run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
+            result = run(x, weight, bias)
         return result if lowered.finish is None else lowered.finish(result)
 
 

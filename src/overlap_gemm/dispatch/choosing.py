@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.select import announce, choose
 from ..kernels.scale_blocks import Blocks
@@ -71,13 +72,16 @@ def chosen(
         *settings().agreed(op),
     )
     try:
-        choice = announce(choose(problem, backend))
+        choice = choose(problem, backend)
     except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
+    if measure_if_due(problem, backend, x, weight, bias, shards, ranks):
+        choice = choose(problem, backend)
+    announce(choice)
     with configured(reserve_sms=reserve_sms):
-        run = choice.backend.bind(problem, x, weight, bias, shards, ranks)
+        run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"

@@ -52,15 +52,19 @@ class Lowered(NamedTuple):
         blocks = of_blocks(scale_x, self.flat[1])
         if blocks == MX:
             return scale_x, scale_w
-        scale_x = scale_x.float()
-        scale_w = scale_w.float() if isinstance(scale_w, Tensor) else [scale.float() for scale in scale_w]
+        if scale_x.dtype is not torch.float32:
+            scale_x = scale_x.float()
         if self.dim is not None and scale_x.numel() != 1:
             scale_x = scale_x.movedim(self.dim, 0)
+        is_one = isinstance(scale_w, Tensor)
+        of_weights = [
+            w if w.dtype is torch.float32 else w.float() for w in ([scale_w] if is_one else scale_w)
+        ]
         if blocks:
-            return scale_x.reshape(self.flat[0], scale_x.shape[-1]), scale_w
-        if isinstance(scale_w, Tensor):
-            return scale_x.reshape(-1), scale_w.reshape(-1)
-        return scale_x.reshape(-1), [scale.reshape(-1) for scale in scale_w]
+            of_x = scale_x.reshape(self.flat[0], scale_x.shape[-1])
+        else:
+            of_x, *of_weights = (one if one.ndim == 1 else one.reshape(-1) for one in (scale_x, *of_weights))
+        return of_x, of_weights[0] if is_one else of_weights
 
 
 def lower_all_gather_gemm(

@@ -39,8 +39,9 @@ MOST_LINKS = 18
 def driver_facts(index: int) -> DriverFacts:
     """Returns the figures of a CUDA device of this process."""
     found = torch.cuda.get_device_properties(index)
-    sms, clock = found.multi_processor_count, found.clock_rate * 1e3
-    memory = found.memory_clock_rate * 1e3 * 2 * found.memory_bus_width / 8  # two transfers a clock
+    sms, clock = found.multi_processor_count, getattr(found, "clock_rate", 0) * 1e3  # emulated ones have none
+    bus = getattr(found, "memory_clock_rate", 0) * 1e3 * getattr(found, "memory_bus_width", 0)
+    memory = bus * 2 / 8  # two transfers a clock
     facts = DriverFacts(sms, clock, memory)
     with suppress(OSError, AttributeError, RuntimeError), _nvml(str(found.uuid)) as (library, device):
         limit, state = ctypes.c_uint(), ctypes.c_uint()

@@ -13,15 +13,17 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
 from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
 
 _KEY = "overlap_gemm.settings"
+
+T = TypeVar("T")
 
 
 Algorithm = Literal["one_shot", "two_shot"]
@@ -47,6 +49,12 @@ class Settings(NamedTuple):
     algorithm: Algorithm | None = None
     shard_transport: str | None = None
     tile_transport: str | None = None
+
+    @property
+    def names_kernels(self) -> bool:
+        """Whether the caller says anything of which kernels there shall be, so that nothing else may."""
+        kernel = any(field != "launch" for field, _ in self.fields)  # when a kernel begins names none
+        return bool(kernel or self.algorithm or self.tile_transport)
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
         """What ranks must have the same of, in a call of an op: all that it looks at but the SMs."""
@@ -94,12 +102,30 @@ def _keep(asked: Settings) -> None:
     """Makes them the calling thread's.
 
     torch 2.11 keeps the object without counting its reference, and counts one less when it lets go: the
-    object would be freed in use. 2.13 counts.
+    object would be freed in use. 2.13 counts. One that is kept already stays: its count would not tell.
     """
+    if torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is asked:
+        return
     before = sys.getrefcount(asked)
     torch._C._stash_obj_in_tls(_KEY, asked)
     if sys.getrefcount(asked) == before:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
+
+
+def within(asked: Settings, run: Callable[..., T]) -> Callable[..., T]:
+    """Returns `run`, with these settings during its calls."""
+
+    def settled(*given: Any) -> T:
+        before = settings()
+        if before == asked:
+            return run(*given)
+        _keep(asked)
+        try:
+            return run(*given)
+        finally:
+            _keep(before)
+
+    return settled
 
 
 @contextmanager

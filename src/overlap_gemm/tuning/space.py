@@ -17,8 +17,19 @@ from ..kernels.rules import K_SPLITS, may_split
 from ..kernels.scale_blocks import Blocks
 from ..spec import PATTERNS, TRANSPORTS, patterns_of
 from .machine import Machine, machine_for
+from .measured import Kernel
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
+
+SHAPE = ("mma", "tile", "cluster", "k_split")
+"""The fields of a configuration among which a choice is made."""
+
+MODEL_ERROR = 0.25
+"""Relative error of a predicted time at most, on a device whose constants were measured: kernels whose times
+differ by more are not measured."""
+
+MOST_KERNELS = 5
+"""Kernels to be measured in addition to the model's choice."""
 
 
 def candidates(
@@ -109,10 +120,8 @@ def executed_as(facts: Facts, machine: Machine, arch: str, num_sms: int) -> Fact
     (16 rows, 8192 columns and K = 28672 on four H200: 74.2 us, and 35.9 by the all-reduce.) Not where
     `configured` names a kernel, an algorithm or a transport; when a kernel begins (`launch`) names none.
     """
-    asked = settings()
     # "copy_engine" is an all-gather GEMM's, and may be some ranks' alone.
-    kernel = any(field != "launch" for field, _ in asked.fields)
-    named = kernel or asked.algorithm or asked.tile_transport
+    named = settings().names_kernels
     if facts.spec.whole is None or facts.world == 1 or facts.m > machine.whole_rows or named:
         return facts
     whole = replace(facts, op=facts.spec.whole, shard=0)
@@ -210,15 +219,58 @@ def _choose(
     pattern: str,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
+    best = min(
+        _eligible(facts, machine, arch, num_sms, fields),
+        key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total,
+    )
+    chosen = replace(best, **dict(fields))
+    # What is gathered is the output, whatever partial sums travel as.
+    return replace(chosen, slot_dtype=chosen.out_dtype) if facts.spec.gathers_output else chosen
+
+
+def _eligible(
+    facts: Facts, machine: Machine, arch: str, num_sms: int, fields: tuple[tuple[str, Any], ...]
+) -> list[GemmConfig]:
+    """Returns the configurations that a call of `facts` may get with these fields."""
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
     if facts.m > machine.few_rows or facts.spec.gathers_operand:
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
     if facts.spec.gathers_operand:  # with rows come their scales: `GemmConfig.gathers_rows`
         fitting = [c for c in fitting if c.sum_parts == 1 or c.blocks] or fitting
-    best = min(fitting, key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total)
-    chosen = replace(best, **dict(fields))
-    # What is gathered is the output, whatever partial sums travel as.
-    return replace(chosen, slot_dtype=chosen.out_dtype) if facts.spec.gathers_output else chosen
+    return fitting
+
+
+def proposals(facts: Facts, machine: Machine, arch: str, num_sms: int) -> list[tuple[Kernel, float]]:
+    """Returns the kernels among which a measurement decides, and their predicted seconds.
+
+    The model's choice comes first, then up to `MOST_KERNELS` others by growing time, as far as the model does
+    not tell them from it: its times are right within `MODEL_ERROR`.
+
+    Args:
+        facts: Of the call.
+        machine: Whose constants.
+        arch: Target.
+        num_sms: SMs that every rank may use.
+    """
+    own = executed_as(facts, machine, arch, num_sms)
+    default = pattern_of(own, machine, arch, num_sms)
+    config, time = expected(own, machine, arch, num_sms, default)
+    patterns = patterns_of(facts.op)
+    others: dict[Kernel, float] = {}
+    for pattern in patterns:
+        for other in _eligible(facts, machine, arch, num_sms, ()):
+            if own.op == facts.op and pattern == default and same_kernel(other, config):
+                continue
+            fields = tuple((name, getattr(other, name)) for name in SHAPE)
+            kernel = Kernel(fields, pattern if len(patterns) > 1 else None)
+            others[kernel] = seconds_of(other, facts, machine, num_sms, pattern).total
+    near = [(k, s) for k, s in others.items() if s <= (1 + MODEL_ERROR) * time.total]
+    return [(Kernel(), time.total), *sorted(near, key=lambda found: found[1])[:MOST_KERNELS]]
+
+
+def same_kernel(one: GemmConfig, other: GemmConfig) -> bool:
+    """Whether two configurations have the same MMA kind, tile, cluster and cut of K."""
+    return all(getattr(one, name) == getattr(other, name) for name in SHAPE)
 
 
 def seconds_of(config: GemmConfig, facts: Facts, machine: Machine, num_sms: int, pattern: str) -> FusedTime:
@@ -251,7 +303,7 @@ def _fitting(
 
     Of all candidates, those that the other fields go with: not every kernel has every type of slots.
     """
-    wanted = [(name, value) for name, value in fields if name in ("mma", "tile", "cluster", "k_split")]
+    wanted = [(name, value) for name, value in fields if name in SHAPE]
     # No call gets a kernel where there are none with its blocks; the model has a time all the same.
     known = candidates(arch, dtype, machine, blocks) or candidates(arch, dtype, machine)
     for every in (known, every_config(arch, dtype, blocks=blocks)):

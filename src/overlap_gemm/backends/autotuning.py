@@ -1,0 +1,306 @@
+"""`auto` by measurement: the model proposes candidates, and what it cannot tell apart is timed, once a kind.
+
+At the first call of a kind (`Problem.kind`) that `auto` chooses for, under policy "measure", each candidate
+is called with operands like the caller's, on all ranks; a time is the maximum over them, so that all come to
+the same choice, which holds while the group lasts and is kept in a file (`tuning.measured`). Nothing is
+measured in the capture of a CUDA graph, nor of a kind that has been called by the model's choice before.
+
+A candidate that cannot be compiled, launched or captured, or for which there is no memory, is left out on all
+ranks. One that ends the process is refused when the next one starts.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..spec.sharding import Shards
+from ..tuning.measured import Kernel, Measured, Policy, Seconds, keep, trying
+from ..tuning.model import Facts
+from ..tuning.prediction import predict
+from ..tuning.settings import configured, settings
+from ..tuning.space import constants, proposals
+from ..tuning.timing import captured, measure
+from .base import Backend, Problem
+from .known import Known, known_of, may_know
+from .plans import DTYPES
+from .scaling import FLOAT8, unit_scales
+from .select import BACKENDS, why_unfit
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 5
+"""Samples of each candidate."""
+
+BURST_SECONDS = 0.01
+"""Of a sample."""
+
+CACHES = 100 << 20
+"""Bytes of operands that no GPU's caches hold: of fewer there are several sets, which take turns."""
+
+SETS = 3
+"""Sets of such operands."""
+
+FASTER = 0.99
+"""A kernel takes the place of the model's choice if it takes less than this part of its time."""
+
+FARTHEST = 2.0
+"""A backend that is expected to take this many times what the best one does is not measured."""
+
+
+class Candidate(NamedTuple):
+    """A backend, and with which kernel.
+
+    Attributes:
+        backend: Which.
+        kernel: Of the fused one; else the empty one.
+    """
+
+    backend: Backend
+    kernel: Kernel = Kernel()
+
+    @property
+    def name(self) -> str:
+        """What the log and the file call it."""
+        return f"{self.backend.name}: {self.kernel}" if self.backend.name == "fused" else self.backend.name
+
+
+def policy_of(problem: Problem, known: Known) -> Policy:
+    """Returns whether kinds are measured: what a warm-up or the environment says.
+
+    Where neither does: on GPUs for which no constants were measured.
+    """
+    if known.policy is not None:
+        return known.policy
+    reach = problem.reach
+    if reach is not None and reach.arch and reach.untimed and reach.why_not is None:
+        return "measure"
+    return "model"
+
+
+def measure_if_due(
+    problem: Problem, requested: str, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+) -> bool:
+    """Measures a kind at its first call where that is due, else leaves it to the model; collective.
+
+    Args:
+        problem: Of the call, on which the ranks have agreed.
+        requested: The caller's `backend=`.
+        x: As for `Backend.bind`.
+        weight: As for `Backend.bind`.
+        bias: As for `Backend.bind`.
+        shards: As for `Backend.bind`.
+        group: As for `Backend.bind`.
+
+    Returns:
+        Whether a new measurement was made.
+    """
+    if not may_know(requested, group) or settings().names_kernels:
+        return False
+    known = known_of(group, x.device)
+    if problem.kind in known.kinds:
+        return False
+    is_due = requested == "auto" and not problem.captured and policy_of(problem, known) == "measure"
+    found = _measured(problem, x, weight, bias, shards, group, known) if is_due else None
+    known.kinds[problem.kind] = found
+    if found is not None and group.rank == 0:
+        keep(known.under, problem.kind, found)
+    return found is not None
+
+
+@contextmanager
+def asking(policy: Policy | None, requested: str, group: Group, device: torch.device) -> Iterator[None]:
+    """Within the block a group's calls with this `backend=` are measured by `policy`, where it is one."""
+    if not may_know(requested, group):
+        yield
+        return
+    with known_of(group, device).asking(policy):
+        yield
+
+
+def share(problem: Problem, other: Problem, requested: str, group: Group, device: torch.device) -> None:
+    """Lets what was measured of a problem hold for another one, whose callers say less of its extents."""
+    if not may_know(requested, group) or settings().names_kernels:
+        return
+    known = known_of(group, device)
+    found = known.kinds.get(problem.kind)
+    if found is not None and known.kinds.setdefault(other.kind, found) is found and group.rank == 0:
+        keep(known.under, other.kind, found)
+
+
+def bind_as(kernel: Kernel, backend: Backend, *given: Any) -> Callable[..., Any]:
+    """Returns `backend.bind(*given)` whose fused kernel is this one."""
+    if not any(kernel):
+        return backend.bind(*given)
+    with configured(algorithm=kernel.algorithm, **dict(kernel.fields)):  # type: ignore[arg-type]
+        return backend.bind(*given)
+
+
+def _measured(
+    problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group, known: Known
+) -> Measured | None:
+    """Returns the times of the candidates, None where none of them could be called."""
+    operands = _operands(problem, x.detach(), weight, bias)
+    started = time.monotonic()
+    calls: dict[Candidate, Callable[[], object]] = {}
+    with torch.no_grad():
+        for candidate in _candidates(problem, group):
+            if (problem.kind, candidate.name) in known.refused:
+                continue
+            call = _call(candidate, problem, operands, shards, group)
+            is_writer = group.rank == 0
+            with trying(known.under, problem.kind, candidate.name) if is_writer else nullcontext():
+                failure = _failure(call, x.device)
+            said = group.all_gather_object((failure, time.monotonic() - started))
+            if failures := [theirs for theirs, _ in said if theirs]:
+                logger.info("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
+            else:
+                calls[candidate] = call
+            if known.seconds and max(spent for _, spent in said) > known.seconds:
+                logger.info(
+                    "%s: candidates took %.0f s; the others are left out", problem.kind, known.seconds
+                )
+                break
+        if not calls:
+            return None
+        found = _timed(calls, x.device, group)
+    where = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in found.captured or found.eager)
+    logger.info("%s: %s: %s; fused by %s", problem.kind, found, where, found.kernel)
+    return found
+
+
+def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
+    """Yields what may carry a problem out and might be fastest, what is expected to be fastest first."""
+    reach, fits = problem.reach, {b.name: b for b in BACKENDS if why_unfit(b, problem) is None}
+    if problem.device_type != "cuda" or reach is None or not reach.arch:
+        yield from (Candidate(backend) for name, backend in fits.items() if name != "fused")
+        return
+    kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
+    fused = fits.pop("fused", None) if kind and reach.why_not is None else None
+    times: Mapping[str, float] = {}
+    if kind:
+        facts = Facts(
+            problem.op, problem.m, problem.n, problem.k, kind, problem.world_size, blocks=problem.blocks
+        )
+        predicted = predict(facts, reach.arch, reach.num_sms, captured=True)
+        times = {} if predicted is None else predicted.ways
+        kernels = proposals(facts, constants(reach.arch), reach.arch, reach.num_sms)
+        if fused is not None:
+            yield Candidate(fused, kernels[0][0])
+    fits.pop("fused", None)
+    best = min(times.values(), default=0.0)
+    near = [b for n, b in fits.items() if n == "torch" or times.get(n, best) <= FARTHEST * best]
+    yield from (Candidate(backend) for backend in sorted(near, key=lambda b: times.get(b.name, 0.0)))
+    if fused is not None:
+        yield from (Candidate(fused, kernel) for kernel, _ in kernels[1:])
+
+
+def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple[Any, ...]]:
+    """Returns sets of tensors like the caller's, as what is bound takes them."""
+
+    def copied(given: Any) -> Any:
+        if isinstance(given, (list, tuple)):
+            return [copied(one) for one in given]
+        return given if given is None else given.detach().clone()
+
+    several = isinstance(weight, (list, tuple))
+    weights = weight if several else [weight]
+    scales: tuple[Any, ...] = ()
+    if problem.is_scaled:
+        pairs = [unit_scales(tuple(x.shape), tuple(w.shape), problem.blocks, x.device) for w in weights]
+        of_x, of_weights = pairs[0][0], [of_weight for _, of_weight in pairs]
+        if problem.blocks is None:
+            of_x, of_weights = of_x.reshape(-1), [scale.reshape(-1) for scale in of_weights]
+        scales = of_x, of_weights if several else of_weights[0]
+    nbytes = sum(one.numel() * one.element_size() for one in (x, *weights))
+    sets = SETS if x.is_cuda and nbytes < CACHES else 1
+    return [(copied(x), copied(weight), copied(bias), *scales) for _ in range(sets)]
+
+
+def _call(
+    candidate: Candidate, problem: Problem, operands: Sequence[tuple[Any, ...]], shards: Shards, group: Group
+) -> Callable[[], object]:
+    """Returns a call of a candidate, each with the next set of operands, which makes what it needs first."""
+    sets, bound = cycle(operands), list[Callable[..., Any]]()
+
+    def call() -> object:
+        if not bound:
+            given = problem, *operands[0][:3], shards, group
+            bound.append(bind_as(candidate.kernel, candidate.backend, *given))
+        return bound[0](*next(sets))
+
+    return call
+
+
+def _failure(call: Callable[[], object], device: torch.device) -> str | None:
+    """Calls; returns what went wrong, for the other ranks, None if nothing did."""
+    try:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is, this candidate will not do, on any rank
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device, group: Group) -> Measured:
+    """Returns the candidates' times, the fused kernels' as the device sees them."""
+
+    def medians(variants: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
+        timings = measure(
+            {candidate.name: call for candidate, call in variants.items()},
+            group=group.process_group,
+            device=device,
+            rounds=ROUNDS,
+            burst_seconds=BURST_SECONDS,
+        )
+        return {candidate: timings.median(candidate.name) for candidate in variants}
+
+    on_device: dict[Candidate, float] = {}
+    kernels = [candidate for candidate in calls if candidate.backend.name == "fused"]
+    if device.type == "cuda":
+        graphs: dict[Candidate, Callable[[], object]] = {}
+        for candidate, call in calls.items():
+            failure = _failure(partial(_capture, graphs, candidate, call), device)
+            if any(group.all_gather_object(failure)):
+                graphs.pop(candidate, None)
+        on_device = medians(graphs) if graphs else {}
+        del graphs
+    times = on_device or medians(calls)
+    kernel = _fastest({candidate: times[candidate] for candidate in kernels if candidate in times})
+    each = {c: call for c, call in calls.items() if c not in kernels or c.kernel == kernel}
+
+    def in_order(of: Mapping[Candidate, float]) -> Seconds:
+        by_backend = {c.backend.name: seconds for c, seconds in of.items() if c in each}
+        return tuple(sorted(by_backend.items(), key=lambda found: found[1]))
+
+    eager = in_order(medians(each) if on_device else times)
+    today = datetime.date.today().isoformat()
+    return Measured(eager, in_order(on_device), kernel, len(calls), today)
+
+
+def _capture(
+    graphs: dict[Candidate, Callable[[], object]], candidate: Candidate, call: Callable[[], object]
+) -> None:
+    graphs[candidate] = captured(call)
+
+
+def _fastest(times: Mapping[Candidate, float]) -> Kernel:
+    """Returns the fastest kernel; the model's choice where none is clearly faster."""
+    if not times:
+        return Kernel()
+    fastest = min(times, key=times.__getitem__)
+    own = next((candidate for candidate in times if not any(candidate.kernel)), None)
+    if own is not None and times[fastest] >= FASTER * times[own]:
+        return own.kernel
+    return fastest.kernel

@@ -1,0 +1,115 @@
+"""What a group's ranks know of measured choices: rank 0's file, read once, and what they measure themselves.
+
+All ranks choose alike, so one rank's file counts; theirs may differ, be damaged, or belong to other cards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ..runtime.agree import DisagreementError, differences, gather
+from ..runtime.compile_cache import dsl_version, source_digest
+from ..runtime.environment import choice, seconds
+from ..runtime.group import Group
+from ..tuning.measured import (
+    AUTOTUNE_VARIABLE,
+    POLICIES,
+    Conditions,
+    Entries,
+    Measured,
+    Policy,
+    conditions,
+    read,
+)
+
+SECONDS_VARIABLE = "OVERLAP_GEMM_AUTOTUNE_SECONDS"
+
+DEFAULT_SECONDS = 60.0
+"""How long the candidates for a kind may take to compile and start; what is left then is left out."""
+
+
+@dataclass
+class Known:
+    """What the ranks of a group know; the same on all of them.
+
+    Attributes:
+        under: What else the times depend on; rank 0's.
+        policy: What the environment says, or `asking`; None: nothing.
+        seconds: For the candidates of a kind; 0: no limit.
+        kinds: `Problem.kind` -> what was measured; None where calls of it run by the model already, which
+            nothing changes while the group lasts.
+        refused: (kind, candidate) that are not tried again.
+    """
+
+    under: Conditions
+    policy: Policy | None
+    seconds: float
+    kinds: dict[str, Measured | None] = field(default_factory=dict)
+    refused: frozenset[tuple[str, str]] = frozenset()
+
+    @contextmanager
+    def asking(self, policy: Policy | None) -> Iterator[None]:
+        """Within the block, on every rank, `policy` counts, where it is one."""
+        before = self.policy
+        self.policy = policy or before
+        try:
+            yield
+        finally:
+            self.policy = before
+
+
+def may_know(requested: str, group: Group) -> bool:
+    """Returns whether something measured may count in calls of a group by this `backend=`."""
+    is_open = requested.startswith("fused") or requested.endswith("auto")
+    return is_open and group.process_group is not None and group.size > 1
+
+
+_known: dict[tuple[str, int], tuple[Group, Known]] = {}
+"""By name and rank: emulated ranks are threads of one process."""
+
+
+def known_of(group: Group, device: torch.device) -> Known:
+    """Returns what the ranks of `group` know; collective at its first call.
+
+    Raises:
+        DisagreementError: On every rank: their environments differ, or one could not read its own, or rank 0
+            its file.
+    """
+    place = group.name, group.rank
+    known = _known.get(place)
+    if known is None or known[0] is not group:
+        known = _known[place] = (group, _read(group, device))
+    return known[1]
+
+
+def _read(group: Group, device: torch.device) -> Known:
+    def own() -> tuple[Policy | None, float, Conditions, Entries | None]:
+        under = {**conditions(device, group.size), "dsl": dsl_version(), "kernels": source_digest()[:16]}
+        entries = read(under) if group.rank == 0 else None
+        return _policy(), _seconds(), under, entries
+
+    everyone = gather(group, "reading what was measured", own)
+    for place, variable in ((0, AUTOTUNE_VARIABLE), (1, SECONDS_VARIABLE)):
+        if views := differences(group, [theirs[place] for theirs in everyone]):
+            raise DisagreementError(f"{variable} must be the same on all ranks: {views}")
+    policy, limit, under, entries = everyone[0]
+    assert entries is not None
+    kinds: Mapping[str, Measured | None] = entries.measured
+    return Known(under, policy, limit, dict(kinds), entries.refused)
+
+
+def _policy() -> Policy | None:
+    if AUTOTUNE_VARIABLE not in os.environ:
+        return None
+    said = choice(AUTOTUNE_VARIABLE, POLICIES)
+    return next(policy for policy in POLICIES if policy == said)
+
+
+def _seconds() -> float:
+    said = seconds(SECONDS_VARIABLE)
+    return DEFAULT_SECONDS if said is None else said

@@ -1,0 +1,295 @@
+"""`auto` by measurement: what is measured, what all ranks come to, and what a file may do to them."""
+
+import json
+import os
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends import autotuning, known
+from overlap_gemm.backends.decomposed import Decomposed
+from overlap_gemm.backends.sequential import Sequential
+from overlap_gemm.backends.torch_backend import Torch
+from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.tuning.measured import AUTOTUNE_VARIABLE, FILE_VARIABLE
+
+M, N, K = 24, 16, 12
+OP = "gemm_reduce_scatter"
+BACKENDS = {"torch": Torch, "sequential": Sequential, "decomposed": Decomposed}
+
+
+@contextmanager
+def begun_anew(file, policy=None):
+    """A process that knows nothing yet of its groups, with this file and policy."""
+    known._known.clear()
+    overlap_gemm.runtime.group.forget_groups(alone=False)
+    said = {FILE_VARIABLE: str(file)} | ({AUTOTUNE_VARIABLE: policy} if policy else {})
+    with mock.patch.dict(os.environ, said):
+        if policy is None:
+            os.environ.pop(AUTOTUNE_VARIABLE, None)
+        yield
+    known._known.clear()
+    overlap_gemm.runtime.group.forget_groups(alone=False)
+
+
+@contextmanager
+def slowed(*names, op=OP, seconds=0.005):
+    """Backends that sleep in every call of an op."""
+    with ExitStack() as stack:
+        for name in names:
+            method = getattr(BACKENDS[name], op)
+
+            def slow(*given, _method=method, **named):
+                time.sleep(seconds)
+                return _method(*given, **named)
+
+            stack.enter_context(mock.patch.object(BACKENDS[name], op, slow))
+        yield
+
+
+def operands(rank, size, op=OP):
+    own = Shards.owned_by(size, rank)
+    x, weight = OPS[op].shapes(M, N, K, own)
+    return torch.ones(x), torch.ones(weight)
+
+
+def call(rank, size, op=OP, **how):
+    x, weight = operands(rank, size, op)
+    return getattr(overlap_gemm, op)(x, weight, **OPS[op].arguments(M, N, K), **how)
+
+
+def explained(rank, size, op=OP, **how):
+    x, weight = operands(rank, size, op)
+    return overlap_gemm.explain(op, x, weight, **OPS[op].arguments(M, N, K), **how)
+
+
+never = mock.Mock(side_effect=AssertionError("measured"))
+
+
+def takes_the_fastest(rank, size, folder, op):
+    for i, fast in enumerate(BACKENDS):
+        with begun_anew(Path(folder) / f"{i}.json"):
+            slow = [name for name in BACKENDS if name != fast]
+            with slowed(*(slow if rank == 1 else []), op=op):  # the op is done when its last rank is
+                overlap_gemm.warmup(op, (M, N, K), dtype=torch.float32, autotune="measure")
+            choice = explained(rank, size, op)
+            assert choice.backend.name == fast
+            assert "measured, 3 candidates" in str(choice)
+            assert f"{fast} is faster [" in str(choice)
+            assert "us measured]" in str(choice)
+            for expected in (operands(rank, size, op), None):  # those who say less of the extents, too
+                x, weight = expected or operands(rank, size, op)
+                said = OPS[op].arguments(M, N, K, least=expected is None)
+                assert overlap_gemm.explain(op, x, weight, **said).backend.name == fast
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_fastest_on_the_slowest_rank_is_taken(ranks, tmp_path, op):
+    ranks(2).run(takes_the_fastest, str(tmp_path), op)
+
+
+def kept_in_a_file(rank, size, folder):
+    file = Path(folder) / "of-rank-0.json"
+    own = file if rank == 0 else Path(folder) / f"of-rank-{rank}.json"
+    with begun_anew(own), slowed("torch", "sequential"):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert explained(rank, size).backend.name == "decomposed"
+    torch.distributed.barrier()
+    assert not (Path(folder) / "of-rank-1.json").exists()  # rank 0's counts
+    entries = json.loads(file.read_text())["entries"]
+    assert [entry["kind"].split(",")[0] for entry in entries] == [f"{OP} 24x16x12", f"{OP} 24x16x?"]
+    with begun_anew(own), mock.patch.object(autotuning, "_measured", never):  # nothing is measured again
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert explained(rank, size).backend.name == "decomposed"
+        call(rank, size)
+        assert explained(rank, size, deterministic=True).backend.name == "sequential"  # another kind of call
+    for change in ({"torch": "1.0"}, {"kernels": "others"}, {"ranks": 3}):  # other conditions
+        torch.distributed.barrier()
+        if rank == 0:
+            for entry in entries:
+                entry["conditions"] |= change
+            file.write_text(json.dumps({"entries": entries}))
+        torch.distributed.barrier()
+        with begun_anew(own):
+            assert explained(rank, size).backend.name == "torch"
+
+
+def test_a_later_process_takes_what_was_measured(ranks, tmp_path):
+    ranks(2).run(kept_in_a_file, str(tmp_path))
+
+
+def fixed_at_first_use(rank, size, folder):
+    with begun_anew(Path(folder) / "file.json"):
+        call(rank, size)
+        with slowed("torch"):
+            overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert explained(rank, size).backend.name == "torch"
+        assert "measured" not in str(explained(rank, size))
+        with slowed("torch"):  # another kind is
+            overlap_gemm.warmup(OP, (M + 2, N, K), dtype=torch.float32, autotune="measure")
+        x = torch.ones(M + 2, K // size)
+        assert overlap_gemm.explain(OP, x, torch.ones(N, K // size), k=K).backend.name != "torch"
+
+
+def test_a_choice_that_calls_were_made_by_does_not_change(ranks, tmp_path):
+    ranks(2).run(fixed_at_first_use, str(tmp_path))
+
+
+def by_policy(rank, size, folder):
+    with begun_anew(Path(folder) / "1.json", "measure"), slowed("torch"):
+        result = call(rank, size)  # the first call measures, and is right
+        assert torch.equal(result, torch.full((M // size, N), float(K)))
+        assert explained(rank, size).backend.name != "torch"
+        with mock.patch.object(autotuning, "_measured", never):
+            call(rank, size)
+            call(rank, size, backend="decomposed")
+            with overlap_gemm.configured(tile=(128, 128)):  # a caller who names kernels has chosen
+                call(rank, size)
+    with begun_anew(Path(folder) / "2.json", "model"), mock.patch.object(autotuning, "_measured", never):
+        call(rank, size)
+        overlap_gemm.warmup(OP, (M + 4, N, K), dtype=torch.float32)
+    with begun_anew(Path(folder) / "3.json"), mock.patch.object(autotuning, "_measured", never):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32)  # on CPUs only where it is asked for
+    with pytest.raises(ValueError, match="autotune='always' must be one of model, measure"):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="always")
+
+
+def test_the_policy_says_when_to_measure(ranks, tmp_path):
+    ranks(2).run(by_policy, str(tmp_path))
+
+
+def gradients_too(rank, size, folder):
+    with begun_anew(Path(folder) / "file.json"), slowed("torch", "sequential", op="all_gather_gemm"):
+        how = {"dtype": torch.float32, "autotune": "measure", "backward": True}
+        overlap_gemm.warmup(OP, (M, N, K), **how)
+        assert explained(rank, size).backward.backend.name == "decomposed"
+        with mock.patch.object(autotuning, "_measured", never):
+            x, weight = (given.requires_grad_() for given in operands(rank, size))
+            overlap_gemm.gemm_reduce_scatter(x, weight, k=K).sum().backward()
+        assert torch.equal(x.grad, torch.full(x.shape, float(N)))
+
+
+def test_gradients_are_measured_in_a_warm_up_with_them(ranks, tmp_path):
+    ranks(2).run(gradients_too, str(tmp_path))
+
+
+def left_out(rank, size, folder):
+    file, other = Path(folder) / "file.json", Path(folder) / "other.json"
+    failing = mock.patch.object(Sequential, OP, side_effect=MemoryError("no room"))
+    with begun_anew(file), failing, slowed("torch"):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        choice = explained(rank, size)
+        assert choice.backend.name == "decomposed"
+        assert "sequential: no, it was not measured" in str(choice)
+        assert torch.equal(call(rank, size), torch.full((M // size, N), float(K)))
+    # One whose first call ended the process is not tried again.
+    torch.distributed.barrier()
+    if rank == 0:
+        entry = json.loads(file.read_text())["entries"][0]
+        note = {"kind": entry["kind"], "conditions": entry["conditions"], "refused": "decomposed"}
+        ended = 2**22 + 1  # no process has such a number
+        host = overlap_gemm.tuning.measured._host()
+        other.with_name(f"{other.name}.{host}.{ended}.trying").write_text(json.dumps(note))
+    torch.distributed.barrier()
+    for _ in range(2):  # from the mark, then from the file
+        with begun_anew(other), slowed("torch", "sequential"):
+            overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+            assert "decomposed: no, it was not measured" in str(explained(rank, size))
+        torch.distributed.barrier()
+        if rank == 0:
+            assert not list(Path(folder).glob("*.trying"))
+            entries = json.loads(other.read_text())["entries"]
+            refused = [entry for entry in entries if "refused" in entry]
+            assert [entry["refused"] for entry in refused] == ["decomposed"]
+            other.write_text(json.dumps({"entries": refused}))
+        torch.distributed.barrier()
+
+
+def test_a_candidate_that_fails_is_left_out_on_all_ranks(ranks, tmp_path):
+    ranks(2).run(left_out, str(tmp_path))
+
+
+def marked_while_tried(rank, size, folder):
+    file, seen = Path(folder) / "file.json", []
+    method = Decomposed.gemm_reduce_scatter
+
+    def looks(*given, **named):
+        seen.append([json.loads(mark.read_text())["refused"] for mark in Path(folder).glob("*.trying")])
+        torch.distributed.barrier()  # rank 0's mark stays until all have looked
+        return method(*given, **named)
+
+    with begun_anew(file), mock.patch.object(Decomposed, OP, looks):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+    if rank == 0:
+        assert seen[0] == ["decomposed"]  # at the first call
+        assert all(not marks for marks in seen[1:])
+
+
+def test_what_is_tried_is_noted_in_front_of_it(ranks, tmp_path):
+    ranks(2).run(marked_while_tried, str(tmp_path))
+
+
+def damaged(rank, size, folder):
+    good = {"kind": "k", "conditions": {}, "eager": [["torch", 1.0]]}
+    for i, text in enumerate(("{", "[]", '{"entries": [{}]}', '{"entries": 3}')):
+        file = Path(folder) / f"{i}.json"
+        if rank == 0:
+            file.write_text(text)
+        torch.distributed.barrier()
+        with begun_anew(file), pytest.raises(DisagreementError, match=rf"rank 0: .*{file.name} is damaged"):
+            call(rank, size)
+    file = Path(folder) / "fields.json"
+    with begun_anew(file):
+        under = known.known_of(overlap_gemm.runtime.group.find(None), torch.device("cpu")).under
+    if rank == 0:
+        file.write_text(json.dumps({"entries": [good | {"conditions": dict(under)}]}))
+    torch.distributed.barrier()
+    with begun_anew(file), pytest.raises(DisagreementError, match="fields.json is damaged"):
+        call(rank, size)
+    with begun_anew("off", "measure"):
+        call(rank, size)
+    assert not Path("off").exists()
+    with begun_anew("/dev/null/no-folder.json"), mock.patch.object(known, "read") as read:
+        read.return_value = overlap_gemm.tuning.measured.Entries({}, frozenset())
+        with slowed("torch"):  # it cannot be written, so it holds in this process alone
+            overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert explained(rank, size).backend.name != "torch"
+
+
+def test_a_damaged_file_is_an_error_that_names_it_on_every_rank(ranks, tmp_path):
+    ranks(2).run(damaged, str(tmp_path))
+
+
+def different_environments(rank, size, folder):
+    with (
+        begun_anew(Path(folder) / "file.json", "measure" if rank else "model"),
+        pytest.raises(DisagreementError, match="OVERLAP_GEMM_AUTOTUNE must be the same .*rank 0 has model"),
+    ):
+        call(rank, size)
+    with (
+        begun_anew(Path(folder) / "file.json", "always"),
+        pytest.raises(ValueError, match="OVERLAP_GEMM_AUTOTUNE must be model or measure; got 'always'"),
+    ):
+        call(rank, size)
+
+
+def test_ranks_whose_environments_differ_hear_of_it(ranks, tmp_path):
+    ranks(2).run(different_environments, str(tmp_path))
+
+
+def out_of_time(rank, size, folder):
+    with begun_anew(Path(folder) / "file.json"), slowed(*BACKENDS, seconds=0.1):
+        with mock.patch.dict(os.environ, {known.SECONDS_VARIABLE: "0.05"}):
+            overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert "measured, 1 candidates" in str(explained(rank, size))
+
+
+def test_the_time_for_candidates_is_bounded(ranks, tmp_path):
+    ranks(2).run(out_of_time, str(tmp_path))
