@@ -46,11 +46,6 @@ OPS: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
 PUBLISHED = [name for name in OPS if not name.startswith("AG-GEMM")]
 """Those whose tiles have flags."""
 
-OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "publisher": (PUBLISHED, {"publisher": True}),
-}
-"""What is not the default: of which ops, and how it is asked for."""
-
 RANKS, SMS = 2, 4
 
 
@@ -72,7 +67,6 @@ class Stretch:
 WRITTEN_TO_FLAG = "stores written -> flag raised"
 ARRIVED_TO_LOAD = "flag acquired -> first load"
 STAGE_TO_STORE = "stage full -> store issued"
-HANDED_TO_FLAG = "tile found written -> flag raised"
 
 STRETCHES = (
     Stretch(
@@ -90,16 +84,7 @@ STRETCHES = (
         re.compile(r"mbarrier\.try_wait"),
         re.compile(r"cp\.async\.bulk\.(tensor\.\dd\.)?global"),
     ),
-    Stretch(
-        HANDED_TO_FLAG,
-        re.compile(r"mbarrier\.test_wait"),
-        re.compile(r"st\.(release|relaxed)\.sys\.global"),
-    ),
 )
-
-BULK_STORE = re.compile(r"cp\.async\.bulk\.(tensor\.\dd\.)?global")
-ACCESS = re.compile(r"(ld|st)\.(relaxed\.sys\.)?global\.(v[24]|b128)")
-RELEASE = re.compile(r"(st\.release|fence\.acq_rel)\.sys")
 
 
 @dataclass(frozen=True)
@@ -131,25 +116,13 @@ class CriticalPaths:
 
     Attributes:
         found: name of a stretch -> what it cost, each time.
-        stores: bulk stores.
-        fences: releases at system scope by warps that had issued some: what they stand in.
-        accesses: ordinary loads and stores of 16 bytes a lane: sums and copies.
     """
 
     found: dict[str, list[Cost]] = field(default_factory=dict)
-    stores: int = 0
-    fences: int = 0
-    accesses: int = 0
     _running: dict[tuple[int, str], Cost] = field(default_factory=dict, repr=False)
-    _sending: set[int] = field(default_factory=set, repr=False)
 
     def executed(self, warp: Any, opcode: str) -> None:
         """A warp has executed an instruction."""
-        if BULK_STORE.match(opcode):
-            self.stores += 1
-            self._sending.add(id(warp))
-        self.accesses += bool(ACCESS.match(opcode))
-        self.fences += id(warp) in self._sending and bool(RELEASE.match(opcode))
         for stretch in STRETCHES:
             key = (id(warp), stretch.name)
             if key in self._running:
@@ -209,18 +182,8 @@ def listening(listener: Callable[[Any, str], None]) -> Iterator[None]:
 
 def measure(arch: str, name: str) -> dict[str, dict[str, int]]:
     """The worst of each stretch of an op: name -> counts; several tiles and units per CTA."""
-    return worst(paths_of(arch, name))
-
-
-def paths_of(arch: str, name: str, **fields: Any) -> CriticalPaths:
-    """What an op executes whose kernel has these ``fields``, too."""
     paths = CriticalPaths()
-    call(arch, name, paths.executed, **fields)
-    return paths
-
-
-def worst(paths: CriticalPaths) -> dict[str, dict[str, int]]:
-    """Of each stretch that there is: name -> counts."""
+    call(arch, name, paths.executed)
     return {each.name: asdict(paths.worst(each.name)) for each in STRETCHES if each.name in paths.found}
 
 
@@ -229,7 +192,6 @@ def call(
     name: str,
     listener: Callable[[Any, str], None],
     ranks: int = RANKS,
-    **fields: Any,
 ) -> None:
     """Calls an op on all ranks; tells ``listener`` what they execute."""
     op, (m, n, k), ways = OPS[name]
@@ -238,7 +200,7 @@ def call(
     lengths = {"all_gather_gemm": {"rows": m}, "gemm_all_gather": {"columns": n}}.get(op, {})
     with (
         listening(listener),
-        configured(**KERNELS[arch], **ways, **fields),
+        configured(**KERNELS[arch], **ways),
         Emulator(arch, ranks, num_sms=SMS) as emulator,
         VirtualWorld(ranks, emulator=emulator) as world,
     ):
@@ -256,19 +218,11 @@ def main() -> None:
     asked = parser.parse_args()
     found = {}
     for arch in KERNELS:
-        for name, way, fields in [
-            *((name, name, {}) for name in OPS),
-            *((name, f"{name}, {option}", asked) for option, (of, asked) in OPTIONS.items() for name in of),
-        ]:
-            paths = paths_of(arch, name, **fields)
-            found[f"{arch} {way}"] = worst(paths)
-            for stretch, cost in found[f"{arch} {way}"].items():
+        for name in OPS:
+            found[f"{arch} {name}"] = measure(arch, name)
+            for stretch, cost in found[f"{arch} {name}"].items():
                 counts = ", ".join(f"{value:4} {what}" for what, value in cost.items())
-                print(f"{arch:8} {way:28} {stretch:34} {counts}", flush=True)
-            if name in PUBLISHED:
-                sent = {"stores": paths.stores, "fences": paths.fences}
-                found[f"{arch} {way}"] |= {"sending warps": sent, "all warps": {"accesses": paths.accesses}}
-                print(f"{arch:8} {way:28} {'sending warps':34} {sent}, {paths.accesses=}", flush=True)
+                print(f"{arch:8} {name:28} {stretch:34} {counts}", flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
 

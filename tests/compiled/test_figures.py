@@ -12,7 +12,6 @@ import pytest
 
 from overlap_gemm.cli.compile_check import (
     KERNELS,
-    PUBLISHER,
     check,
     checked_configs,
     figures_of,
@@ -44,7 +43,7 @@ def test_every_kernel_is_recorded():
     ("name", "op"),
     [
         (name, op)
-        if name in (QUICK if op in ("GEMM", "GEMM-RS") else QUICK[:1] if op in PUBLISHER else QUICK[::2])
+        if name in (QUICK if op in ("GEMM", "GEMM-RS") else QUICK[::2])
         else pytest.param(name, op, marks=pytest.mark.slow)
         for name, op in (key.split(" ", 1) for key in RECORDED)
     ],

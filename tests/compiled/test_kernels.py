@@ -38,7 +38,6 @@ VARIANTS = [
     {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 6, "inflight": 5},
-    {"publisher": True},
 ]
 
 
@@ -84,17 +83,6 @@ def test_output_gather_compiles_and_is_clean(config, compiled):
 @pytest.mark.parametrize("pattern", ["one_shot", "two_shot"])
 def test_all_reduce_compiles_and_is_clean(config, pattern, compiled):
     is_clean(compiled(config, pattern))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(LARGEST[0], marks=pytest.mark.slow), *(c for c in LARGEST if c.mma == "2cta")],
-    ids=lambda c: c.name,
-)
-@pytest.mark.parametrize("pattern", ["two_shot", pytest.param("output_gather", marks=pytest.mark.slow)])
-def test_a_publisher_compiles_and_is_clean(config, pattern, compiled):
-    """In the kernels that need the most registers; pingpong's is in test_figures.py by default, too."""
-    is_clean(compiled(dataclasses.replace(config, publisher=True), pattern))
 
 
 def is_clean(seen):

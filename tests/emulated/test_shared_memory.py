@@ -5,7 +5,8 @@ import torch
 
 from cute_emulator import Emulator
 from overlap_gemm.kernels.build import make_kernel
-from overlap_gemm.kernels.config import CONTROL_WORDS, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.kernels.rules import CONTROL_WORDS
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

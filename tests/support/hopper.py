@@ -10,6 +10,5 @@ HOPPER_KERNELS: dict[str, dict[str, Any]] = {
     "swap_ab": {"mma": "swap_ab", "tile": (32, 64)},
     "split": {"mma": "swap_ab", "tile": (16, 64), "k_split": 4},
     "whole-partials": {"slot_dtype": "f32"},
-    "publisher": {"mma": "pingpong", "tile": (64, 128), "publisher": True},
 }
 """Each as fields for `tuning.space.configured`."""

@@ -27,11 +27,9 @@ ARCHS = ("sm_90a", "sm_100a")
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
 SLICED = f"{ALL_GATHER_GEMM.label} in slices"
-PUBLISHER = {f"{p.label} publisher": name for name, p in PATTERNS.items() if p.cut == "columns"}
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED, *PUBLISHER)
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards, or send slices of K, or how
-tiles are exchanged by an option that is not the default.
+whether its warps send and keep shards, or send slices of K.
 """
 
 
@@ -66,8 +64,6 @@ def check(config: GemmConfig, op: str) -> Checked:
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
     elif op == SLICED:
         kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
-    elif op in PUBLISHER:
-        kernel = make_kernel(replace(config, publisher=True), PeerBulk(), pattern=PUBLISHER[op])
     elif op in EXCHANGES:
         # As `backends.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
@@ -82,13 +78,11 @@ def check(config: GemmConfig, op: str) -> Checked:
 def takes(config: GemmConfig, op: str) -> bool:
     """Whether there is such a kernel.
 
-    By slices operands have no scales. What is its own flag is not published.
+    By slices operands have no scales.
     """
     if (config.visits_rows or config.blocks) and op == SLICED:
         return False
-    if op in GATHERS and not config.gathers_rows:
-        return False
-    return not (config.is_swap_ab and op in PUBLISHER)
+    return op not in GATHERS or config.gathers_rows
 
 
 def figures_of(checked: Checked) -> dict[str, int]:

@@ -24,18 +24,11 @@ from overlap_gemm.kernels.visitors import Operand, Visitor
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
 
-CONTROL_WORDS = 16
-"""Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
-(`call.Tally`, turns, TMEM)."""
-
 TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
 TMEM_COLUMNS = 512
 """Of 128 lanes of 4 bytes: all tensor memory that an SM has (PTX ISA, tcgen05)."""
-
-PUBLISHER_STAGES = 4
-"""Tiles that may be written and not published, where a warp does that: one fence may serve so many."""
 
 UNIT_BYTES = 4096
 """Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
@@ -74,8 +67,6 @@ class GemmConfig:
         launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
             its programmatic dependent (`kernels.dependent`): ``"dependent"``, or ``"dependent_weights"``,
             swapped kernels alone, which reads B before that kernel's end, so B must not be what it writes.
-        publisher: whether the first receive warp raises tiles' flags in the comm lane's place, and receives
-            when all of them are raised (`pipelines.publisher`). Where no tile has a flag it changes nothing.
     """
 
     arch: str = "sm_100a"
@@ -95,7 +86,6 @@ class GemmConfig:
     fast_accum: bool = False
     launch: Launch = "ordered"
     blocks: Blocks | None = None
-    publisher: bool = False
     b_dtype: InDtype | None = None
 
     def __post_init__(self) -> None:
@@ -332,11 +322,6 @@ class GemmConfig:
         """Bytes of one ring stage: the larger of a partial and an output subtile."""
         wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
         return self.epi_tile[0] * self.epi_tile[1] * wide
-
-    @property
-    def control_words(self) -> int:
-        """Of 8 bytes: `CONTROL_WORDS`, and a publisher's barriers."""
-        return CONTROL_WORDS + 2 * PUBLISHER_STAGES * self.publisher
 
     @property
     def ab_stage_bytes(self) -> int:

@@ -78,11 +78,6 @@ class TileExchange(ABC):
         send_role(ring, self.sender(stages, work, call, output), call, self.code)
 
     @final
-    def publish_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
-        """See `surface.KernelOp`."""
-        self.transport.publish_all(ring, self.sender(stages, work, call, output))
-
-    @final
     def end(self, call: Call, tally: Any, warps: int) -> None:
         """See `surface.KernelOp`."""
         end_warp(call, tally, warps)

@@ -14,15 +14,16 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from overlap_gemm.device.traced import Extras, Stages
 from overlap_gemm.kernels.call import Tally, near_table
-from overlap_gemm.kernels.config import PUBLISHER_STAGES, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.dependent import let_next_kernel_go, load_weights_early, wait_for_kernel_before
 from overlap_gemm.kernels.epilogue import allocate_stages
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.roles import epilogue_role, load_role
+from overlap_gemm.kernels.rules import CONTROL_WORDS
 from overlap_gemm.kernels.split import end_together, sent_of
 from overlap_gemm.kernels.surface import KernelOp, Mainloop
 from overlap_gemm.kernels.work import plan_work
-from overlap_gemm.pipelines import EpilogueRing, Publisher
+from overlap_gemm.pipelines import EpilogueRing
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,6 @@ class FusedGemm:
                 op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(self._is_counted):
                     op.end(call, tally, self._ending_warps)
-            if cutlass.const_expr(self._publishes):  # noqa: SIM102
-                if warp == cfg.first_receive_warp:  # which receives when all is published
-                    cast(Any, op.publish_role)(ring, stages, sent, call, output)
             if cutlass.const_expr(receive is not None and not receive.with_epilogue):  # noqa: SIM102
                 if _is_one_of(warp, self._receiving_warps):
                     receive(call, work, tally, out, extras)
@@ -155,30 +153,20 @@ class FusedGemm:
         `BARRIER_BYTES`: what came after the stages would find no room.
         """
         cfg, mainloop = self.config, self.mainloop
-        ringed = 2 * (cfg.ring_stages + self._publishes * PUBLISHER_STAGES)
+        ringed = 2 * cfg.ring_stages
         words = mainloop.num_barriers + ringed
-        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + cfg.control_words
+        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + CONTROL_WORDS
         barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
         res = mainloop.setup(ops, barriers + ringed, smem)
-        publisher = None
-        if self._publishes:
-            handed = barriers + 2 * cfg.ring_stages
-            publisher = Publisher.create(num_stages=PUBLISHER_STAGES, barrier_storage=handed, defer_sync=True)
         ring = EpilogueRing.create(
             num_stages=cfg.ring_stages,
             inflight=cfg.inflight,
             num_warps=cfg.epilogue_threads // 32,
             barrier_storage=barriers,
             defer_sync=True,
-            publisher=publisher,
         )
         stages = allocate_stages(cfg, self.op.stage_dtype, smem)
         return res, ring, stages, Tally.at(barriers + words) if self._is_counted else None
-
-    @property
-    def _publishes(self) -> bool:
-        """Whether a warp publishes tiles in the comm lane's place."""
-        return self.config.publisher and self.op.publish_role is not None
 
     @property
     def _is_counted(self) -> bool:

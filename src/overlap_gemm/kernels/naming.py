@@ -22,7 +22,6 @@ def name_of(config: GemmConfig) -> str:
     parts += ["fast"] if config.fast_accum else []
     parts += [config.launch] if config.launch != "ordered" else []
     parts += [blocks_name(config.blocks)] if config.blocks else []
-    parts += ["pub"] if config.publisher else []
     parts += [f"k{config.k_split}"] if config.k_split != 1 else []
     parts += [f"g{config.raster_group}"] if config.raster_group != 8 else []
     return "_".join(parts)

@@ -24,8 +24,6 @@ class OutputOp:
 
     config: GemmConfig
 
-    publish_role = None
-
     @property
     @final
     def stage_dtype(self) -> str:

@@ -21,6 +21,10 @@ Launch = Literal["ordered", "dependent", "dependent_weights"]
 BARRIER_BYTES = 2048
 """Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
 
+CONTROL_WORDS = 16
+"""Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
+(`call.Tally`, turns, TMEM)."""
+
 MAX_WORLD = 112
 """Ranks that a workspace and a kernel's table of addresses have room for."""
 
@@ -72,7 +76,7 @@ def check(config: GemmConfig) -> None:
         )
     if config.raster_group < 1:
         raise ValueError(f"raster_group={config.raster_group} must be at least 1")
-    words = 2 * (config.ab_stages + config.ring_stages) + config.control_words + MAX_WORLD + 1
+    words = 2 * (config.ab_stages + config.ring_stages) + CONTROL_WORDS + MAX_WORLD + 1
     if 8 * words > BARRIER_BYTES:
         raise ValueError(
             f"{config.ring_stages} ring stages and {config.ab_stages} A/B stages have, with addresses and "

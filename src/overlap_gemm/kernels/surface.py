@@ -100,8 +100,6 @@ class KernelOp(Protocol):
         visits: what accumulators are visited as before they enter the ring: partial sums, complete, or both.
         gate: what the load role waits for, or None if A is there.
         receive: the receive role, or None if nothing arrives.
-        publish_role: all lanes of a warp that publishes tiles in the comm warp's place, with `comm_role`'s
-            arguments; None if no tile has a flag.
     """
 
     @property
@@ -126,10 +124,6 @@ class KernelOp(Protocol):
 
     @property
     def receive(self) -> ReceiveRole | None:
-        """See the attributes."""
-
-    @property
-    def publish_role(self) -> Any:
         """See the attributes."""
 
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:

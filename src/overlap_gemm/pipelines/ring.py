@@ -19,9 +19,6 @@ Why one lane: bulk async-groups belong to the thread that committed them, so onl
 store can wait for it. Why a full wait and not ``.read``: the same wait then also allows the tile to be
 published (:mod:`overlap_gemm.pipelines.publication`), and on sm_90 and sm_100 both forms compile to the same
 hardware wait. The epilogue never waits for global memory and needs no named barrier.
-
-What the comm lane still stands in is the release of a tile's flag: a fence at system scope waits for all that
-is under way. A :class:`~overlap_gemm.pipelines.publisher.Publisher` takes that to another warp.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from cutlass import Int32, cute, pipeline
 
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.pipelines.publication import LaggedPublication
-from overlap_gemm.pipelines.publisher import Publisher
 
 
 class TileSender(Protocol):
@@ -71,13 +67,11 @@ class EpilogueRing:
         pipe: the mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
         num_stages: stages of the ring.
         inflight: bulk groups the comm lane leaves in flight, ``0 <= inflight < num_stages``.
-        publisher: who publishes tiles, or None: the comm lane.
     """
 
     pipe: pipeline.PipelineAsync
     num_stages: int
     inflight: int
-    publisher: Publisher | None = None
 
     @staticmethod
     def create(
@@ -87,7 +81,6 @@ class EpilogueRing:
         num_warps: int,
         barrier_storage: Any = None,
         defer_sync: bool = False,
-        publisher: Publisher | None = None,
     ) -> EpilogueRing:
         """Initialises the mbarriers.
 
@@ -99,7 +92,6 @@ class EpilogueRing:
             barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
                 shared memory, as the DSL's pipelines do.
             defer_sync: the caller fences the initialisation and synchronises the CTA.
-            publisher: the warp that publishes tiles; None: the comm lane does by itself.
 
         Raises:
             ValueError: if ``inflight`` is not in ``[0, num_stages)``.
@@ -113,7 +105,7 @@ class EpilogueRing:
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             defer_sync=defer_sync,
         )
-        return EpilogueRing(pipe, num_stages, inflight, publisher)
+        return EpilogueRing(pipe, num_stages, inflight)
 
     def producer_state(self) -> pipeline.PipelineState:
         """State of an epilogue thread at the start: all stages empty."""
@@ -144,8 +136,8 @@ class EpilogueRing:
     ) -> pipeline.PipelineState:
         """The comm lane's loop over tiles: wait, send, commit, free what is written, publish what is due.
 
-        On return every store has been written, every tile published, or handed to the publisher, and every
-        stage freed. To be called by one thread.
+        On return every store has been written, every tile published, and every stage freed. To be called by
+        one thread.
 
         Args:
             state: consumer state of the first subtile.
@@ -179,24 +171,17 @@ class EpilogueRing:
                 if tile * subtiles + subtile >= self.inflight:
                     self._release_earlier(state, self.inflight + 1)
                 if subtile == due.subtile and tile >= due.lag:
-                    self.publish(tile - due.lag, (*sent, place)[0], sender)
+                    sender.publish(tile - due.lag, (*sent, place)[0])
             sent = (*sent, place)[1:]
             tile += 1
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         for ago in cutlass.range_constexpr(due.lag, 0, -1):
             if tile >= ago:
-                self.publish(tile - ago, sent[due.lag - ago], sender)
+                sender.publish(tile - ago, sent[due.lag - ago])
         for ago in cutlass.range_constexpr(self.inflight, 0, -1):
             if tile * subtiles >= ago:
                 self._release_earlier(state, ago)
         return state
-
-    def publish(self, tile: Scalar, place: Any, sender: Any) -> None:
-        """The comm lane, when it has waited for a tile's stores: publishes it, or has it published."""
-        if self.publisher is None:
-            sender.publish(tile, place)
-        else:
-            self.publisher.hand_over(tile)
 
     @cute.jit
     def drain_by_warp(

@@ -76,10 +76,6 @@ class Transport(ABC):
             ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
         cute.arch.sync_warp()
 
-    def publish_all(self, ring: Any, sender: Any) -> None:
-        """All lanes of a ring's publisher."""
-        ring.publisher.publish_all(sender)
-
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
         """Sends a subtile, and stores it by TMA in this rank's output; by whom `drain` lets send."""
         send()

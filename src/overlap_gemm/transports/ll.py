@@ -61,9 +61,6 @@ class LL(Transport):
         """All lanes send; nobody publishes."""
         ring.drain_by_warp(ring.consumer_state(), sender.config.subtiles, sender)
 
-    def publish_all(self, ring: Any, sender: Any) -> None:
-        """Nobody."""
-
     @cute.jit
     def send_and_store(self, send: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
         """All lanes; the first one stores, and waits until the stage has been read."""

@@ -47,10 +47,6 @@ class LLBulk(LL):
         """The first lane sends."""
         Transport.drain(self, ring, sender)
 
-    def publish_all(self, ring: Any, sender: Any) -> None:
-        """What the comm lane hands over is passed on."""
-        Transport.publish_all(self, ring, sender)
-
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
         """Both by one lane."""
         Transport.send_and_store(self, send, store)
