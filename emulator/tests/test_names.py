@@ -273,6 +273,19 @@ def test_generic_addresses_of_a_peer_are_not_of_this_cta():
     assert out[:2].tolist() == [1 << 7 | 0b100110, 0b100110]
 
 
+@pytest.mark.parametrize("cut", ["", "cvt.u32.u64 %r1, %d2; cvt.u64.u32 %d2, %r1;"])
+def test_generic_addresses_of_parameters_and_constants(cut):
+    """LLVM keeps addresses of these spaces in 32 bits."""
+    out = np.zeros(2, np.uint64)
+    head = ".const .align 8 .u64 table[2] = {5, 7};"
+    body = ""
+    for n, (space, name) in enumerate((("param", "k_1"), ("const", "table"))):
+        body += f"mov.b64 %d2, {name}; {cut} cvta.{space}.u64 %d3, %d2; isspacep.{space} %p1, %d3;"
+        body += f"ld.b64 %d4, [%d3{'+8' if n else ''}]; @%p1 st.global.b64 [%d0+{8 * n}], %d4;"
+    run(body, [out, 77], head=head)
+    assert out.tolist() == [77, 7]
+
+
 def test_an_entry_of_several_is_launched_by_its_name():
     out = np.zeros(1, np.uint32)
     m = machine([out])

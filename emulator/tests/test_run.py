@@ -245,9 +245,13 @@ def test_a_kernel_without_a_launch_is_refused(folder):
 
 
 def test_inline_assembly_comes_from_the_line_where_it_begins():
-    text = (
-        '.file 1 "k.py"\n.loc 1 9 24\n// begin inline asm\n.loc 1 9 24\nmov.u32 %r1, 0;\n.loc 1 10 24\n'
-        "@%p1 ld.global.b32 %r1, [%rd1];\n}\n// end inline asm\nadd.u32 %r2, %r1, 1;\n.loc 1 11 1\nret;\n}\n"
+    asm = (
+        "// begin inline asm\n.loc 1 9 24\nmov.b32 %r5, 0xFFFFF0;\n.loc 1 10 24\nst.shared.b32 [%r5], %r4;\n"
+        "// end inline asm\nadd.u32 %r4, %r4, 1;\n.loc 1 11 1\n"
     )
-    found = {line: place(text, line) for line in (5, 7, 10, 12)}
-    assert found == {5: "5 (k.py:9)", 7: "7 (k.py:9)", 10: "10 (k.py:9)", 12: "12 (k.py:11)"}
+    text = f'.file 1 "k.py"\n.loc 1 9 24\n{asm}ret;'
+    found = {line: place(text, line) for line in (5, 7, 9, 11)}
+    assert found == {5: "5 (k.py:9)", 7: "7 (k.py:9)", 9: "9 (k.py:9)", 11: "11 (k.py:11)"}
+    kernel = TWICE.replace("bar.sync 0;", f".loc 1 9 24\n{asm}bar.sync 0;") + '.file 1 "k.py"\n'
+    with pytest.raises(MemoryFault, match=r"k\.py:9\)"):
+        cute_emulator.run(kernel, "twice", 1, 64, [np.zeros(64, np.int32), np.zeros(64, np.int32), 64])

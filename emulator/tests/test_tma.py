@@ -189,7 +189,10 @@ def test_a_copy_that_is_not_tiled_is_named(what):
 
 def test_a_tensor_map_of_another_mode_is_named():
     raw = np.frombuffer(encode_tiled(**LEGAL).encode(), np.uint64).copy()
-    raw[1] += np.uint64(1)  # the mode, of which 2 is tiled
+    decoded = tma.TensorMap.decode(raw.tobytes())
+    raw[1] -= np.uint64(2)  # the mode, of which 2 is tiled: a kernel that makes a map of zeros leaves 0
+    assert tma.TensorMap.decode(raw.tobytes()) == decoded
+    raw[1] += np.uint64(3)
     with pytest.raises(ValueError, match=r"^not a tiled tensor map \(an im2col one is not .*word 1 is"):
         tma.TensorMap.decode(raw.tobytes())
 

@@ -160,6 +160,7 @@ class Report:
         usage: What launches took of the device, and how many took the same.
         measure: Gives `coverage`.
         ignore: Kinds of findings that are not kept.
+        ignored_in: The same of kernels, by the text of their module.
         ptx: Text of the kernel that is running now.
     """
 
@@ -171,6 +172,7 @@ class Report:
     usage: Counter[Usage] = field(default_factory=Counter)
     measure: Callable[[], list[Coverage]] = field(default=list, repr=False)
     ignore: frozenset[str] = frozenset()
+    ignored_in: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
     ptx: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
 
@@ -208,7 +210,7 @@ class Report:
             other_ptx: The other party's kernel, where that may not be the one that is running.
         """
         assert kind in KINDS, kind
-        if kind in self.ignore:
+        if kind in self.ignore or kind in self.ignored_in.get(self.ptx, ()):
             return
         ident = (kind, line if key is None else key)
         self._seen[ident] = self._seen.get(ident, 0) + 1

@@ -9,8 +9,12 @@ from functools import lru_cache
 from pathlib import PurePath
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
-_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"^\s*\.loc\s+(\d+\s+\d+\s+\d+)(?:.*inlined_at\s+(\d+\s+\d+\s+\d+))?")
+_LIBRARY = re.compile(r"triton/language/|/include/")
+"""Files whose lines stand for the line of the kernel that calls them."""
 
+INLINE = "inline asm"
+"""How LLVM's comments around inline assembly end: "// begin inline asm"."""
 
 AROUND = 3  # instructions shown on either side
 
@@ -24,17 +28,31 @@ def _places(ptx: str) -> tuple[list[int], list[tuple[str, int] | None]]:
     files = dict(_FILE.findall(ptx))
     lines: list[int] = [0]
     places: list[tuple[str, int] | None] = [None]
+    callers: dict[str, str | None] = {}
+
+    def resolved(place: str | None) -> tuple[str, int] | None:
+        """The place itself, or the call of the library function that it is in."""
+        found, called_from = None, place
+        while called_from is not None:
+            file, line, _ = called_from.split()
+            path = files.get(file, "?")
+            found = found or ((path, int(line)) if line != "0" else None)
+            if line != "0" and not _LIBRARY.search(path):
+                return path, int(line)
+            called_from = callers.get(called_from)
+        return found
+
     if files:
         inline = False
         for number, text in enumerate(ptx.split("\n"), 1):
-            if "inline asm" in text:
+            if text.endswith(INLINE):
                 inline = text.lstrip().startswith("// begin inline asm")
             if inline:
                 continue
-            found = _LOC.match(text)
-            if found is not None:
+            if (found := _LOC.match(text)) is not None:
+                callers[found[1]] = found[2]
                 lines.append(number)
-                places.append((files.get(found[1], "?"), int(found[2])) if found[2] != "0" else None)
+                places.append(resolved(found[1]))
             elif text.startswith("}"):
                 lines.append(number)
                 places.append(None)
@@ -72,7 +90,7 @@ def _lines(ptx: str) -> list[str]:
 
 def _instruction(text: str) -> bool:
     text = text.strip()
-    return bool(text) and not text.startswith((".", "//", "{", "}", ")"))
+    return bool(text) and not text.startswith((".", "//", "{", "}", ")", "$L__tmp", "$L__func"))
 
 
 def _shown(ptx: str, line: int, mark: str) -> str:

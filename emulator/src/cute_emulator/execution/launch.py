@@ -71,6 +71,7 @@ class Launch:
         programmatic: Programmatic dependent launch: may start before its predecessor in the stream ended.
         const_image: Initial bytes of `.const` symbols of this rank (NVSHMEM's device state).
         engine: A copy engine's work, which takes no room on the rank's SMs.
+        ignore: Kinds of findings that are not kept of this module.
     """
 
     ptx: str
@@ -86,6 +87,7 @@ class Launch:
     programmatic: bool = False
     const_image: Mapping[str, bytes] = field(default_factory=dict)
     engine: bool = False
+    ignore: frozenset[str] = frozenset()
 
 
 class Machine:
@@ -261,6 +263,7 @@ class Machine:
     def _begin(self, launch: Launch, order: int, beside: Grid | None) -> Grid:
         self._launched += 1
         grid = self._grid(launch, self._launched, order)
+        self.report.ignored_in[grid.program.module.text] = launch.ignore
         if beside is not None:
             grid.depend(beside)
         grid.finished, grid.triggered = self._finished, self._triggered

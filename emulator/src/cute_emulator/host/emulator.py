@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ import torch
 from cute_emulator import clients
 from cute_emulator.errors import EmulatorError, Report
 from cute_emulator.execution.launch import Dim3, Launch, Machine
-from cute_emulator.host import nvshmem
+from cute_emulator.host import nvshmem, triton
 from cute_emulator.host.arguments import Arguments, entry_of, parameters, with_names
 from cute_emulator.host.copies import copy_launch
 from cute_emulator.host.device import DeviceProperties
@@ -136,6 +136,7 @@ class Emulator:
             opened.callback(setattr, Emulator, "_current", None)
             for change in hardware_info(lambda: self.device):
                 opened.enter_context(change)
+            opened.enter_context(triton.served(self))
             opened.callback(clients.tell_closed)
             clients.tell_opened(self)
             self._opened = opened.pop_all()
@@ -256,6 +257,8 @@ class Emulator:
         stream: int = 0,
         cooperative: bool = False,
         programmatic: bool = False,
+        reaches: Sequence[Any] = (),
+        ignore: Collection[str] = (),
     ) -> None:
         """Launches a kernel of any PTX text, as a call of a compiled function does (`host.kernels.run`).
 
@@ -271,6 +274,8 @@ class Emulator:
             stream: Launches of one stream run one after the other.
             cooperative: Every CTA is resident at once.
             programmatic: May begin before its predecessor in the stream ended.
+            reaches: Arrays and tensors that the kernel finds by addresses inside of structures.
+            ignore: Kinds of findings that are not kept of this kernel.
 
         Raises:
             ValueError: No such kernel, arguments that do not fit, a launch that cannot run.
@@ -279,10 +284,22 @@ class Emulator:
         params = parameters(kernel, pairs)
         x, y, z = cluster or (*kernel.directives.get("reqnctapercluster", ()), 1, 1, 1)[:3]
         call = KernelCall(
-            ptx, entry, grid, block, (x, y, z), shared, stream, params, cooperative, programmatic
+            ptx,
+            entry,
+            grid,
+            block,
+            (x, y, z),
+            shared,
+            stream,
+            params,
+            cooperative,
+            programmatic,
+            frozenset(ignore),
         )
-        owners = tuple(args.values() if isinstance(args, Mapping) else args)
-        self._enqueue(call, [value for _, value in pairs if isinstance(value, Named)], owners)
+        memory = [value for _, value in pairs if isinstance(value, Named)]
+        memory += [named(array, f"memory {n}") for n, array in enumerate(reaches)]
+        owners = (*(args.values() if isinstance(args, Mapping) else args), *reaches)
+        self._enqueue(call, memory, owners)
         self._called()
 
     # --- what the seam tells
@@ -328,6 +345,7 @@ class Emulator:
                     call.cooperative,
                     call.programmatic,
                     self._constants(call.ptx, rank),
+                    ignore=call.ignore,
                 )
             )
 

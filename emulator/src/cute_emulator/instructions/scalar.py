@@ -339,18 +339,18 @@ def _unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
             e.assign(dst, f"{parts}[{n}]", part)
 
 
+_WINDOWS = {"shared": 1, "param": 2, "local": 4, "const": 8, "global": 0}  # top bytes of generic addresses
+
+
 @inline("cvta")
 def _cvta(e: Emitter, ins: Instruction) -> None:
     d, a = ins.operands
-    space = next(
-        (p for p in ins.parts if p.split("::")[0] in ("shared", "local", "param", "const", "global")), ""
-    )
-    base = {"shared": 1 << 56, "local": 1 << 58}.get(space.split("::")[0], 0)
+    base = next((_WINDOWS[s] << 56 for p in ins.parts if (s := p.split("::")[0]) in _WINDOWS), 0)
     value = e.i(a, 64)
     if base and "to" in ins.parts:
         e.assign(d, f"{value} & {MASK[32]}", 64)
-    elif base:
-        e.assign(d, f"{value} + {base}", 64)
+    elif base:  # an address of parameters or constants has it, unless it was kept in 32 bits
+        e.assign(d, f"{value} | {base}", 64)
     else:
         e.assign(d, value, 64)
 
@@ -358,8 +358,7 @@ def _cvta(e: Emitter, ins: Instruction) -> None:
 @inline("isspacep")
 def _isspacep(e: Emitter, ins: Instruction) -> None:
     d, a = ins.operands
-    tag = {"shared": 1, "param": 2, "local": 4, "const": 8, "global": 0}[ins.parts[1].split("::")[0]]
-    value = e.new(f"({e.i(a, 64)} >> 56) == {tag}")
+    value = e.new(f"({e.i(a, 64)} >> 56) == {_WINDOWS[ins.parts[1].split('::')[0]]}")
     if ins.parts[1] in ("shared", "shared::cta"):
         value = e.new(f"{value} & ((({e.i(a, 64)} >> 24) & 255) == g.warp.cta.rank_in_cluster)")
     e.assign(d, value)

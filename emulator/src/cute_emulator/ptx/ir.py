@@ -146,5 +146,5 @@ class Module:
     variables: dict[str, Variable]
     declared: frozenset[str]
     text: str = field(repr=False)
-    """Without comments."""
+    """Without comments, save the marks of inline assembly."""
     whole: str = field(repr=False)

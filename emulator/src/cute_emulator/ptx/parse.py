@@ -28,6 +28,7 @@ from cute_emulator.ptx.ir import (
     Variable,
     Vec,
 )
+from cute_emulator.source import INLINE
 
 
 class PtxSyntaxError(ValueError):
@@ -102,6 +103,10 @@ def _element_of_one(operand: Operand | None) -> Operand | None:
 def _blank(match: re.Match[str]) -> str:
     text = match.group()
     return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
+
+
+def _blank_save_marks(match: re.Match[str]) -> str:
+    return match.group() if match.group().endswith(INLINE) else _blank(match)
 
 
 class _Scope:
@@ -379,7 +384,8 @@ class _ModuleParser:
                     v = self.variable(text[pos:end].strip(), pos)
                     variables[v.name] = v
                 pos = end + 1
-        return Module(target, functions, variables, frozenset(declared), text, self.whole)
+        shown = _COMMENT.sub(_blank_save_marks, self.whole)
+        return Module(target, functions, variables, frozenset(declared), shown, self.whole)
 
     def function(self, is_entry: bool, start: int, pos: int) -> tuple[Function | None, int]:
         text = self.text

@@ -5,7 +5,8 @@ so this module holds the codec for that layout.
 The layout is not published: fields marked "inferred" were not seen set in a map that CuTe DSL wrote.
 
 word 0       global address
-word 1       [3:0]=2 tiled  [6:4] rank-1  [10:7] type  [12:11] interleave (inferred)  [14:13] swizzle
+word 1       [3:0]=2 tiled (0 in a map that a kernel made of zeros, as Triton's do)  [6:4] rank-1
+             [10:7] type  [12:11] interleave (inferred)  [14:13] swizzle
              [15] out-of-bounds fill NaN (inferred)  [16] f32 is read as tf32  [18:17] L2 promotion
              [20:19] unit the swizzle keeps together: 0 is 16 bytes, 1 is 32  [21] extent of at least 128 KiB
              (ignored)  [63:32] stride 1 >> 4
@@ -302,7 +303,7 @@ class TensorMap:
 @lru_cache(maxsize=256)
 def _decode(raw: bytes) -> TensorMap:
     w = [int(x) for x in np.frombuffer(raw, np.uint64)]
-    if w[1] & 0xF != 2:
+    if w[1] & 0xF not in (0, 2) or not any(w):
         raise ValueError(
             f"not a tiled tensor map (an im2col one is not modelled), or none: word 1 is {w[1]:#018x}"
         )

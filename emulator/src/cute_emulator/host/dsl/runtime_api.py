@@ -43,6 +43,7 @@ class KernelCall:
         stream: Handle of the stream.
         params: The bytes of each kernel parameter.
         cooperative, programmatic: The launch attributes of these names.
+        ignore: Kinds of findings that are not kept of this module.
     """
 
     ptx: str
@@ -55,6 +56,7 @@ class KernelCall:
     params: tuple[bytes, ...]
     cooperative: bool = False
     programmatic: bool = False
+    ignore: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -72,12 +72,15 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return hasattr(_storage(tensor), _PINNED)
 
 
+def serves_cuda() -> bool:
+    """Whether a script runs, for which "cuda" is CPU memory."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, CudaOnCpu) for mode in modes)
+
+
 def plays_host_memory(tensor: object) -> bool:
     """Whether a script runs in which a tensor is an ordinary CPU tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(isinstance(mode, CudaOnCpu) for mode in modes) and not is_marked(tensor)
+    return isinstance(tensor, torch.Tensor) and serves_cuda() and not is_marked(tensor)
 
 
 class CudaOnCpu(TorchFunctionMode):
