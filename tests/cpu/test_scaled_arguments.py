@@ -155,7 +155,7 @@ def test_the_op_behind_it_refuses_a_backward_pass_too():
     scale_x = torch.ones(6, requires_grad=True)
     through = torch.ops.overlap_gemm.scaled_gemm_all_reduce
     out = through(
-        X, WEIGHT, None, scale_x, torch.ones(8), None, _world(), "auto", None, None, 0, torch.bfloat16
+        X, WEIGHT, None, scale_x, torch.ones(8), None, _world(), "auto", None, None, 0, False, torch.bfloat16
     )
     with pytest.raises(TypeError, match="operands with scales have no gradients"):
         out.sum().backward()

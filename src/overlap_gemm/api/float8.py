@@ -24,9 +24,10 @@ from torch import Tensor
 from ..backends.base import BackendName
 from ..backends.scaling import FLOAT8
 from ..backends.select import with_fallback
-from ..dispatch import moves
+from ..dispatch import moves, ops
 from ..dispatch.autocast import autocast
-from ..dispatch.options import Length
+from ..dispatch.bound import call_op
+from ..dispatch.options import CallOptions, Length
 from ..runtime.group import GroupLike, group_name
 from ..spec import (
     ALL_GATHER_GEMM,
@@ -51,7 +52,21 @@ class Products:
     column_parallel_gemm = staticmethod(functional.column_parallel_gemm)
 
 
+class ProductsOfCopies(Products):
+    """`Products` of a list of weights that have been made for the call."""
+
+    @staticmethod
+    def all_gather_gemm(  # type: ignore[override]
+        x: Tensor, weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None, group: GroupLike, **how: Any
+    ) -> list[Tensor]:
+        """`overlap_gemm.all_gather_gemm`."""
+        told = CallOptions(**how, single=False, copied_weight=True)
+        outs: list[Tensor] = call_op(ops.all_gather_gemm, x, list(weight), list(bias or []), group, told)
+        return outs
+
+
 PLAIN = Products()
+COPIES = ProductsOfCopies()
 LOCAL = "column_parallel_gemm"
 
 
@@ -208,25 +223,39 @@ class How(NamedTuple):
         return OPS.get(self.op)
 
     def multiply(
-        self, x: Quantized, weights: list[Quantized], biases: Sequence[Tensor], dtype: torch.dtype
+        self,
+        x: Quantized,
+        weights: list[Quantized],
+        biases: Sequence[Tensor],
+        dtype: torch.dtype,
+        copied_weight: bool = True,
     ) -> list[Tensor]:
-        """The op of 8-bit operands, in forward or of a gradient; one result per weight."""
-        spec, call = self.spec, getattr(functional, self.op)
-        told: dict[str, Any] = {
-            "group": self.group, "backend": self.backend, "reserve_sms": self.reserve_sms,
-            "scale_x": x.scale, "out_dtype": dtype,
-        }  # fmt: skip
-        for axis, extent in () if spec is None else ((spec.x, self.x), (spec.weight, self.weight)):
-            if axis is not None:
-                told[ARGUMENTS[axis]] = extent
-        if spec is not None and "m" in (spec.x, spec.out):
-            told["dim"] = self.dim
+        """The op of 8-bit operands, in forward or of a gradient; one result per weight.
+
+        Args:
+            x: Operand.
+            weights: Operands; one, unless the op gathers x.
+            biases: One per weight, or none.
+            dtype: Type of the results.
+            copied_weight: Whether the weights' values have been made for this product.
+        """
+        spec = self.spec
+        axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
+        extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
+        dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
+        options = CallOptions(
+            self.backend, None, self.reserve_sms, dim, **extents, out_dtype=dtype, copied_weight=copied_weight
+        )
+        op = ops.local_gemm if spec is None else getattr(ops, spec.name)
+        values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
         if spec is not None and spec.gathers_operand:
-            values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-            outs: list[Tensor] = call(x.values, values, bias=list(biases) or None, scale_w=scales, **told)
+            options = options._replace(single=False)
+            outs: list[Tensor] = call_op(
+                op, x.values, values, list(biases), self.group, options, x.scale, scales
+            )
             return outs
-        (weight,), bias = weights, biases[0] if biases else None
-        return [call(x.values, weight.values, bias=bias, scale_w=weight.scale, **told)]
+        bias = biases[0] if biases else None
+        return [call_op(op, x.values, values[0], bias, self.group, options, x.scale, scales[0])]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
         """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product."""

@@ -91,7 +91,8 @@ class _StoredProduct(torch.autograd.Function):
         parts, biases = others[: 2 * len(blocks)], others[2 * len(blocks) :]
         weights = _weights(blocks, parts)
         operands = [weight.operand() for weight in weights]
-        outs = How(*told).multiply(_rows(x, input_scale, weights), operands, biases, x.dtype)
+        rows = _rows(x, input_scale, weights)
+        outs = How(*told).multiply(rows, operands, biases, x.dtype, copied_weight=False)
         ctx.save_for_backward(*parts)
         ctx.told, ctx.blocks, ctx.biases = told, blocks, len(biases)
         ctx.x, ctx.out, ctx.dtype = x.shape, outs[0].shape, x.dtype

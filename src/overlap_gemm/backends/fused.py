@@ -21,7 +21,7 @@ from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
 from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
 from ..spec.sharding import Shards, shard_rows
-from ..tuning.settings import settings, within
+from ..tuning.settings import late_weights, settings, within
 from ..tuning.space import constants, every_config
 from . import gather
 from .base import Problem
@@ -233,6 +233,7 @@ class Fused:
         shape, _, (rows, columns) = found
         if shape.rows == 0 or columns == 0:
             return x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+        given_weight = weight
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
         a, b = aligned(x, found.shard), aligned(weight)
@@ -240,7 +241,8 @@ class Fused:
         given, blocks = (group, x.device, x.dtype, shape), None
         if scales:
             blocks = of_blocks(scales[0], x.shape[1])
-        plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
+        with late_weights(b is not given_weight):
+            plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
         extras = _vectors(plan, x, weight, scales, blocks)

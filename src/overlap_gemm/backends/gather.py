@@ -33,7 +33,7 @@ from ..runtime.workspace import Workspace
 from ..spec import ALL_GATHER_GEMM, patterns_of
 from ..spec.sharding import Shards, ceil_div, num_owners
 from ..tuning.model import Facts
-from ..tuning.settings import settings, within
+from ..tuning.settings import late_weights, settings, within
 from ..tuning.space import choose_config, constants
 from . import plans
 from .block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
@@ -191,17 +191,18 @@ def all_gather_gemm(
     extras = [read or None for read in vectors]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
     kept = None
-    if alone:
-        for weight, out, read in zip(operands, narrowed, extras, strict=True):
-            shape = ExchangeShape.even(rows, len(weight), 1)
-            majors = "k", major(weight, "n")
-            given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
-            plain = plans.plan_for(*given, *majors, bool(biases), depth, *how)
-            plain.launch(own, (weight,), (out,), (read,))
-    else:
-        kept = own.new_empty(rows, own.stride(0)) if keep else None
-        plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype, blocks)
-        plan.launch(own, operands, narrowed, extras, kept)
+    with late_weights(any(operand is not weight for operand, weight in zip(operands, weights, strict=True))):
+        if alone:
+            for weight, out, read in zip(operands, narrowed, extras, strict=True):
+                shape = ExchangeShape.even(rows, len(weight), 1)
+                majors = "k", major(weight, "n")
+                given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
+                plain = plans.plan_for(*given, *majors, bool(biases), depth, *how)
+                plain.launch(own, (weight,), (out,), (read,))
+        else:
+            kept = own.new_empty(rows, own.stride(0)) if keep else None
+            plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype, blocks)
+            plan.launch(own, operands, narrowed, extras, kept)
     results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else _first_columns(kept, depth, group), results
 

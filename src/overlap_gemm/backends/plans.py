@@ -165,7 +165,8 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         return resident, gemm, compiled_relay(executor) if way.relays else None
 
     # All ranks have this configuration, but for how each one's operands lie, and whether it has columns.
-    kind = (replace(config, a_major="k", b_major="k", epilogue=()), way.device, shape.pattern)
+    common = replace(config, a_major="k", b_major="k", epilogue=(), launch="ordered")
+    kind = (common, way.device, shape.pattern)
     resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
     travel = None
     if way.relays:

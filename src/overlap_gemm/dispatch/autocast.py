@@ -37,9 +37,16 @@ def autocast(
     return cast(x), [cast(weight) for weight in weights], [cast(bias) for bias in biases]
 
 
-def autocast_call(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
-    """`autocast` of what an op is called with: a weight and a bias or None, or a list of each."""
-    if isinstance(weight, list):
-        return autocast(x, weight, bias)
-    x, [weight], biases = autocast(x, [weight], [] if bias is None else [bias])
-    return x, weight, biases[0] if biases else None
+def autocast_call(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any, bool]:
+    """`autocast` of what an op is called with: a weight and a bias or None, or a list of each.
+
+    Returns:
+        x, weight and bias, and whether a weight has been cast, so that it is a copy.
+    """
+    weights = weight if (several := isinstance(weight, list)) else [weight]
+    x, cast, biases = autocast(x, weights, bias if several else [] if bias is None else [bias])
+    pairs = zip(cast, weights, strict=True)
+    copied = any(isinstance(new, Tensor) and new.dtype != old.dtype for new, old in pairs)
+    if several:
+        return x, cast, biases, copied
+    return x, cast[0], biases[0] if biases else None, copied

@@ -94,7 +94,8 @@ def call_op(
         options, scales = with_scales(options, scale_x, scale_w)
     if not is_plain(x, weight, bias, *scales):
         if not scales:
-            x, weight, bias = autocast_call(x, weight, bias)
+            x, weight, bias, copied = autocast_call(x, weight, bias)
+            options = options._replace(copied_weight=options.copied_weight or copied)
         lowered = LOWERINGS[op.name](group_name(group), x, weight, bias, options, scales)
         through = getattr(torch.ops.overlap_gemm, _registered(op, scales).name)
         operands = lowered.operands(x, weight, bias, scales)

@@ -14,7 +14,7 @@ from ..runtime import agree
 from ..runtime.group import resolve
 from ..spec import OpSpec
 from ..spec.sharding import Shards
-from ..tuning.settings import configured, settings
+from ..tuning.settings import configured, late_weights, settings
 from .options import Passed
 from .registered import Run
 
@@ -80,7 +80,7 @@ def chosen(
     if measure_if_due(problem, backend, x, weight, bias, shards, ranks):
         choice = choose(problem, backend)
     announce(choice)
-    with configured(reserve_sms=reserve_sms):
+    with configured(reserve_sms=reserve_sms), late_weights(options.copied_weight):
         run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, ranks)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)

@@ -23,6 +23,8 @@ class Passed(NamedTuple):
         deterministic: Whether sums must come out bitwise the same; None asks torch's switch.
         reserve_sms: SMs to leave to others on this rank.
         dim: The dimension of the caller's x along which rows are sharded, for comparison alone.
+        copied_weight: Whether the weight may be a copy that the call itself makes, which no kernel may read
+            before the kernel in front has ended.
     """
 
     group: str
@@ -30,17 +32,18 @@ class Passed(NamedTuple):
     deterministic: bool | None
     reserve_sms: int | None
     dim: int
+    copied_weight: bool
 
     def backward(self) -> "Passed":
-        """The same for the gradient's ops."""
-        return self._replace(backend=with_fallback(self.backend))
+        """The same for the gradient's ops, whose weight may be several weights joined."""
+        return self._replace(backend=with_fallback(self.backend), copied_weight=True)
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on all ranks, as far as `backends.base.Problem` does not hold it."""
         return ("backend", self.backend), ("dim", self.dim)
 
 
-KINDS: dict[Any, str] = {str: "str", int: "int", bool | None: "bool?", int | None: "int?"}
+KINDS: dict[Any, str] = {str: "str", int: "int", bool: "bool", bool | None: "bool?", int | None: "int?"}
 
 SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Passed).items())
 """`Passed` as torch's schemas write it."""
@@ -63,6 +66,7 @@ class CallOptions(NamedTuple):
         keep: Keep it, for the caller or for backward.
         single: Whether there is one weight, not a list.
         out_dtype: Of the result, where operands have scales; else None.
+        copied_weight: See `Passed`.
     """
 
     backend: str = "auto"
@@ -76,10 +80,12 @@ class CallOptions(NamedTuple):
     keep: bool = False
     single: bool = True
     out_dtype: torch.dtype | None = None
+    copied_weight: bool = False
 
     def passed(self, group: str) -> tuple[Any, ...]:
         """What an op takes of it: `Passed`, and where operands have scales what `scaled` adds."""
-        passed = Passed(group, self.backend, self.deterministic, self.reserve_sms, self.dim)
+        told = self.backend, self.deterministic, self.reserve_sms, self.dim, self.copied_weight
+        passed = Passed(group, *told)
         return passed if self.out_dtype is None else (*passed, self.out_dtype)
 
     def told(self, argument: str, length: Length) -> "CallOptions":

@@ -16,7 +16,9 @@ it is.
 **B early** is read before the kernel before has ended: that one must not write it. Nor may an earlier one
 that still runs then: there is none if the kernel before is one of these, which let the next one go after
 their own wait; of others' kernels that let go before they wait nothing is known. So it is for weights that
-stay as they are while such calls are queued, as in serving. An optimizer's step writes them.
+stay as they are while such calls are queued, as in serving. An optimizer's step writes them, and where the
+call itself copies the weight, the kernel before does: the host launches ``dependent`` then
+(`tuning.settings.late_weights`).
 
 **Progress.** A dependent's CTAs take no place that the kernel before needs: all of its CTAs run when it lets
 go. What else it waits for on its own rank might find none: so none of these has a relay kernel

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..api.float8 import Float8, Products, products
+from ..api.float8 import COPIES, PLAIN, Float8, Products, products
 from ..api.functional import Length
 from ..api.kept_weights import STORED, Stored
 from ..backends.base import BackendName
@@ -201,13 +201,15 @@ class _SharedGatherForward:
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
         x, rows = local_part(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
+        product = _products(style, weights[0])
         if len({isinstance(weight, Stored) for weight in weights}) > 1:  # adapters of some have been merged
             weights = tuple(w.dequantized(x.dtype) if isinstance(w, Stored) else w for w in weights)
+            product = COPIES if style.products is PLAIN else style.products
         if any(bias is not None for bias in biases):  # the op takes one for each weight, or none
             rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
             given = zip(biases, rows_of, strict=True)
             biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in given)
-        outs = _products(style, weights[0]).all_gather_gemm(
+        outs = product.all_gather_gemm(
             x,
             weights,
             bias=None if biases[0] is None else list(biases),

@@ -42,6 +42,8 @@ class Settings(NamedTuple):
             The same on all ranks.
         tile_transport: how tiles travel; None: by stores to whom they reach, few rows as words that are their
             own flag. The same on all ranks.
+        early_weights: whether kernels may read B before the kernel in front has ended, where `fields` ask for
+            it (`late_weights`). It may differ between ranks.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
@@ -49,6 +51,12 @@ class Settings(NamedTuple):
     algorithm: Algorithm | None = None
     shard_transport: str | None = None
     tile_transport: str | None = None
+    early_weights: bool = True
+
+    @property
+    def reads_weights_early(self) -> bool:
+        """Whether kernels read B before the kernel in front has ended."""
+        return self.early_weights and ("launch", "dependent_weights") in self.fields
 
     @property
     def names_kernels(self) -> bool:
@@ -57,7 +65,7 @@ class Settings(NamedTuple):
         return bool(kernel or self.algorithm or self.tile_transport)
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
-        """What ranks must have the same of, in a call of an op: all that it looks at but the SMs."""
+        """What ranks must have the same of, in a call of an op: all that is not a rank's own."""
         chooses = op.whole is not None or len(patterns_of(op.name)) > 1
         return (
             ("configured fields", self.fields),
@@ -184,7 +192,24 @@ def configured(
         shard_transport or transport or before.shard_transport,
         tile_transport or transport or before.tile_transport,
     )
-    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by))
+    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by, before.early_weights))
+    try:
+        yield
+    finally:
+        _keep(before)
+
+
+@contextmanager
+def late_weights(late: bool = True) -> Iterator[None]:
+    """Within the block no kernel reads B before the kernel in front has ended, if `late`.
+
+    That kernel may write B where B is a copy that the call itself makes.
+    """
+    before = settings()
+    if not (late and before.reads_weights_early):
+        yield
+        return
+    _keep(before._replace(early_weights=False))
     try:
         yield
     finally:

@@ -207,7 +207,10 @@ def choose_config(
 ) -> GemmConfig:
     """`default_config` with the constants of `machine`."""
     pattern = pattern or patterns_of(facts.op)[0]
-    return _choose(facts, machine, arch, num_sms, pattern, (*operands.items(), *settings().fields))
+    asked = settings()
+    config = _choose(facts, machine, arch, num_sms, pattern, (*operands.items(), *asked.fields))
+    is_late = config.loads_weights_early and not asked.early_weights
+    return replace(config, launch="dependent") if is_late else config
 
 
 @lru_cache(maxsize=1024)  # a call of the op must not spend longer choosing its kernel than running it
