@@ -161,6 +161,8 @@ def test_what_a_call_goes_by_follows_from_what_is_asked_for_and_from_its_rows():
     for name in ("ll", "nvls"):
         with pytest.raises(ValueError, match=f"'{name}' sends values of 16 bits; got slot_dtype='f32'"):
             wanted(TRANSPORTS[name], GemmConfig(slot_dtype="f32"))
+        with pytest.raises(ValueError, match="out_dtype='f32'"):
+            wanted(TRANSPORTS[name], GemmConfig(out_dtype="f32"))
 
 
 def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):

@@ -1,5 +1,6 @@
 """Settings of the fused backend: nested, per thread, and in the threads that run backward."""
 
+import dataclasses
 import sys
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from overlap_gemm.kernels.config import CHOICES, FACTS, GemmConfig
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.tuning.settings import Settings, _keep, configured, settings, within
 
@@ -150,6 +152,22 @@ def test_what_neither_shards_nor_tiles_travel_by_is_refused(asked):
     [(name, value)] = asked.items()
     with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"), configured(**asked):
         pass
+
+
+def test_every_field_of_a_kernel_is_a_choice_or_a_fact():
+    names = [field.name for field in dataclasses.fields(GemmConfig)]
+    assert sorted((*CHOICES, *FACTS)) == sorted(names)
+    with configured(**dict.fromkeys(CHOICES, "any")):
+        assert [name for name, _ in settings().fields] == list(CHOICES)
+
+
+@pytest.mark.parametrize("name", [*FACTS, "tiles"])
+def test_a_field_that_is_no_choice_is_refused_by_name(name):
+    rule = "no such field" if name == "tiles" else "it follows from the device and the operands"
+    match = f"configured: {name} cannot be chosen: {rule}.*can be chosen: tile, cluster, mma"
+    with pytest.raises(TypeError, match=match), configured(**{name: "f32"}):
+        pass
+    assert settings() == Settings()
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -206,10 +206,9 @@ def test_other_ops_are_refused(op):
         run(op, "sm_90a", 2, (64, 128, 128), transport="nvls")
 
 
-@pytest.mark.parametrize("field", ["slot_dtype", "out_dtype"])
-def test_values_have_16_bits(field):
-    fields = {**SMALL["sm_90a"], field: "f32"}
-    with pytest.raises(ValueError, match=f"transport='nvls' sends values of 16 bits; got .*{field}='f32'"):
+def test_values_have_16_bits():
+    fields = {**SMALL["sm_90a"], "slot_dtype": "f32"}
+    with pytest.raises(ValueError, match="transport='nvls' sends values of 16 bits; got slot_dtype='f32'"):
         run(OP, "sm_90a", 2, (64, 64, 128), fields, transport="nvls")
 
 

@@ -5,7 +5,7 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from overlap_gemm.kernels.arch import Arch, Mma, MmaKind, arch_of
@@ -388,3 +388,10 @@ class GemmConfig:
     def name(self) -> str:
         """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
         return name_of(self)
+
+
+FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks")
+"""Fields that the device and the operands of a call decide."""
+
+CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)
+"""Fields that callers may choose (`configured`)."""

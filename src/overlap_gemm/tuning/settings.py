@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
+from ..kernels.config import CHOICES, FACTS
 from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
 
 _KEY = "overlap_gemm.settings"
@@ -160,19 +161,22 @@ def configured(
             ``"nvshmem"``.
         tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
             after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
-            themselves (and which 32-bit slots or outputs cannot: ValueError at the call); ``"ll_bulk"``, such
+            themselves (and which 32-bit slots cannot: ValueError at the call); ``"ll_bulk"``, such
             words by bulk stores, for trials: no rule of PTX covers it; ``"nvshmem"``;
             or, of `gemm_all_reduce` alone (ValueError for others), ``"nvls"``: the NVLink switch
             sums partials, in its own order, and copies the sums; in the emulator alone (RuntimeError on
             GPUs, where no multicast object is created). By ``"nvshmem"`` what goes to peers is put to them
             by NVSHMEM, also to those within reach of stores, which is slower and there to be tested; the
             memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
-        **fields: of `GemmConfig`. Every rank must use the same ones; combinations no kernel exists for raise
-            ValueError at the call.
+        **fields: of `GemmConfig`, those in `CHOICES`. Every rank must use the same ones; combinations no
+            kernel exists for raise ValueError at the call.
 
     Raises:
+        TypeError: there is no such field, or it is no choice.
         ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm or transport.
     """
+    for name in fields:
+        check_choice(name)
     check_reserve_sms(reserve_sms)
     transport, fields = _renamed(transport), {name: _renamed(value) for name, value in fields.items()}
     shards = tuple(name for name, known in TRANSPORTS.items() if known.shards)
@@ -222,6 +226,14 @@ def _renamed(value: Any) -> Any:
         return value
     warnings.warn(f"{value!r} is {OLD_NAMES[value]!r} now", FutureWarning, stacklevel=4)
     return OLD_NAMES[value]
+
+
+def check_choice(name: str) -> None:
+    """Raises a TypeError unless ``name`` is a field of `GemmConfig` that callers choose."""
+    if name not in CHOICES:
+        rule = "it follows from the device and the operands of each call"
+        why = rule if name in FACTS else "no such field"
+        raise TypeError(f"configured: {name} cannot be chosen: {why}; can be chosen: {', '.join(CHOICES)}")
 
 
 def check_reserve_sms(given: int | None) -> None:
