@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cute_emulator import Emulator
+from cute_emulator import Emulator, compile_cuda
 
 DATA = Path(__file__).parent / "data" / "ptx"
 
@@ -18,9 +18,18 @@ DATA = Path(__file__).parent / "data" / "ptx"
 def shortened(ptx):
     """Without debugging information but lines, without comments but those around inline assembly."""
     ptx = re.sub(r"\n\t\.section\s+\.debug_\w+\s*\{[^}]*\}", "", ptx)
-    ptx = re.sub(r'(\.file\s+\d+ )".*?((triton/language/)?[^/"]+)"', r'\1"\2"', ptx)
+    ptx = re.sub(r'(\.file\s+\d+ )"(?:.*/(triton/language/|include/))?(?:.*/)?([^/"]+)"', r'\1"\2\3"', ptx)
     ptx = re.sub(r"[ \t]*//(?! (begin|end) inline asm)[^\n]*", "", ptx)
     return re.sub(r"\n\s*\n+", "\n", ptx).strip() + "\n"
+
+
+def without_unused(ptx):
+    """Without the constants of headers, which no kernel names."""
+    lines = ptx.splitlines(keepends=True)
+    names = [re.match(r"\.global \S+ \d+ \S+ (_Z\w+)", line) for line in lines]
+    return "".join(
+        line for line, name in zip(lines, names, strict=True) if not name or ptx.count(name[1]) > 1
+    )
 
 
 def argument(name, value):
@@ -52,6 +61,13 @@ def record_triton(arch):
             torch.testing.assert_close(out.float(), want.float(), rtol=1e-2, atol=3e-2)
 
 
+def record_cuda(arch):
+    """The files of CUDA C++ there; their launches are written by hand."""
+    for file in DATA.glob("*.cu"):
+        ptx = compile_cuda(file.read_text(), arch, file.name)
+        (DATA / f"cuda-{file.stem}-{arch}.ptx").write_text(shortened(without_unused(ptx)))
+
+
 def write_launch(name, grid, block, arguments, shared):
     """The launch of a kernel; its architectures differ in shared memory alone, and the larger one is kept."""
     path = DATA / f"{name}.json"
@@ -69,3 +85,4 @@ if __name__ == "__main__":
         file.unlink()
     for arch in ("sm_90a", "sm_100a"):
         record_triton(arch)
+        record_cuda(arch)

@@ -21,6 +21,8 @@ def softmax(x):
 
 
 WANT = {
+    "cuda-sum": lambda x: x.sum(keepdims=True),
+    "cuda-transpose": lambda x: x.T,
     "triton-add": lambda x, y: x + y,
     "triton-softmax": softmax,
     "triton-matmul": lambda a, b: a.astype(np.float32) @ b.astype(np.float32),
@@ -34,8 +36,10 @@ def run(kernel, folder, change=lambda text: text, **options):
     text = (DATA / f"{kernel}.ptx").read_text()
     (folder / "k.ptx").write_text(change(text))
     (folder / "launch.json").write_text((DATA / f"{name}.json").read_text())
+    for left in folder.glob("*.npy"):
+        left.unlink()
     emulator = Emulator(device_of(text), collect=True, **options)
-    run_file(emulator, folder / "k.ptx", folder / "launch.json")
+    run_file(emulator, str(folder / "k.ptx"), str(folder / "launch.json"))
     out, *inputs = (
         np.load(folder / f"{key}.npy") for key in ("out", *"xyab") if (folder / f"{key}.npy").exists()
     )
@@ -77,6 +81,20 @@ def test_a_barrier_that_is_missing_is_found(kernel, tmp_path):
         except EmulatorError:
             noticed += 1
     assert (len(places), noticed) == NOTICED[kernel]
+
+
+MISSING = {
+    "a fence before the counter": ("membar.gl;", 1, "race", "sum.cu:21"),
+    "both fences": ("membar.gl;", 2, "race", "sum.cu:28"),
+    "a barrier around the parts of a sum": ("bar.sync 	0;", 1, "shared-race", "sum.cu:"),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_what_is_missing_in_cuda_is_found_at_its_line(what, tmp_path):
+    words, count, kind, line = MISSING[what]
+    found = run("cuda-sum-sm_90a", tmp_path, lambda text: text.replace(words, "", count))
+    assert any(finding.kind == kind and line in str(finding) for finding in found), found
 
 
 def test_a_finding_names_the_line_of_the_source(tmp_path):

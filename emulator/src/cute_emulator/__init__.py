@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from cute_emulator.host.emulator import Emulator, FindingsError
     from cute_emulator.host.kernels import run
     from cute_emulator.host.memory import Symmetric, poison_
+    from cute_emulator.host.nvrtc import compile_cuda
 
 __version__ = "0.1.0"
 
-HOMES = ("errors", "host.emulator", "host.kernels", "host.memory", "execution.scheduler")
+HOMES = ("errors", "host.emulator", "host.kernels", "host.memory", "host.nvrtc", "execution.scheduler")
 """The modules that the public names come from."""
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Report",
     "Schedule",
     "Symmetric",
+    "compile_cuda",
     "poison_",
     "run",
 ]

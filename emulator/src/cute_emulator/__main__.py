@@ -27,6 +27,7 @@ from cute_emulator.commands import (
     with_line_information,
 )
 from cute_emulator.host.emulator import Emulator
+from cute_emulator.host.launch_files import SUFFIXES
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.inject import WORDS
 from cute_emulator.machine.roles import parse_roles
@@ -57,7 +58,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[
-        str, typer.Argument(help="Python script, or a kernel in a file .ptx, whose argument is its launch.")
+        str, typer.Argument(help="Python script, or a kernel (.ptx, .cu), whose argument is its launch.")
     ],
     arguments: Arguments = None,
     arch: Arch = "sm_100a",
@@ -117,7 +118,7 @@ def run(
     report = emulator.report
     try:
         # A script's ValueError is the script's own; that of a kernel's launch is the user's.
-        outer = as_user_error() if script.endswith(".ptx") else contextlib.nullcontext()
+        outer = as_user_error() if script.endswith(SUFFIXES) else contextlib.nullcontext()
         with outer, as_verdict(), with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
     except BaseException:  # what was found before says why the script's own comparison fails

@@ -17,7 +17,7 @@ from cute_emulator.machine.checks import OPTIONAL_CHECKS
 
 # Their arguments and options.
 Script = Annotated[
-    str, typer.Argument(help="Script that fails where kernels are wrong, or a kernel in a file .ptx.")
+    str, typer.Argument(help="Script that fails where kernels are wrong, or a kernel (.ptx, .cu).")
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
 Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")]

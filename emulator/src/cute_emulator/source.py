@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.M)
 _LOC = re.compile(r"^\s*\.loc\s+(\d+\s+\d+\s+\d+)(?:.*inlined_at\s+(\d+\s+\d+\s+\d+))?")
-_LIBRARY = re.compile(r"triton/language/|/include/")
+_LIBRARY = re.compile(r"(^|/)(triton/language|include)/")
 """Files whose lines stand for the line of the kernel that calls them."""
 
 INLINE = "inline asm"

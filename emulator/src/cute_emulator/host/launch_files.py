@@ -1,4 +1,4 @@
-"""A kernel in a file of PTX, and its launch in a file of JSON."""
+"""A kernel in a file of PTX or CUDA C++, and its launch in a file of JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import numpy as np
 from cute_emulator.host.arguments import entries_of, with_names
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.host.kernels import launch_once
+from cute_emulator.host.nvrtc import compile_cuda
 
+SUFFIXES = (".ptx", ".cu")
 LAUNCH = ("entry", "grid", "block", "args", "cluster", "shared")
 ARRAY = ("file", "shape", "dtype", "fill", "save")
 
 
 def run_file(emulator: Emulator, kernel: str, launch: str) -> None:
-    """Runs a file of PTX in an open emulator.
+    """Runs a kernel from a file in an open emulator.
 
     The launch is an object of `grid`, `block`, `args`, `cluster`, `shared` (as in `kernels.run`) and `entry`,
     which a module of one kernel does not need. An argument is a number, null, or an object: an array from a
@@ -28,13 +30,14 @@ def run_file(emulator: Emulator, kernel: str, launch: str) -> None:
 
     Args:
         emulator: Open.
-        kernel: Path of the PTX.
+        kernel: Path of its text, one of `SUFFIXES`.
         launch: Path of the launch. Files that it names are relative to its folder.
 
     Raises:
         ValueError: The launch is not as described, or cannot run.
     """
-    ptx, path = Path(kernel).read_text(), Path(launch)
+    text, path = Path(kernel).read_text(), Path(launch)
+    ptx = compile_cuda(text, emulator.machine.arch, kernel) if kernel.endswith(".cu") else text
     wanted = json.loads(path.read_text())
     _check_keys(launch, wanted, LAUNCH)
     if missing := {"grid", "block"} - set(wanted):

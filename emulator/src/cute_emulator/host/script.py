@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cute_emulator.host.emulator import Emulator
-from cute_emulator.host.launch_files import run_file
+from cute_emulator.host.launch_files import SUFFIXES, run_file
 from cute_emulator.host.replace import replaced
 from cute_emulator.host.torch import cuda_device, distributed
 from cute_emulator.host.torch.torch_mode import CudaOnCpu
@@ -27,8 +27,8 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
     """Runs a script with an open emulator, as ``python script arguments`` would on a machine with GPUs.
 
     With several ranks it runs once per rank, each in a thread with ``RANK``, ``LOCAL_RANK`` and
-    ``WORLD_SIZE`` of its own, as torchrun would start it. A file named .ptx is a kernel, and its one argument
-    the file of its launch (`launch_files`).
+    ``WORLD_SIZE`` of its own, as torchrun would start it. A file named .ptx or .cu is a kernel, and its one
+    argument the file of its launch (`launch_files`).
 
     Args:
         emulator: Open.
@@ -43,7 +43,7 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}")
-    if script.endswith(".ptx"):
+    if script.endswith(SUFFIXES):
         if len(arguments) != 1 or emulator.ranks > 1:
             raise ValueError(
                 f"{script} takes one argument, its launch in JSON, and one rank: got {arguments}"
