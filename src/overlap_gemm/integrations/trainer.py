@@ -17,6 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer
 
+from ..parallel.optimizers import check_class, check_optimizer
+from ..parallel.places import placed
+from ..parallel.stacks import as_unsharded
+
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 OPTIMIZER = "optimizer_shards"
@@ -29,21 +33,31 @@ class ShardedCheckpoints(_Base):
 
     model: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    get_optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     args: Any
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        # A Trainer refuses to keep such a model's optimizer, as long as it knows of it; adapters wrap it.
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
-        if sharded:
-            base._is_distributed_loading_by_transformers = False
-        try:
+        with as_unsharded(model) as is_sharded:
             super().__init__(model, *args, **kwargs)
-        finally:
-            if sharded:
-                base._is_distributed_loading_by_transformers = True
-        self.is_distributed_loading_by_transformers = sharded
+        self.is_distributed_loading_by_transformers = is_sharded
+        if is_sharded:
+            self._check()
+
+    def _check(self) -> None:
+        """Raises a ValueError where a parallelized model would be trained wrongly, or not at all."""
+        if any(place.sharding.logits_are_sharded for _, place in placed(self.model, None)):
+            raise ValueError(
+                "a Trainer's losses want whole logits: parallelize with logits='replicated', its default"
+            )
+        if self.optimizer is not None:
+            check_optimizer(self._torchs_optimizer)
+        else:
+            kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            check_class(kind, [settings])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Called by Trainer on every rank."""

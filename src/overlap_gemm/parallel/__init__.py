@@ -10,6 +10,7 @@ unchanged.
 from .export import exportable
 from .loading import from_pretrained, materialize
 from .model import parallelize
+from .optimizers import full_norm
 from .places import sees_shards
 from .state import full_state_dict
 from .stored import QuantizedCheckpointError
@@ -22,6 +23,7 @@ __all__ = [
     "QuantizedCheckpointError",
     "exportable",
     "from_pretrained",
+    "full_norm",
     "full_state_dict",
     "materialize",
     "parallelize",

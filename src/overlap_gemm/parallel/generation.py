@@ -1,12 +1,17 @@
 """`generate` of a parallelized model: every rank draws, and stops, as rank 0 does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from ..runtime.group import Group, resolve
+from .styles import ColwiseForward
 
 OF_THE_IDS = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
 """transformers' criteria that the ids alone decide, so that all ranks come to the same."""
@@ -27,7 +32,26 @@ def generate(model: Any, group_name: str, *args: Any, **kwargs: Any) -> Any:
     group = resolve(group_name)
     if group.size > 1:
         take_random_state(group, model.device)
-    return type(model).generate(model, *args, **kwargs)
+    with _replicated_logits(model):
+        return type(model).generate(model, *args, **kwargs)
+
+
+@contextmanager
+def _replicated_logits(model: nn.Module) -> Iterator[None]:
+    """Within the block logits are replicated, which `generate` wants, of `logits="sharded"`, too."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    heads = [
+        each for each in forwards if isinstance(each, ColwiseForward) and not each.style.use_local_output
+    ]
+    styles = [head.style for head in heads]
+    for head in heads:
+        head.style = copy(head.style)
+        head.style.output_layout, head.style.use_local_output = Replicate(), True
+    try:
+        yield
+    finally:
+        for head, style in zip(heads, styles, strict=True):
+            head.style = style
 
 
 def take_random_state(group: Group, device: torch.device) -> None:

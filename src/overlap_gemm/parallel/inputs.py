@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..runtime import agree
 from ..runtime.group import resolve
@@ -22,13 +23,22 @@ NOT_OF_THE_DECODER = ("labels", "logits_to_keep")
 
 
 class Labels:
-    """Pre-forward hook of a causal language model: keeps what its decoder does not see for `SameInputs`."""
+    """Pre-forward hook of a causal language model: keeps what its decoder does not see for `SameInputs`.
 
-    def __init__(self) -> None:
+    It refuses labels where the loss would be of sharded logits, and not torch's for these.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
         self.kept: dict[str, Any] = {}
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by torch before the model."""
+        if self.sharding.logits_are_sharded and kwargs.get("labels") is not None and not in_loss_parallel():
+            raise ValueError(
+                "labels= of a model with logits='sharded': its loss and backward() belong in torch's "
+                "loss_parallel() (torch.distributed.tensor.parallel); logits='replicated' needs nothing"
+            )
         if not torch.compiler.is_compiling():
             self.kept = {key: kwargs.get(key) for key in NOT_OF_THE_DECODER}
 
@@ -36,6 +46,11 @@ class Labels:
         """What was kept, once."""
         kept, self.kept = self.kept, {}
         return kept
+
+
+def in_loss_parallel() -> bool:
+    """Returns whether torch's `loss_parallel()` is in force: it lends DTensor a handler of its own."""
+    return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
 
 
 class SameInputs:

@@ -102,7 +102,8 @@ def parallelize(
     embedding: Any = bases(model.get_submodule(names["embedding"]))[0]
     head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
-    sharding, labels = Sharding(mesh, sequence_parallel), Labels()
+    sharding = Sharding(mesh, sequence_parallel, logits == "sharded")
+    labels = Labels(sharding)
     builder = _Builder(model.config, sharding, labels, logits, with_fallback(backend), float8)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):

@@ -7,7 +7,7 @@ that any module gets. Hooks and other forwards are looked at before each forward
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ from ..runtime.group import group_name
 from . import adapters
 from .assignment import Role, unknown, unsupported_setting
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+Hook = TypeVar("Hook")
 Part: TypeAlias = Literal["none", "input", "all"]
 """What of a module's inputs and outputs is this rank's part only."""
 
@@ -32,6 +32,10 @@ KNOWN = ("torch", "peft", "transformers", "overlap_gemm")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+GROUPS: set[str] = set()
+"""Names of the groups over which models have been parallelized."""
+
+
 @dataclass
 class Sharding:
     """Of a parallelized model.
@@ -39,6 +43,7 @@ class Sharding:
     Attributes:
         mesh: The ranks.
         sequence_parallel: As for `parallelize`.
+        logits_are_sharded: Whether `parallelize` was called with `logits="sharded"`.
         changes: How often a module has been put into the model.
         replicated_dropout: Whether some dropout must draw the same on all ranks.
         are_tied: Whether embedding and head have one weight.
@@ -48,11 +53,15 @@ class Sharding:
 
     mesh: DeviceMesh
     sequence_parallel: bool
+    logits_are_sharded: bool = False
     changes: int = 0
     replicated_dropout: bool = False
     are_tied: bool = False
     assigned: list[tuple[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
+
+    def __post_init__(self) -> None:
+        GROUPS.add(self.group)
 
     @property
     def group(self) -> str:
@@ -127,14 +136,15 @@ def _part(role: Role | None, sequence_parallel: bool) -> Part:
 
 
 def sees_shards(hook: Hook) -> Hook:
-    """Says that a hook of a parallelized model's module knows that it sees this rank's part only.
+    """Says that a hook of a parallelized model's module, or an optimizer, knows that it sees a rank's part.
 
     Without it a forward, pre-forward or backward hook on a module whose input or output is sharded is refused
     at the next forward pass: a decoder layer's hidden states are this rank's rows of the sequence, a
-    projection's output its features.
+    projection's output its features. An optimizer that is none of those tested is refused at its first step.
 
     Args:
-        hook: A function, or an object of a class of your own, as `register_forward_hook` takes it.
+        hook: A function, or an object of a class of your own, as `register_forward_hook` takes it; or an
+            optimizer, whose step treats each element by itself, or knows DTensors.
 
     Returns:
         `hook`.

@@ -1,8 +1,13 @@
 """What transformers' Trainer and accelerate ask a model that is sharded already."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+
+SHARDED_BEFORE = "_is_distributed_loading_by_transformers"
+"""Attribute of models that a Trainer is given in shards."""
 
 
 def describe(model: Any, mesh: DeviceMesh) -> None:
@@ -21,6 +26,27 @@ def describe(model: Any, mesh: DeviceMesh) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     model._tp_size = mesh.size()
-    model._is_distributed_loading_by_transformers = True
+    setattr(model, SHARDED_BEFORE, True)
     # One data-parallel rank: accelerate refuses a world with more, until somebody says who sums gradients.
     model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
+
+
+@contextmanager
+def as_unsharded(model: Any) -> Iterator[bool]:
+    """Within the block a Trainer does not see that a model was sharded before it, and so keeps its optimizer.
+
+    Args:
+        model: A model, in peft's or not.
+
+    Yields:
+        Whether it is a parallelized one.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    is_sharded = getattr(base, SHARDED_BEFORE, False)
+    if is_sharded:
+        setattr(base, SHARDED_BEFORE, False)
+    try:
+        yield is_sharded
+    finally:
+        if is_sharded:
+            setattr(base, SHARDED_BEFORE, True)
