@@ -55,7 +55,8 @@ FASTER = 0.99
 """A kernel takes the place of the model's choice if it takes less than this part of its time."""
 
 FARTHEST = 2.0
-"""A backend that is expected to take this many times what the best one does is not measured."""
+"""A candidate that is expected to take this many times what the best one does is left out, and so is one
+that takes it in its first calls."""
 
 
 class Candidate(NamedTuple):
