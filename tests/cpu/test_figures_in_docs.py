@@ -286,6 +286,7 @@ SOURCES = {
 NOT_TIMED = {
     ("docs/fused.md", "64 of 132 "): "8192 columns in tiles of 128, and the SMs of an H200",
     ("docs/fp8.md", "3 %"): "tests/multi/test_float8.py holds it",
+    ("docs/models.md", "3 %"): "tests/multi/test_model_optimizers.py holds it",
     ("docs/models.md", "1 times"): "tests/multi/test_model_loading.py holds it",
     ("docs/pipelines.md", "12 KB"): "the product that follows",
     ("docs/pipelines.md", "900 GB/s"): "NVLink 5's data sheet",

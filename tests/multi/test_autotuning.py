@@ -91,9 +91,12 @@ def all_measured(rank, size, folder):
         assert choice.backend.name == "decomposed"
         assert "measured, 3 candidates" in str(choice)
         assert "torch: no, decomposed is faster [" in str(choice)
+    with begun_anew(Path(folder) / "far.json"), slowed("torch", "sequential", seconds=0.3):
+        overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
+        assert explained(rank, size).problem.measured.candidates == 1
 
 
-def test_candidates_that_are_near_each_other_are_all_timed(ranks, tmp_path):
+def test_candidates_that_are_near_each_other_are_timed_and_others_left_out(ranks, tmp_path):
     ranks(2).run(all_measured, str(tmp_path))
 
 

@@ -257,16 +257,22 @@ def _failure(call: Callable[[], object], device: torch.device) -> str | None:
 def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device, group: Group) -> Measured:
     """Returns the candidates' times, the fused kernels' as the device sees them."""
 
-    def medians(variants: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
+    def medians(
+        variants: Mapping[Candidate, Callable[[], object]],
+        rounds: int = ROUNDS,
+        seconds: float = BURST_SECONDS,
+    ) -> dict[Candidate, float]:
         timings = measure(
             {candidate.name: call for candidate, call in variants.items()},
             group=group.process_group,
             device=device,
-            rounds=ROUNDS,
-            burst_seconds=BURST_SECONDS,
+            rounds=rounds,
+            burst_seconds=seconds,
         )
         return {candidate: timings.median(candidate.name) for candidate in variants}
 
+    first = medians(calls, rounds=3, seconds=0.0)
+    calls = {c: call for c, call in calls.items() if first[c] <= FARTHEST * min(first.values())}
     on_device: dict[Candidate, float] = {}
     kernels = [candidate for candidate in calls if candidate.backend.name == "fused"]
     if device.type == "cuda":
