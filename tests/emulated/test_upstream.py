@@ -9,8 +9,8 @@ from pathlib import Path
 import cutlass
 import pytest
 
-from cute_emulator import Emulator, Schedule
-from cute_emulator.host.script import one_device
+from cute_emulator import Emulator, Schedule, mutate
+from cute_emulator.host.script import one_device, run_script
 from cute_emulator.testing import emulator_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "upstream"
@@ -26,6 +26,15 @@ def load(name, monkeypatch, folder=FOLDER):
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("file", [SCRIPT, READ_WAIT], ids=lambda file: file.stem)
+def test_a_file_stands_by_itself(file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= 900
+    imported = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
+    assert set(imported) <= {"argparse", "cuda", "cutlass", "itertools", "os", "torch"}
+    assert text.startswith("# Copyright") and "SPDX-License-Identifier: BSD-3-Clause" in text
 
 
 def cases():
@@ -47,11 +56,14 @@ def test_virtual_ranks(ranks, mnkl, tile, cluster, ab_dtype, c_dtype, mode, monk
         example.run(mnkl, ab_dtype, c_dtype, tile, cluster, ranks, iterations=0)
 
 
+SHAPE = ["--mnkl", "512,128,264,1", "--tile_shape_mn", "64,128", "--cluster_shape_mn", "1,1"]
+"""On 3 SMs each CTA computes two tiles or more, in which it uses its stages more than once."""
+
+
 def run(*words, script=SCRIPT, ranks=2, mode="immediate", schedule="round_robin"):
-    """The example as torchrun starts it: three tiles or more for each CTA of a rank."""
-    shape = ("--mnkl", "512,128,72,1", "--tile_shape_mn", "64,128", "--cluster_shape_mn", "1,1")
+    """The example as torchrun starts it."""
     options = ("--arch", "sm_90a", "--ranks", ranks, "--num-sms", 3, "--mode", mode, "--schedule", schedule)
-    return emulator_command(*options, script, *(words or (*shape, "--iterations", 0)))
+    return emulator_command(*options, script, *(words or (*SHAPE, "--iterations", 0)))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +122,23 @@ def test_what_is_broken_is_noticed(change, tmp_path):
     done = run(script=script, mode="lazy")
     assert done.returncode == 1
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+UNNEEDED = {
+    "mbarrier.try_wait.parity.shared.b64#[1-6]: remove": "producer_tail, which a lone CTA can do without",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_every_synchronisation_is_needed():
+    def check(options):
+        with Emulator("sm_90a", 2, num_sms=3, **options) as emulator:
+            run_script(emulator, str(SCRIPT), [*SHAPE, "--iterations", "0"])
+
+    outcomes = mutate.run(check, mutate.settings(seeds=1, ranks=2), reasons=UNNEEDED)
+    assert len(outcomes) > 30
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
 
 
 @pytest.mark.parametrize("order", ["source", "world - 1 - source"])
