@@ -66,7 +66,8 @@ class ColumnParallelLinear(ShardedLinear):
         sequence_parallel: The input is sharded along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        rows: As for `overlap_gemm.all_gather_gemm`.
+        rows: As for `overlap_gemm.all_gather_gemm`: of sequences that the ranks do not divide, the length of
+            all, or "exchange".
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
@@ -203,7 +204,8 @@ class ParallelMLP(nn.Module):
         sequence_parallel: Input and output are sharded along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        rows: As for `overlap_gemm.all_gather_gemm`.
+        rows: As for `overlap_gemm.all_gather_gemm`: of sequences that the ranks do not divide, the length of
+            all, or "exchange".
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.

@@ -53,6 +53,21 @@ def test_calls_of_one_size_class_share_a_workspace_which_close_gives_back(world)
     assert overlap_gemm.workspace_bytes() == 0
 
 
+@pytest.mark.parametrize(
+    ("op", "what", "rows", "shape"),
+    [("all_gather_gemm", "rows", 64, (128, 64)), ("gemm_all_gather", "columns", 128, (128, 128))],
+)
+def test_shards_are_equal_for_virtual_ranks_which_cannot_ask(world, op, what, rows, shape):
+    x, weight = torch.ones(rows, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16)
+    call = getattr(overlap_gemm, op)
+    outs = [call(x, weight, group=name, backend="fused") for name in world.names]
+    world.synchronize()
+    for out in outs:
+        assert torch.equal(out, torch.full(shape, 32.0, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=f"virtual ranks cannot ask each other for {what}; pass the total"):
+        call(x, weight, group=world.names[0], backend="fused", **{what: "exchange"})
+
+
 def test_the_limit_of_all_workspaces_is_kept(world, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "1000")
     with pytest.raises(ValueError, match="the limit is 1000 .OVERLAP_GEMM_WORKSPACE_LIMIT."):

@@ -213,24 +213,30 @@ def test_unequal_shards_in_a_graph_raise(ranks):
 
 
 def asked_once(rank, size):
-    """What has been agreed on is not asked again; lengths are: a peer's may change while ours does not."""
-    for op, backend, messages in (
-        ("gemm_reduce_scatter", "torch", 0),
-        ("gemm_all_reduce", "torch", 0),
-        ("all_gather_gemm", "torch", 1),
-        ("gemm_all_reduce", "sequential", 1),  # which announces
+    """What has been agreed on is not asked again, lengths only where callers want it."""
+    for op, backend, options, messages in (
+        ("gemm_reduce_scatter", "torch", {}, 0),
+        ("gemm_all_reduce", "torch", {}, 0),
+        ("all_gather_gemm", "torch", {}, 0),
+        ("gemm_all_gather", "torch", {}, 0),
+        ("all_gather_gemm", "torch", {"rows": "exchange"}, 1),
+        ("gemm_all_gather", "torch", {"columns": "exchange"}, 1),
+        ("gemm_all_reduce", "sequential", {}, 1),  # which announces
+        ("all_gather_gemm", "sequential", {}, 1),
     ):
-        call = partial(getattr(overlap_gemm, op), backend=backend)
+        call = partial(getattr(overlap_gemm, op), backend=backend, **options)
         call(torch.ones(4, 3), torch.ones(5, 3))
         # A rank whose operands lie otherwise prepares anew, but alone: it must not ask the others.
         x = torch.ones(3, 4).t() if rank == 0 else torch.ones(4, 3)
         sent, real = [], agree._send_and_receive
         with mock.patch.object(agree, "_send_and_receive", lambda *given: sent.append(1) or real(*given)):  # noqa: B023
             call(x, torch.ones(5, 3))
-        assert len(sent) == messages, op
-    overlap_gemm.all_gather_gemm(torch.ones(2 if rank < size - 1 else 1, 3), torch.ones(5, 3))
-    out = overlap_gemm.all_gather_gemm(torch.ones(2, 3), torch.ones(5, 3))
-    assert out.shape == (2 * size, 5)
+            with torch.autograd.profiler.profile(enabled=rank == 1):  # through torch's dispatcher
+                call(x, torch.ones(5, 3))
+        assert len(sent) == 2 * messages, op
+    ask = partial(overlap_gemm.all_gather_gemm, rows="exchange")  # a peer's may change while ours does not
+    ask(torch.ones(2 if rank < size - 1 else 1, 3), torch.ones(5, 3))
+    assert ask(torch.ones(2, 3), torch.ones(5, 3)).shape == (2 * size, 5)
 
 
 def test_what_is_agreed_is_not_asked_again(ranks):

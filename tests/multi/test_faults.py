@@ -97,11 +97,12 @@ def test_check_mode_names_the_rank_on_every_rank(ranks, body):
 
 
 def wrong_shards(rank, size):
-    """Also without the debug mode: the lengths are exchanged anyway."""
+    """Also without the debug mode."""
+    x, weight = torch.ones(1 if rank == 0 else 2, 3), torch.ones(3 if rank == 0 else 1, 3)
     with pytest.raises(ValueError, match=r"the ranks hold \[1, 2, 2\] rows; 5 .* \[2, 2, 1\]"):
-        overlap_gemm.all_gather_gemm(torch.ones(1 if rank == 0 else 2, 3), torch.ones(4, 3))
+        overlap_gemm.all_gather_gemm(x, torch.ones(4, 3), rows="exchange")
     with pytest.raises(ValueError, match=r"the ranks hold \[3, 1, 1\] columns; 5 .* \[2, 2, 1\]"):
-        overlap_gemm.gemm_all_gather(torch.ones(2, 3), torch.ones(3 if rank == 0 else 1, 3))
+        overlap_gemm.gemm_all_gather(torch.ones(2, 3), weight, columns="exchange")
     with pytest.raises(ValueError, match=rf"of rows=7 rank {rank} of 3 owns {3 if rank < 2 else 1}"):
         overlap_gemm.all_gather_gemm(torch.ones(2, 3), torch.ones(4, 3), rows=7)
 

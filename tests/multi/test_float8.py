@@ -67,6 +67,7 @@ def call(rank, ranks, op, rows, backend, types, dtype, features=(96, 192), **how
     if op == "column_parallel_gemm":
         out = product(*own, None, backend)
     else:
+        how |= OPS[op].arguments(rows, *features, least=True)
         out = product(own[0], own[1], bias=own[2], backend=backend, **how)
     (out,) = out if isinstance(out, list) else (out,)
     found = out, *torch.autograd.grad(out, own, layout.part(whole.grad, layout.out, rank, ranks))

@@ -55,9 +55,9 @@ def of_whole_operands(rank, size, op, backend, m, n, k):
         return whole if dim is None else Shard.apply(whole, dim, rank, size)
 
     def whole_to_whole(x, weight, bias):
-        out = getattr(overlap_gemm, op)(
-            part(x, layout.x), part(weight, layout.weight), bias=part(bias, layout.bias), backend=backend
-        )
+        operands = part(x, layout.x), part(weight, layout.weight)
+        lengths = OPS[op].arguments(m, n, k, least=True)
+        out = getattr(overlap_gemm, op)(*operands, bias=part(bias, layout.bias), backend=backend, **lengths)
         return out if layout.out is None else Unshard.apply(out, layout.out, (m, n)[layout.out], rank, size)
 
     given = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((m, k), (n, k), (n,))]
@@ -117,11 +117,12 @@ def written_in_place(rank, size, op, backend, watched):
     x, weight = torch.randn(5, 6, **DOUBLE), torch.randn(7, 6, **DOUBLE)
     own_x, own_weight = layout.part(x, layout.x, rank, size), layout.part(weight, layout.weight, rank, size)
     own_x.requires_grad_()
+    options = {"backend": backend, **OPS[op].arguments(5, 7, 6, least=True)}
     through = torch.autocast("cpu", torch.bfloat16) if watched else nullcontext()
     with through:  # torch's dispatcher, where somebody watches; autocast leaves float64
-        out = getattr(overlap_gemm, op)(own_x, own_weight, backend=backend)
+        out = getattr(overlap_gemm, op)(own_x, own_weight, **options)
         with torch.no_grad():
-            frozen = getattr(overlap_gemm, op)(own_x, own_weight, backend=backend)
+            frozen = getattr(overlap_gemm, op)(own_x, own_weight, **options)
     factor = torch.tensor(3, **DOUBLE).requires_grad_()
     out *= 3
     frozen *= factor
@@ -161,6 +162,7 @@ def several_weights(rank, size, backend, return_gathered, save_gathered):
         own,
         parts[0],
         bias=parts[1],
+        rows=len(whole),
         backend=backend,
         return_gathered=return_gathered,
         save_gathered=save_gathered,

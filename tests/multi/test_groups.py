@@ -23,6 +23,7 @@ def check_ops(group, rank, size, seed, backend):
             bias=layout.part(given.bias, layout.bias, rank, size),
             group=group,
             backend=backend,
+            **OPS[op].arguments(case.m, case.n, case.k, least=True),
         )
         torch.testing.assert_close(out, layout.part(reference(given).out, layout.out, rank, size))
 

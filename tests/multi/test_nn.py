@@ -39,6 +39,8 @@ def check_layer(rank, size, kind, backend, bias, sequence_dim, options, built_fr
 
     x = torch.randn(7, 5, SIZES[0], **DOUBLE).requires_grad_()
     column = kind is ColumnParallelLinear
+    if column and sequence_parallel:
+        layer.rows = x.shape[sequence_dim]
     if column:
         out_dim = None if options.get("gather_output") else 2
         in_dim = sequence_dim
@@ -91,8 +93,8 @@ def check_mlp(rank, size, sequence_parallel, bias, backend):
     gate, up, down = (nn.Linear(a, b, bias=bias, **DOUBLE) for a, b in ((6, 11), (6, 11), (11, 6)))
     torch.manual_seed(3)
     options = {"sequence_parallel": sequence_parallel, "backend": backend}
-    seeded = ParallelMLP(6, 11, bias=bias, **options, **DOUBLE)
-    cut = ParallelMLP.from_linears(gate, up, down, **options)
+    seeded = ParallelMLP(6, 11, bias=bias, rows=9, **options, **DOUBLE)
+    cut = ParallelMLP.from_linears(gate, up, down, rows="exchange", **options)
     x = torch.randn(9, 2, 6, **DOUBLE).requires_grad_()
     expected = down(nn.functional.silu(gate(x)) * up(x))
     grad = torch.randn_like(expected)

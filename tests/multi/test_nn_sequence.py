@@ -58,7 +58,7 @@ def blocks(kind, sequence_dim=0, group=None, sequence_parallel=True):
     known = options if kind in ("layer", "rms") else {}
     sharded = Block(
         norm_of(kind, **known),
-        ColumnParallelLinear.from_linear(linears[0], sequence_dim=sequence_dim, **options),
+        ColumnParallelLinear.from_linear(linears[0], sequence_dim=sequence_dim, rows=ROWS, **options),
         RowParallelLinear.from_linear(linears[1], sequence_dim=sequence_dim, **options),
         norm_of(kind, **known),
     )

@@ -20,10 +20,10 @@ SHAPES = {
 }
 
 
-def matches_the_whole(rank: int, size: int, case: Case, backend: str) -> None:
+def matches_the_whole(rank: int, size: int, case: Case, backend: str, exchange: bool = False) -> None:
     given, layout = operands(case), LAYOUTS[case.op]
     exact, baseline = reference(given), reference(given, case.dtype)
-    for name, result, dim, roundings in forward_and_backward(case.op, given, rank, size, backend):
+    for name, result, dim, roundings in forward_and_backward(case.op, given, rank, size, backend, exchange):
         wanted = layout.part(getattr(baseline, name), dim, rank, size)
         if wanted is None:
             assert result is None
@@ -48,8 +48,9 @@ def test_without_bias(ranks, op, backend, world):
     ranks(world).run(matches_the_whole, Case(op, 10, 9, 8, bias=False), backend)
 
 
+@pytest.mark.parametrize("exchange", [False, True], ids=["known", "exchange"])
 @pytest.mark.parametrize("m", range(10))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_any_number_of_rows(ranks, m, backend):
+def test_any_number_of_rows(ranks, m, backend, exchange):
     for op in OPS:
-        ranks(4).run(matches_the_whole, Case(op, m, 6, 5), backend)
+        ranks(4).run(matches_the_whole, Case(op, m, 6, 5), backend, exchange)

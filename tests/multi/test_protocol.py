@@ -28,7 +28,8 @@ def parts_of(case, rank, size):
 
 def call(case, rank, size, backend, **options):
     x, weight, bias = parts_of(case, rank, size)
-    return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **options)
+    lengths = OPS[case.op].arguments(case.m, case.n, case.k, least=True)
+    return getattr(overlap_gemm, case.op)(x, weight, bias=bias, backend=backend, **lengths, **options)
 
 
 def sums_in_rank_order(rank, size, op, dtype, backend):
@@ -72,6 +73,7 @@ def torchs_own_way(rank, size, op):
         mock.patch("overlap_gemm.backends.collectives.sum_in_rank_order", ours),
     ):
         options = {"return_gathered": True} if op == "all_gather_gemm" else {}
+        options |= OPS[op].arguments(7, 6, 8, least=True)
         out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend="torch", **options)
         outs = out if isinstance(out, tuple) else (out,)
         sum(part.square().sum() for part in outs).backward()
@@ -110,11 +112,11 @@ def test_200_calls_with_changing_data(ranks, op, backend, world):
 def two_in_flight(rank, size, first_op, second_op, backend):
     """A large call and a small one on one group at once."""
     big, small = Case(first_op, 600, 300, 200), Case(second_op, 9, 7, 5)
-    wanted = [call(case, rank, size, "sequential", **lengths(case)) for case in (big, small)]
+    wanted = [call(case, rank, size, "sequential") for case in (big, small)]
     results = {}
 
     def issue(case):
-        results[case] = call(case, rank, size, backend, **lengths(case))
+        results[case] = call(case, rank, size, backend)
 
     for _ in range(5):
         dist.barrier()
@@ -145,13 +147,6 @@ def posted():
         yield event
 
 
-def lengths(case):
-    return {
-        "all_gather_gemm": {"rows": case.m},
-        "gemm_all_gather": {"columns": case.n},
-    }.get(case.op, {})
-
-
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("second", OPS)
 @pytest.mark.parametrize("first", OPS)
@@ -166,7 +161,8 @@ def leading_dimensions(rank, size, op, dim):
         weight, bias = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
         start, stop = Shards.even(whole.shape[dim], size).range(rank)
         x = whole.narrow(dim, start, stop - start)
-        out, gathered = overlap_gemm.all_gather_gemm(x, weight, bias=bias, dim=dim, return_gathered=True)
+        options = {"dim": dim, "rows": whole.shape[dim], "return_gathered": True}
+        out, gathered = overlap_gemm.all_gather_gemm(x, weight, bias=bias, **options)
         torch.testing.assert_close(gathered, whole)
         torch.testing.assert_close(out, whole @ weight.t() + bias)
         return
@@ -174,7 +170,8 @@ def leading_dimensions(rank, size, op, dim):
     columns = slice(*Shards.even(6, size).range(rank))
     if op == "gemm_all_gather":
         rows = slice(*Shards.even(7, size).range(rank))
-        torch.testing.assert_close(overlap_gemm.gemm_all_gather(whole, weight[rows]), whole @ weight.t())
+        out = overlap_gemm.gemm_all_gather(whole, weight[rows], columns=7)
+        torch.testing.assert_close(out, whole @ weight.t())
         return
     x, part = whole[..., columns], weight[:, columns]
     if op == "gemm_all_reduce":

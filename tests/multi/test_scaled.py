@@ -49,6 +49,7 @@ def call(rank, ranks, op, shape, backend, *, dtype=E4M3, out_dtype=torch.bfloat1
     if not OPS[op].sums and not tensorwise:  # scales go with their rows
         own_x, own_w = part(op, "x", own_x, rank, ranks), part(op, "weight", own_w, rank, ranks)
     bias = bias.to(out_dtype)
+    more = OPS[op].arguments(*shape, least=True) | more
     out = getattr(overlap_gemm, op)(
         part(op, "x", x, rank, ranks), part(op, "weight", weight, rank, ranks), backend=backend,
         bias=part(op, "bias", bias, rank, ranks), scale_x=own_x, scale_w=own_w, out_dtype=out_dtype, **more,

@@ -81,6 +81,7 @@ def mx_types(rank, ranks):
             found = scaled_mm(
                 getattr(overlap_gemm, name), a, b.t(), scale_a, MX, scale_b.view(-1, 16), MX, SWIZZLED,
                 SWIZZLED, output_dtype=torch.float32, backend=backend,
+                **OPS[name].arguments(m, n, k, least=True),
             )  # fmt: skip
             torch.testing.assert_close(found.double(), part(exact, layout.out), rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,6 @@
 """One op and its gradients on one rank: the rank's part of each result, to be judged against the whole."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,9 +26,18 @@ class Share(NamedTuple):
     roundings: int
 
 
-def forward_and_backward(op: str, given: Operands, rank: int, size: int, backend: str) -> tuple[Share, ...]:
-    """Calls an op on the rank's part of the operands, and backward with its part of the output's gradient."""
+def forward_and_backward(
+    op: str, given: Operands, rank: int, size: int, backend: str, exchange: bool = False
+) -> tuple[Share, ...]:
+    """Calls an op on the rank's part of the operands, and backward with its part of the output's gradient.
+
+    With `exchange` the ranks find out themselves how long the sharded extent is.
+    """
     layout = LAYOUTS[op]
+    m, n = given.grad.shape
+    lengths: dict[str, Any] = OPS[op].arguments(m, n, given.x.shape[1], least=True)
+    if exchange:
+        lengths = dict.fromkeys(lengths, "exchange")
     x, weight, bias = (
         None if part is None else part.detach().requires_grad_()  # a reference may track the whole
         for part in (
@@ -38,7 +47,7 @@ def forward_and_backward(op: str, given: Operands, rank: int, size: int, backend
         )
     )
     assert x is not None and weight is not None
-    out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend=backend)
+    out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend=backend, **lengths)
     out.backward(layout.part(given.grad, layout.out, rank, size))
     # In forward the summands of an output, in backward those of the input gradient, are rounded on each rank.
     roundings = 2 * size if backend == "torch" else size

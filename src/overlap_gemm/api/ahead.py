@@ -45,7 +45,8 @@ def warmup(
 
     Collective: every rank of the group calls it with the same arguments. The operands are uninitialised and
     freed again. What `auto` takes in a CUDA graph is warmed up with what it takes outside of one, and both
-    for callers that say the third extent (`k=`, `columns=`) and for those that do not.
+    for callers that say the third extent (`k=`, `columns=`) and for those that do not (of equal shards, for
+    those that say nothing at all, too).
 
     Args:
         op: The op's name.
@@ -117,6 +118,8 @@ def warmup(
             )
             if captured != eager:
                 make(captured, extents)
+        if least and all(extent % ranks.size == 0 for extent in least.values()):
+            make(backend, {})
     if where.type == "cuda":
         torch.cuda.synchronize(where)
 

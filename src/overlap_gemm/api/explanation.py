@@ -38,7 +38,8 @@ def explain(
 ) -> Choice:
     """Which backend would carry out `op(x, weight, ...)`, and why.
 
-    Communicates only where the op would: to ask for lengths that are not given.
+    Asks the other ranks for no length: shards are equal, where the whole extent is not given. It communicates
+    where `auto` finds out what the group's GPUs reach, once.
 
     Args:
         op: One of the four ops or its name.
@@ -67,6 +68,7 @@ def explain(
     ranks, several = group_name(group), spec.gathers_operand
     dim = dim if "m" in (spec.x, spec.out) else 0
     options = CallOptions(backend, deterministic, None, dim, rows, columns, k, out_dtype=out_dtype)
+    options = options.unasked(spec.name)
     options, scales = with_scales(options, scale_x, scale_w)
     if not scales:
         x, weights, _biases = autocast(x, weights, [])

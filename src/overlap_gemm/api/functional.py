@@ -100,8 +100,8 @@ def all_gather_gemm(
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
-    The column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded as
-    `torch.chunk` cuts them; a shard may be short or empty.
+    The column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded
+    equally, or, with `rows`, as `torch.chunk` cuts them; a shard may be short or empty then.
 
     Args:
         x_shard: This rank's rows `[M_local, ..., K]`; float32, bfloat16, float16 (or float64).
@@ -111,9 +111,11 @@ def all_gather_gemm(
         bias: `[N_local]`, or one per weight if `weight` is a list.
         return_gathered: Return the gathered x as well.
         backend: "auto" or a backend's name; see `explain`.
-        rows: M, the sum of the ranks' `M_local`; or "equal" if every rank has as many rows as this one; or
-            None: the ranks exchange their lengths first, one small all-gather between the hosts. Under
-            torch.compile and CUDA graph capture, where that cannot be, None means "equal".
+        rows: None if every rank has as many rows as this one: the first eager call of a kind compares, and
+            raises on all if they have not, later ones ask nobody. Else M, the sum of the ranks' `M_local`, of
+            which each must have what `torch.chunk` gives it. Or "equal", which is None without a comparison;
+            or "exchange": the ranks ask each other in every call, one small all-gather between the hosts,
+            which a graph (torch.compile's, a captured one) cannot.
         dim: The sharded dimension of `x_shard`, 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs
             a copy unless b = 1).
         save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
@@ -270,11 +272,11 @@ def gemm_all_gather(
     Args:
         x: `[..., K]`, the same on every rank; float32, bfloat16, float16 (or float64). Its gradient is
             complete on every rank.
-        weight: `[N_local, K]`; N is sharded as `torch.chunk` cuts it.
+        weight: `[N_local, K]`.
         group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         bias: `[N_local]`.
         backend: "auto" or a backend's name; see `explain`.
-        columns: N; as `rows` of `all_gather_gemm`.
+        columns: N, where ranks have not as many columns as each other; as `rows` of `all_gather_gemm`.
         deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
         reserve_sms: As for `all_gather_gemm`.
         scale_x: As for `gemm_reduce_scatter`.

@@ -9,12 +9,12 @@ from ..backends.scaling import OUT_DTYPES
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..runtime.order import is_capturing
-from ..spec import ARGUMENTS, OPS
+from ..spec import OPS
 from .autocast import autocast_call
 from .calls import is_plain, keep, layouts, needs_grad, state
 from .lowering import LOWERINGS, Lowered
 from .operands import Scales
-from .options import CallOptions
+from .options import ASKED, CallOptions
 from .registered import Bound, Registered
 from .scaled import NO_GRADIENT
 from .scaled import OPS as SCALED
@@ -61,10 +61,6 @@ class _Asking(NamedTuple):
         total = agree.total_length(name, what, length, x.device, self.group, self.facts)
         told = self.options.told(what, total)
         return call_op(self.op, x, weight, bias, self.group.name, told, *scales)
-
-
-ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
-"""The option that says the extent which ranks ask each other for where callers do not say it."""
 
 
 def call_op(
@@ -136,7 +132,7 @@ def _lower_unasked(
     op: Registered, group: Group, x: Tensor, weight: Any, bias: Any, options: CallOptions, scales: Scales
 ) -> Lowered:
     """The call as it is checked before ranks ask each other for its extent."""
-    return LOWERINGS[op.name](group.name, x, weight, bias, options.equal(ASKED.get(op.name)), scales)
+    return LOWERINGS[op.name](group.name, x, weight, bias, options.unasked(op.name), scales)
 
 
 def _prepare(
@@ -148,9 +144,8 @@ def _prepare(
     options: CallOptions,
     scales: Scales,
 ) -> _Prepared | _Asking:
-    asked = ASKED.get(op.name)
-    extent = getattr(options, asked) if asked else ()
-    if extent is None and group.size > 1 and not is_capturing(x.device):
+    asks = op.name in ASKED and getattr(options, ASKED[op.name]) == "exchange"
+    if asks and group.size > 1 and not is_capturing(x.device):
         facts = _lower_unasked(op, group, x, weight, bias, options, scales).facts
         return _Asking(op, group, options, facts)
     lowered = LOWERINGS[op.name](group.name, x, weight, bias, options, scales)

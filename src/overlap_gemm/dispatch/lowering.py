@@ -82,7 +82,7 @@ def lower_all_gather_gemm(
     width, unit = x.shape[-1], math.prod(inner)
     more = {"dim": dim, "weights": len(weights), "inner": tuple(inner), "keep": options.keep}
     facts = _facts(op, x, width, len(biases) > 0, options, **more)
-    total = total_extent(op, "rows", options.rows, length, x, group, facts)
+    total = total_extent(op, "rows", options.rows, length, x, group, facts, unit)
     columns = _known(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
     shards = Shards.even(total * unit, group_size(group), max(unit, 1))
 
@@ -182,9 +182,12 @@ LOWERINGS: dict[str, Callable[..., Lowered]] = {
 
 
 def _facts(op: str, x: Tensor, width: int, bias: bool, options: CallOptions, **others: Any) -> agree.Facts:
+    deterministic = options.deterministic
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     return (
         ("op", op), ("dtype", x.dtype), ("k", width), ("bias", bias),
-        ("backend", options.backend), ("deterministic", options.deterministic),
+        ("backend", options.backend), ("deterministic", deterministic),
         ("out_dtype", options.out_dtype), *others.items(),
     )  # fmt: skip
 
@@ -228,6 +231,7 @@ def _check(
                     f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
                     f"it serves {sorted(ranks.device_types)}"
                 )
+        options.check_lengths(op)
         check_name(options.backend, bool(options.deterministic))
         check_reserve_sms(options.reserve_sms)
     except (ValueError, TypeError) as error:
@@ -237,9 +241,16 @@ def _check(
 
 
 def total_extent(
-    op: str, what: str, given: Length, length: int, x: Tensor, group: str, facts: agree.Facts
+    op: str,
+    what: str,
+    given: Length,
+    length: int,
+    x: Tensor,
+    group: str,
+    facts: agree.Facts,
+    unit: int = 1,
 ) -> int:
-    """The sharded extent over all ranks: the caller's, or equal shards in a graph, or what the ranks say.
+    """The sharded extent over all ranks: the caller's, or equal shards, or what the ranks say.
 
     Args:
         op: For messages.
@@ -249,13 +260,23 @@ def total_extent(
         x: The op's operand.
         group: Every rank of which calls.
         facts: As for `agree.same`.
+        unit: As for `agree.equal_length`.
 
     Raises:
-        ValueError: This rank's share is not that of `given`, or the ranks' are not as `torch.chunk` cuts.
+        ValueError: This rank's share is not that of `given`, or the ranks' are not equal, or not as
+            `torch.chunk` cuts.
     """
-    if given is None and not torch.compiler.is_compiling() and not is_capturing(x.device):
-        return agree.total_length(op, what, length, x.device, resolve(group), facts)
-    if given is None or given == "equal":
+    if given in (None, "exchange") and not (torch.compiler.is_compiling() or is_capturing(x.device)):
+        ranks = resolve(group)
+        if given is None:
+            return agree.equal_length(op, what, length, x.device, ranks, facts, unit)
+        return agree.total_length(op, what, length, x.device, ranks, facts)
+    if given == "exchange" and group_size(group) > 1:
+        raise ValueError(
+            f"{op}: {what}='exchange' asks the other ranks in every call, which a graph (torch.compile's, a "
+            f"captured one) cannot; pass {what}, or nothing if shards are equal"
+        )
+    if given is None or isinstance(given, str):
         return length * group_size(group)
     own = Shards.even(given, group_size(group)).size(group_rank(group))
     if own != length:
@@ -268,7 +289,7 @@ def total_extent(
 
 def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:
     """The extent over all ranks that only the choice of a backend looks at; None if nobody knows."""
-    if given == "equal":
+    if isinstance(given, str):
         return local * group_size(group)
     if given is not None and given < local:
         raise ValueError(f"{op}: {what}={given} over all ranks is less than this rank's {local}")

@@ -1,6 +1,7 @@
 """What a call may be told in addition to its tensors: one list for users, schema, cache and peers."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import torch
@@ -9,9 +10,15 @@ from torch import Tensor
 from ..backends.base import BackendName
 from ..backends.select import with_fallback
 from ..runtime.group import GroupLike
+from ..spec import ARGUMENTS, OPS
 
-Length: TypeAlias = int | Literal["equal"] | None
-"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: ask the others."""
+Length: TypeAlias = int | Literal["equal", "exchange"] | None
+"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: likewise, which they
+compare at the first call of a kind (of extents that an op does not need: nothing is known); "exchange": they
+ask each other in every call."""
+
+ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
+"""By ops: the option that says the extent which they need, and a rank's shard does not say."""
 
 
 class Passed(NamedTuple):
@@ -92,9 +99,20 @@ class CallOptions(NamedTuple):
         """The same with an extent over all ranks."""
         return self._replace(**{argument: length})  # type: ignore[arg-type]
 
-    def equal(self, argument: str | None) -> "CallOptions":
-        """Those of a call that asks nobody for this extent."""
-        return self.told(argument, "equal") if argument else self
+    def unasked(self, op: str) -> "CallOptions":
+        """Those of a call of `op` that asks nobody: shards are equal, where nothing else is known."""
+        asked = ASKED.get(op)
+        return self.told(asked, "equal") if asked and getattr(self, asked) in (None, "exchange") else self
+
+    def check_lengths(self, op: str) -> None:
+        """Raises a ValueError for extents that are none."""
+        for argument in ARGUMENTS.values():
+            given = getattr(self, argument)
+            words = ("equal", "exchange") if argument == ASKED.get(op) else ("equal",)
+            is_number = isinstance(given, (int, torch.SymInt, Integral))
+            if given is not None and not is_number and given not in words:
+                known = " or ".join(map(repr, words))
+                raise ValueError(f"{op}: {argument} must be a number, {known}, or None; got {given!r}")
 
 
 class GatherOptions(TypedDict, total=False):

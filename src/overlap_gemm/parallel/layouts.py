@@ -9,9 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ..api.functional import Length
+from ..runtime.order import is_capturing
 
 Rows: TypeAlias = Length | Callable[[], Length]
 """The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
+
+
+def unsaid() -> Length:
+    """For `rows` of which nobody has said how many there are: sequences of any length are cut over the ranks.
+
+    They ask each other; in a graph, which cannot, shards are equal.
+    """
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and is_capturing(torch.device("cuda"))):
+        return "equal"
+    return "exchange"
 
 
 def distribute(

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..api.functional import Length
 from ..dispatch.lowering import total_extent
 from ..dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ..runtime.group import group_rank, group_size
 from ..spec.sharding import Shards
 from .inputs import same_inputs
-from .layouts import local
+from .layouts import local, unsaid
 
 SEQUENCE_DIM = 1
 """Of Hugging Face's hidden states `[b, s, h]`."""
@@ -38,10 +39,10 @@ class LengthFor:
         if self.runs:
             self.total = total
 
-    def __call__(self) -> int | None:
-        """What was said, once; None: the ranks must ask each other."""
+    def __call__(self) -> Length:
+        """What was said, once."""
         total, self.runs, self.total = self.total, False, None
-        return total
+        return unsaid() if total is None else total
 
 
 class SequenceLength:
@@ -191,10 +192,10 @@ class GatherOutput:
         return whole_sequence("the last norm", out, self.length(), self.group)
 
 
-def whole_sequence(op: str, own: Tensor, total: int | None, group: str) -> Tensor:
-    """What is sharded by rows, whole on every rank; `total`: of the sequence, if it was said."""
-    total = total_extent(op, "rows", total, own.shape[SEQUENCE_DIM], own, group, (("op", op),))
-    return join_shards(own, SEQUENCE_DIM, total, group)
+def whole_sequence(op: str, own: Tensor, total: Length, group: str) -> Tensor:
+    """What is sharded by rows, whole on every rank; `total`: of the sequence."""
+    total_rows = total_extent(op, "rows", total, own.shape[SEQUENCE_DIM], own, group, (("op", op),))
+    return join_shards(own, SEQUENCE_DIM, total_rows, group)
 
 
 class PackedLinear(nn.Linear):

@@ -19,7 +19,7 @@ from ..api.kept_weights import STORED, Stored
 from ..backends.base import BackendName
 from ..backends.select import check_name
 from .kept_linears import weight_of
-from .layouts import Rows, as_output, distribute, extent, local, local_part
+from .layouts import Rows, as_output, distribute, extent, local, local_part, unsaid
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
@@ -296,7 +296,7 @@ class ColwiseForward:
 
     def total_rows(self) -> Length:
         """Rows of the input over all ranks, while they are gathered."""
-        return None if self.gathered is None else self.gathered.total
+        return unsaid() if self.gathered is None else self.gathered.total
 
     def _output(self, out: Tensor) -> Tensor:
         whole = torch.Size((*out.shape[:-1], extent(self.module, 0)))

@@ -4,11 +4,11 @@ The rule: between two collectives nothing may raise on one rank alone, since its
 Whatever one rank may fail at by itself (its environment, files, devices, memory, compiler) is an attempt of
 `together` or `gather`, at a call that all ranks make: each is told who failed, and why.
 
-`total_length` is part of an op; what the ranks call travels with the lengths. `same` compares what they call
-at the first call of each kind. With `OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all
-ranks compare the facts of every call before it, and raise together, each naming the rank that differs, where
-otherwise the call would hang until the group's timeout or compute nonsense; `report` lets them know of a rank
-whose arguments do not fit together.
+`same` compares what they call at the first call of each kind, and `equal_length` the lengths of their shards;
+`total_length` asks for these in every call. What the ranks call travels with lengths. With
+`OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all ranks compare the facts of every call
+before it, and raise together, each naming the rank that differs, where otherwise the call would hang until
+the group's timeout or compute nonsense; `report` lets them know of a rank whose arguments do not fit.
 """
 
 import hashlib
@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 TAG = (1 << 30) - 1
 """Of the messages in which ranks tell each other what they call: above users' tags, below `decomposed`'s."""
+
+ASKS = "what they know of each other's shards"
+"""The fact that ranks ask each other for lengths, or compare them."""
 
 CHECK_VARIABLE = "OVERLAP_GEMM_CHECK"
 
@@ -101,10 +104,13 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
     ]
     if failures:
         raise DisagreementError("; ".join(failures))
-    for fact in dict.fromkeys(key for theirs in everyone for key in theirs):
+    # Some may ask for lengths where others make a call that they know: what all say comes first.
+    said = dict.fromkeys(key for theirs in everyone for key in theirs)
+    for fact in sorted(said, key=lambda fact: (any(fact not in theirs for theirs in everyone), fact != ASKS)):
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
-            holders.setdefault(str(theirs.get(fact)), []).append(group.global_rank(rank))
+            view = str(theirs.get(fact, "nothing to compare"))
+            holders.setdefault(view, []).append(group.global_rank(rank))
         if len(holders) > 1:
             views = ", ".join(
                 f"rank {' '.join(map(str, ranks))} has {value}"
@@ -135,7 +141,7 @@ def same(group: Group, device: torch.device, facts: Facts, every_time: bool = Fa
     elif every_time or facts not in group.agreed:
         if is_capturing(device):
             return
-        _exchange(group, device, 0, facts)
+        _exchange(group, device, 0, facts, facts)
         if not every_time:
             group.agreed.add(facts)
 
@@ -189,8 +195,7 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
     """The sum of the ranks' `length`, exchanged between them.
 
     The exchange goes through host memory where the group has a backend for it (gloo, or "cpu:gloo,cuda:nccl")
-    and costs a stream synchronisation where it has none; callers who know the total pass it and save the
-    exchange.
+    and costs a stream synchronisation where it has none.
 
     Args:
         op: For messages.
@@ -208,19 +213,59 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
         return length
     if group.process_group is None:
         raise ValueError(f"{op}: virtual ranks cannot ask each other for {what}; pass the total")
+    facts = (*facts, (ASKS, f"{what}='exchange'"))
     if checking():
         _compare(group, dict(facts))
-    found = _exchange(group, device, length, facts)
-    wanted = Shards.even(sum(found), group.size).sizes
-    if found != wanted:
+    found = _exchange(group, device, length, facts, facts)
+    total = sum(found)
+    if found != (wanted := Shards.even(total, group.size).sizes):
         raise ValueError(
-            f"{op}: the ranks hold {found} {what}; {sum(found)} must be cut as torch.chunk does: {wanted}"
+            f"{op}: the ranks hold {found} {what}; {total} must be cut as torch.chunk does: {wanted}"
         )
-    return sum(found)
+    return total
 
 
-def _exchange(group: Group, device: torch.device, length: int, facts: Facts) -> list[int]:
-    """The ranks' lengths, if all have the same facts; these travel as a digest, whole only if it differs.
+def equal_length(
+    op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts, unit: int = 1
+) -> int:
+    """`total_length` of ranks that have as much as each other, which they compare at the first such call.
+
+    A rank whose length changes later asks the others, who do not: they learn of it from `verifier`, where the
+    call has one, else from what carries it out, or by the group's timeout.
+
+    Args:
+        op: For messages.
+        what: The name of the sharded extent, for messages.
+        length: This rank's share of it.
+        device: Where the op's tensors live.
+        group: Every rank of which must call.
+        facts: As for `same`; they travel with the length.
+        unit: Which multiple of the length the facts of `same` have by the name `what`.
+
+    Raises:
+        ValueError: On every rank, if the lengths are not equal.
+        RuntimeError: On every rank, if they call with different facts.
+    """
+    facts = (*facts, (ASKS, f"no {what}=, to be compared"))
+    total, known = length * group.size, (length, facts)
+    if group.process_group is None or group.size == 1 or (known in group.agreed and not checking()):
+        return total
+    if checking():
+        _compare(group, dict(facts))
+    found = _exchange(group, device, length, facts, (*facts, (what, total * unit)))
+    if len(set(found)) > 1:
+        total, wanted = sum(found), Shards.even(sum(found), group.size).sizes
+        way = "" if found == wanted else f", cut as torch.chunk does: {wanted}"
+        raise ValueError(
+            f"{op}: the ranks hold {found} {what}; without {what}= all must hold as many. "
+            f"Pass {what}={total}{way}; or {what}='exchange', if ranks know their own {what} only"
+        )
+    group.agreed.add(known)
+    return total
+
+
+def _exchange(group: Group, device: torch.device, length: int, facts: Facts, told: Facts) -> list[int]:
+    """The ranks' lengths, if all have the same facts; these travel as a digest; if it differs, as `told`.
 
     By messages of a tag of their own where gloo carries them, so that a rank which is already in the data's
     collective is waited for, and not mistaken for one that answers.
@@ -235,7 +280,7 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts) -> 
         group.all_gather(everyone, own)
     lengths, digests = everyone.t().tolist()
     if len(set(digests)) > 1:
-        _raise_difference(group, facts)
+        _raise_difference(group, told)
     return list(lengths)
 
 
