@@ -179,3 +179,22 @@ def test_stages_of_a_few_bytes_that_cp_async_fills_do_not_race():
 @pytest.mark.parametrize(("value", "kinds"), [("%r10", []), ("%r1", ["race"])])
 def test_warps_that_all_store_one_result_do_not_race(value, kinds):
     assert [f.kind for f in findings("lazy", f"st.global.b32 [%d0], {value};", {})] == kinds
+
+
+COPIES = "and.b32 %r6, %r0, 31; shl.b32 %r7, %r6, {shift}; and.b32 %r7, %r7, 127; add.s32 %r7, %r7, %r11;"
+
+
+@pytest.mark.parametrize("shift", [2, 7])  # of each lane, and of all lanes in one place
+@pytest.mark.parametrize(
+    ("stores", "kinds"),
+    [
+        ("st.shared.b32 [%r7], %r6;", set()),
+        ("st.shared.b32 [%r7], %r0;", {"shared-race"}),
+        ("@%p1 st.shared.b32 [%r7], %r6;\n@%p2 st.shared.b32 [%r7], %r6;", {"shared-race"}),
+    ],
+)
+def test_warps_with_copies_of_data_make_one_store_of_it(shift, stores, kinds):
+    """As Triton's do. By another instruction, or of another value, it is a race."""
+    for mode in MODES:
+        found = findings(mode, COPIES.format(shift=shift) + stores, {})
+        assert {f.kind for f in found} - {"lane-race"} == kinds, mode

@@ -349,17 +349,16 @@ class Access:
             offset = address - cta.base
             if not (0 <= offset <= cta.grid.smem_bytes - self.size and offset % self.size == 0):
                 cta, offset = self._other_cta(group, mask, address)
-            agent, shared = group.warp.agent, cta.grid.checks.shared
+            agent, shared, end = group.warp.agent, cta.grid.checks.shared, offset + self.size
+            place, data = cta.smem[offset:end], np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
             if shared is not None:
+                shared.storing = place, slice(None), data
                 shared.word(agent, cta, self.line, self.strong, offset, self.size, True, self.publishes, mask)
                 if not self.strong:
-                    end = offset + self.size
-                    group.warp.unsynced.add(
-                        LaneStore(group.warp, cta, mask, offset, offset, end, self.size, self.line)
-                    )
-            cta.smem[offset : offset + self.size] = np.frombuffer(self._scalar_bytes(mask, values), np.uint8)
+                    span = offset, offset, end
+                    group.warp.unsynced.add(LaneStore(group.warp, cta, mask, *span, self.size, self.line))
+            place[:] = data
             agent.touched = True
-            end = offset + self.size
             cta.mark_stored(slice(offset >> 4, (end + 15) >> 4), offset, end - 1, agent.epoch)
         else:
             active = address if mask == FULL else address[lane_array(mask)]
@@ -371,14 +370,14 @@ class Access:
                     one_lane = tuple(v if v.__class__ is int else int(v[lane]) for v in values)
                     self._store_shared(group, 1 << lane, int(address[lane]), one_lane)
                 return
-            agent, shared = group.warp.agent, cta.grid.checks.shared
+            agent, shared, rows = group.warp.agent, cta.grid.checks.shared, self._rows(mask, values)
             if shared is not None:
+                shared.storing = view, lanes.rows, rows
                 shared.lanes(agent, cta, self.line, self.strong, lanes, self.size, True, self.publishes, mask)
                 if not self.strong:
                     end = lanes.highest + self.size
                     at = lanes.offsets, lanes.lowest, end
                     group.warp.unsynced.add(LaneStore(group.warp, cta, mask, *at, self.size, self.line))
-            rows = self._rows(mask, values)
             if self.size == 16:
                 cta.chunks[lanes.rows] = rows.view(np.complex128)[:, 0]
             else:

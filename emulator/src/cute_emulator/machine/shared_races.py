@@ -93,11 +93,15 @@ class SharedRaces:
     """Told of every access to shared and tensor memory.
 
     Methods named `lanes`, `word` are told of ordinary accesses of a warp, `async_*` of those of a unit.
+
+    Attributes:
+        storing: Memory, places in it and data of the store that is told of next.
     """
 
     def __init__(self, report: Report, strict: bool = False) -> None:
         self.report, self.strict = report, strict
         self._lanes: Lanes | None = None
+        self.storing: tuple[np.ndarray, Any, np.ndarray] | None = None
 
     # -- ordinary accesses -----------------------------------------------------------------------
 
@@ -114,6 +118,7 @@ class SharedRaces:
             near = [a for a in cells.words if low <= a < high]
             hit = [a for a in near if np.logical_or.reduce((first <= a) & (a < first + size))]
             self._words(agent, cta, hit, line, strong, store)
+        self.storing = None
 
     def stores(self, agent: Agent, cta: Cta, lines: list[int], plan: LanePlan, size: int) -> bool:
         """Ordinary stores of a warp's lanes that follow each other; `plan` is that of all of them.
@@ -190,7 +195,7 @@ class SharedRaces:
                 cells.words[place] = [mine] + [0] * READS
             else:
                 cells.words[place][1 + (agent.warp.index & 1)] = mine
-        agent.touched = True
+        agent.touched, self.storing = True, None
 
     def _words(
         self, agent: Agent, cta: Cta, places: Any, line: int, strong: bool, store: bool,
@@ -326,6 +331,15 @@ class SharedRaces:
                     agent, cta, entry, verb, slot == WRITE, line, strong, at, only_async, where is None
                 )
 
+    def _repeats(self) -> bool:
+        """Whether the store that is told of changes nothing; carries it out, which is to come anyway."""
+        if self.storing is None:
+            return False
+        memory, places, data = self.storing
+        before = memory[places].copy()
+        memory[places] = data
+        return np.array_equal(before, memory[places])
+
     @staticmethod
     def knows(agent: Agent, entry: int) -> bool:
         """Whether an access happened before this agent's next one."""
@@ -345,6 +359,8 @@ class SharedRaces:
         if only_async and party.agent is not None:
             return
         theirs = entry >> 1 & LINE_MASK
+        if verb == "write" and was_write and theirs == line and self._repeats():
+            return  # warps that hold the same data make one store of it
         where = f"tensor memory of {cta}" if tensor else f"shared {at:#x}{cta.called(at)} of {cta}"
         lane = "" if self._lanes is None else self._lanes.at(at, at + 1)
         self.report.add(
