@@ -9,8 +9,8 @@ from pathlib import Path
 import cutlass
 import pytest
 
-from cute_emulator import Emulator, Schedule, mutate
-from cute_emulator.host.script import one_device, run_script
+from cute_emulator import Emulator, Schedule
+from cute_emulator.host.script import one_device
 from cute_emulator.testing import emulator_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "upstream"
@@ -122,23 +122,6 @@ def test_what_is_broken_is_noticed(change, tmp_path):
     done = run(script=script, mode="lazy")
     assert done.returncode == 1
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
-
-
-UNNEEDED = {
-    "mbarrier.try_wait.parity.shared.b64#[1-6]: remove": "producer_tail, which a lone CTA can do without",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_every_synchronisation_is_needed():
-    def check(options):
-        with Emulator("sm_90a", 2, num_sms=3, **options) as emulator:
-            run_script(emulator, str(SCRIPT), [*SHAPE, "--iterations", "0"])
-
-    outcomes = mutate.run(check, mutate.settings(seeds=1, ranks=2), reasons=UNNEEDED)
-    assert len(outcomes) > 30
-    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
 
 
 @pytest.mark.parametrize("order", ["source", "world - 1 - source"])
