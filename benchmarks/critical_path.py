@@ -39,7 +39,6 @@ OPS: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
     "GEMM-AR two-shot": ("gemm_all_reduce", (512, 1024, 64), {"algorithm": "two_shot"}),
     "GEMM-AG": ("gemm_all_gather", (512, 1024, 64), {}),
     "AG-GEMM sending": ("all_gather_gemm", (1024, 512, 64), {"transport": "peer_bulk"}),
-    "AG-GEMM in slices": ("all_gather_gemm", (1024, 512, 1024), {"transport": "k_slices"}),
 }
 """How each is called: op, (M, N, K) over all ranks, ways."""
 

@@ -104,27 +104,6 @@ def without_the_word(result):
     return re.fullmatch(r"gemm (8192|2048) 8192 2048", result["case"])
 
 
-COUNTED = {
-    "flag seen to first load": ("flag acquired -> first load", "instructions"),
-    "stage full to store": ("stage full -> store issued", "instructions"),
-}
-
-
-def counted(op, option):
-    """A row of the table of counts: the default, then the option, each on sm_90a and sm_100a."""
-    cells = []
-    for stretch, what in COUNTED.values():
-        default, other = (
-            " / ".join(
-                str(report("critical-path")[f"{arch} {name}"].get(stretch, {}).get(what, "none"))
-                for arch in ("sm_90a", "sm_100a")
-            )
-            for name in (op, option)
-        )
-        cells.append(default if default == other else f"{default} -> {other}")
-    return "| " + " | ".join((option, *cells)) + " |"
-
-
 NAMES = ("c-cu12-name", "d-cu13-name")
 FAST = "pingpong_128x128_c2x1_e4m3_obf16_sbf16_scale_fast"
 COOPERATIVE = ("128x256_c2x1", "128x256_c1x2", "128x128_c2x1", "128x128_c1x1")
@@ -139,7 +118,6 @@ FIGURES = {
             + " of the time before of every call but one"
         ),
         lambda: f"takes {said(since_one_receive_role())} of the time before on one H200",
-        lambda: counted("AG-GEMM sending", "AG-GEMM in slices"),
     ],
     "docs/design/all-gather.md": [
         lambda: "{:.2f} of the time with four virtual ranks".format(
@@ -148,8 +126,6 @@ FIGURES = {
         lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
         lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
         lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",
-        lambda: "{:.2f} of the fused kernel's time for 128 x 28672 x 8192".format(*slices(True)),
-        lambda: f"other {len(slices(False))} shapes {said(slices(False))}",
         lambda: f"takes {said(ratios('h200x2-k-slices', 'torch', where=few_columns))} of the fused kernel's",
     ],
     "docs/design/not-adopted.md": [
@@ -167,6 +143,8 @@ FIGURES = {
             f"{said(ratios('h200x2-publisher', 'publisher'))} of the default's time on two H200, with "
             f"tiles of 64x128 {said(ratios('h200x2-publisher', '64x128 publisher'))}"
         ),
+        lambda: "{:.2f} of the fused kernel's time for 128 x 28672 x 8192".format(*slices(True)),
+        lambda: f"other {len(slices(False))} shapes {said(slices(False))}",
     ],
     "docs/design/few-rows.md": [
         lambda: f"expects at most {constants()['whole_gain']} of the time",

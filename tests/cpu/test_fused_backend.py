@@ -157,7 +157,7 @@ def test_what_a_call_goes_by_follows_from_what_is_asked_for_and_from_its_rows():
     )
     assert few.sends_ll and wanted(None, few) is LL_WORDS and wanted(None, many) is wanted(None) is STORES
     by = {name: wanted(transport, many).device for name, transport in TRANSPORTS.items()}
-    assert by == {name: name for name in TRANSPORTS} | dict.fromkeys(("copy_engine", "k_slices"), "peer_bulk")
+    assert by == {name: name for name in TRANSPORTS} | {"copy_engine": "peer_bulk"}
     for name in ("ll", "nvls"):
         with pytest.raises(ValueError, match=f"'{name}' sends values of 16 bits; got slot_dtype='f32'"):
             wanted(TRANSPORTS[name], GemmConfig(slot_dtype="f32"))

@@ -112,5 +112,5 @@ def test_a_signature_without_a_fact_stands_for_several_layouts(fact, monkeypatch
 def test_gathered_shards_with_scales_of_different_blocks_have_different_signatures():
     """One float32 of 128 elements takes as many bytes as four e8m0 of 32."""
     shards = Shards(128, 2, 64)
-    kinds = {gather.signature_of(torch.float8_e4m3fn, 256, shards, False, 512, blocks) for blocks in BLOCKS}
+    kinds = {gather.signature_of(torch.float8_e4m3fn, 256, shards, 512, blocks) for blocks in BLOCKS}
     assert len(kinds) == len(BLOCKS)

@@ -12,7 +12,7 @@ from cute_emulator import Emulator, EmulatorError, Schedule
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends import gather
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels import all_gather, gathering
+from overlap_gemm.kernels import all_gather
 from overlap_gemm.kernels.geometry import (
     CONTROL_BYTES,
     MAX_WORLD,
@@ -322,7 +322,7 @@ def without_proxy_fence(patch):
 
 
 def without_readers(patch):
-    patch.setattr(gathering, "await_readers", lambda *_: None)
+    patch.setattr(all_gather, "await_readers", lambda *_: None)
 
 
 @pytest.mark.usefixtures("changed_kernels")

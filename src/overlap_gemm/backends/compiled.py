@@ -49,9 +49,7 @@ def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bo
     return executor.is_whole_device
 
 
-def compiled_gather(
-    executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool, sliced: bool = False
-) -> Any:
+def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool) -> Any:
     """The all-gather GEMM of a configuration.
 
     Args:
@@ -60,25 +58,17 @@ def compiled_gather(
         push: as for `kernels.build.make_gather_kernel`.
         keep: likewise.
         puts: whether a relay kernel puts the shards.
-        sliced: as for `kernels.build.make_gather_kernel`.
-
-    Raises:
-        ValueError: shards that are put, or kept, have no kernel by slices.
     """
-    if sliced and puts:
-        raise ValueError(
-            "shards come by slices of K (transport='k_slices') where stores reach all peers alone"
-        )
 
     def build() -> Any:
         from ..kernels.build import compile_kernel, make_gather_kernel
         from ..transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
-        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative, sliced), OPTIONS)
+        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative), OPTIONS)
 
     cooperative = _is_cooperative(executor, config, puts)
-    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative, sliced), build, puts=False)
+    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative), build, puts=False)
 
 
 def compiled_relay(executor: Executor) -> Any:

@@ -284,7 +284,6 @@ def _make_plan(
     # Virtual ranks share a GPU, which copies within itself by kernels.
     push |= group.is_virtual and isinstance(executor, CudaExecutor)
     push &= not puts
-    sliced = asked is not None and asked.slices
     owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
@@ -294,10 +293,9 @@ def _make_plan(
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         config = config.keeping if keep else config
         tile_m, tile_n = config.cluster_tile
-        high = ceil_div(shards.total, tile_m) if sliced else owners * ceil_div(chunk, tile_m)
-        work = high * ceil_div(columns, tile_n)
+        work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
-        gemm = compiled_gather(executor, config, push, keep, puts, sliced)
+        gemm = compiled_gather(executor, config, push, keep, puts)
         return Product(config, gemm, min(resident, work))
 
     def compiled() -> tuple[tuple[Product, ...], Any]:
@@ -316,7 +314,6 @@ def _make_plan(
         bias,
         keep,
         puts,
-        sliced,
         settings().fields,
     )
     products, relay = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
@@ -324,8 +321,8 @@ def _make_plan(
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
     pitch = row_bytes // dtype.itemsize
-    extents = (shards.total, depth, 1) if sliced else (chunk, depth, owners)
-    gathered = buffer.as_strided(extents, (pitch, 1, full // dtype.itemsize), buffer.storage_offset())
+    strides = (pitch, 1, full // dtype.itemsize)
+    gathered = buffer.as_strided((chunk, depth, owners), strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     scales = gathered_scales(buffer, owners, chunk, depth, blocks) if blocks else None
@@ -342,7 +339,7 @@ def _make_plan(
         travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, nbytes)
     elif nbytes and not push:
         travel = copies_of(workspace, full, nbytes)
-    signature = signature_of(dtype, row_bytes, shards, sliced, after, blocks)
+    signature = signature_of(dtype, row_bytes, shards, after, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -354,7 +351,6 @@ def signature_of(
     dtype: torch.dtype,
     row_bytes: int,
     shards: Shards,
-    sliced: bool = False,
     after: int = 0,
     blocks: Blocks | None = None,
 ) -> int:
@@ -366,7 +362,6 @@ def signature_of(
         dtype: Type of the gathered operand.
         row_bytes: Bytes of a row, with its scale if it has one.
         shards: Shards of the rows.
-        sliced: Whether shards are sent by slices of K.
         after: Bytes of a full shard after its rows.
         blocks: Blocks that share a scale, as many bytes of which may be of two kinds.
     """
@@ -376,7 +371,6 @@ def signature_of(
         "world": shards.parts,
         "row_bytes": row_bytes,
     }
-    facts |= {"sliced": True} if sliced else {}
     facts |= {"after": after, "blocks": blocks} if after else {}
     return call_signature("gather", **facts, dtype=dtype)
 

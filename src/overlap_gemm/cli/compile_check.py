@@ -26,10 +26,9 @@ ARCHS = ("sm_90a", "sm_100a")
 
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
 GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
-SLICED = f"{ALL_GATHER_GEMM.label} in slices"
-KERNELS = ("GEMM", *EXCHANGES, *GATHERS, SLICED)
+KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards, or send slices of K.
+whether its warps send and keep shards.
 """
 
 
@@ -62,8 +61,6 @@ def check(config: GemmConfig, op: str) -> Checked:
     if op in GATHERS:
         sends = GATHERS[op]  # and keeps
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
-    elif op == SLICED:
-        kernel = make_gather_kernel(config, PeerBulk(), sliced=True)
     elif op in EXCHANGES:
         # As `backends.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
@@ -76,12 +73,7 @@ def check(config: GemmConfig, op: str) -> Checked:
 
 
 def takes(config: GemmConfig, op: str) -> bool:
-    """Whether there is such a kernel.
-
-    By slices operands have no scales.
-    """
-    if (config.visits_rows or config.blocks) and op == SLICED:
-        return False
+    """Whether there is such a kernel."""
     return op not in GATHERS or config.gathers_rows
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, Uint64, cute
+from cutlass import Int64, Uint32, Uint64, cute
 
 from overlap_gemm.device.failure import FailureSite
 from overlap_gemm.device.memory import global_pointer
@@ -97,16 +97,6 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
                 fail(bound, site, target & EPOCH_MASK, seen & EPOCH_MASK)
                 start = cute.arch.globaltimer()  # another lane was first: look on until its trap ends us
     _acquire(flag)
-
-
-@cute.jit
-def test_flag(address: Int64, target: Address) -> Int32:
-    """1 if the flag at ``address`` has reached ``target``, which is then acquired (``.sys``); else 0."""
-    flag, found = _pointer(address), Int32(0)
-    if not _is_before(_look(flag), Uint64(target), EPOCH_BITS):
-        _acquire(flag)
-        found = Int32(1)
-    return found
 
 
 @cute.jit

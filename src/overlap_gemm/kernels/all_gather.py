@@ -47,10 +47,10 @@ from cutlass import Int32, Int64, cute, pipeline
 
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.kernels.call import Call, await_peers, await_readers, begin_warp, end_warp
 from overlap_gemm.kernels.gathering import (
     GatherCall,
     Gathering,
-    GatherOp,
     ShardRole,
     await_shard,
     has_read,
@@ -61,8 +61,10 @@ from overlap_gemm.kernels.geometry import SCALE_BYTES
 from overlap_gemm.kernels.loads import load_k_tiles
 from overlap_gemm.kernels.operands import Operands
 from overlap_gemm.kernels.orders import OwnShardFirst, Place
-from overlap_gemm.kernels.product import output_store
-from overlap_gemm.kernels.work import CtaTile, Share, Work
+from overlap_gemm.kernels.product import OutputOp, output_store
+from overlap_gemm.kernels.work import CtaTile, Share, Work, cta_number
+from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.transports.base import Transport
 
 
 class Shards(NamedTuple):
@@ -92,7 +94,7 @@ class GatherOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AllGather(GatherOp):
+class AllGather(OutputOp):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``.
 
     Attributes:
@@ -102,6 +104,7 @@ class AllGather(GatherOp):
         keep: whether the gathered operand is copied to a tensor of the caller's.
     """
 
+    transport: Transport
     push: bool = False
     keep: bool = False
 
@@ -121,6 +124,10 @@ class AllGather(GatherOp):
         if not (self.push or self.keep):
             return None
         return ShardRole(self.config, self.transport, self.push, self.keep)
+
+    def begin(self, given: Gathering, near: Any) -> GatherCall:
+        """Reads the epoch."""
+        return GatherCall(Call.begin(given.exchange, near=near), given)
 
     def share(self, given: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """All rows, by shards; A is the own one here."""
@@ -150,9 +157,23 @@ class AllGather(GatherOp):
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
 
-    def sender(self, work: Work, output: GatherOutput, stages: Stages) -> ShardSender:
-        """Stores the output, cut into shards."""
-        return ShardSender(self, work, output, stages)
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
+        """All lanes of the comm warp: one stores every tile; the grid's first warp then waits for readers."""
+        is_first = cta_number() == 0
+        begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
+        if cute.arch.lane_idx() == 0:
+            ring.drain(ring.consumer_state(), self.config.subtiles, ShardSender(self, work, output, stages))
+        cute.arch.sync_warp()
+        if is_first and call.given.is_last != 0:
+            await_peers(call.call, ALL_GATHER_GEMM.code)
+            await_readers(call.call, ALL_GATHER_GEMM.code)
+
+    @cute.jit
+    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
+        """See `KernelOp.end`."""
+        if call.given.is_last != 0:
+            end_warp(call.call, tally, warps)
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,11 @@ from overlap_gemm.kernels.gate import GateKernel
 from overlap_gemm.kernels.gathering import Gathering
 from overlap_gemm.kernels.gemm import PlainGemm
 from overlap_gemm.kernels.geometry import Puts
-from overlap_gemm.kernels.k_slices import SlicedGather
 from overlap_gemm.kernels.naming import by
 from overlap_gemm.kernels.relay import Relay
 from overlap_gemm.kernels.rules import PROMOTED_VALUES
 from overlap_gemm.kernels.scale_blocks import MX, NUM_MATRICES, Blocks
-from overlap_gemm.kernels.surface import KernelOp, Mainloop
+from overlap_gemm.kernels.surface import Mainloop
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports.base import Transport
 
@@ -89,7 +88,6 @@ def make_gather_kernel(
     push: bool = False,
     keep: bool = False,
     cooperative: bool = False,
-    sliced: bool = False,
 ) -> FusedGemm:
     """Composes the all-gather GEMM of a configuration; its ``exchange`` is a :class:`Gathering`.
 
@@ -99,22 +97,16 @@ def make_gather_kernel(
         push: whether the kernel's warps send the own shard; else copy engines do.
         keep: whether the gathered operand is copied to a tensor of the caller's.
         cooperative: as for `make_kernel`.
-        sliced: whether the kernel's warps send by slices of K instead (`k_slices`), which keeps nothing.
 
     Raises:
-        ValueError: what is asked for has no kernel by slices, or none that gathers rows' scales.
+        ValueError: there is no kernel that gathers rows' scales.
     """
     if not config.gathers_rows:
         raise ValueError(
             f"an all-gather GEMM with scales of rows promotes tiles of up to {PROMOTED_VALUES} accumulators "
             f"a thread, where others spill 900 bytes; got tile={by(config.tile)}, mma={config.mma!r}"
         )
-    op: KernelOp = AllGather(config, transport, push, keep)
-    if sliced:
-        if keep:
-            raise ValueError("rows that come by slices of K are not kept (return_gathered, save_gathered)")
-        op = SlicedGather(config, transport)
-    return FusedGemm(_mainloop(config), op, cooperative)
+    return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
 
 
 def _mainloop(config: GemmConfig) -> Mainloop:
@@ -158,8 +150,8 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     )
     extras = scales + vectors or None
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
-    if isinstance(kernel.op, AllGather | SlicedGather):
-        exchange = _fake_gathering(cfg, isinstance(kernel.op, AllGather) and kernel.op.keep)
+    if isinstance(kernel.op, AllGather):
+        exchange = _fake_gathering(cfg, kernel.op.keep)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         matrix(cfg.in_dtypes[1], cfg.b_major == "k"),

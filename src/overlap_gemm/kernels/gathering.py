@@ -15,27 +15,21 @@ from cutlass import Int32, Int64, Uint32, cute
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
-from overlap_gemm.device.traced import Address, Extras, Scalar, Stages
+from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.kernels.call import (
     Call,
     announce_read,
     await_entry,
-    await_peers,
-    await_readers,
-    begin_warp,
     count_grid,
-    end_warp,
 )
 from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.gemm import OutputSender
 from overlap_gemm.kernels.geometry import (
     READERS_OFFSET,
     SENDER_BYTES,
     SENDERS_OFFSET,
     shard_piece,
 )
-from overlap_gemm.kernels.product import OutputOp
 from overlap_gemm.kernels.work import Work, cta_number, num_ctas
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import ceil_div
@@ -119,44 +113,6 @@ class GatherCall(NamedTuple):
     def owners(self) -> Any:
         """Ranks that have rows."""
         return (self.given.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
-
-
-@dataclass(frozen=True)
-class GatherOp(OutputOp):
-    """An op whose A is gathered, in a buffer of the workspace.
-
-    Attributes:
-        config: the kernel's configuration.
-        transport: raises flags at peers.
-    """
-
-    transport: Transport
-
-    def begin(self, given: Gathering, near: Any) -> GatherCall:
-        """Reads the epoch."""
-        return GatherCall(Call.begin(given.exchange, near=near), given)
-
-    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
-        """Stores the output."""
-        return OutputSender(self, work, output, stages)
-
-    @cute.jit
-    def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
-        """All lanes of the comm warp: one stores every tile; the grid's first warp then waits for readers."""
-        is_first = cta_number() == 0
-        begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
-        if cute.arch.lane_idx() == 0:
-            ring.drain(ring.consumer_state(), self.config.subtiles, self.sender(work, output, stages))
-        cute.arch.sync_warp()
-        if is_first and call.given.is_last != 0:
-            await_peers(call.call, ALL_GATHER_GEMM.code)
-            await_readers(call.call, ALL_GATHER_GEMM.code)
-
-    @cute.jit
-    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
-        """See `KernelOp.end`."""
-        if call.given.is_last != 0:
-            end_warp(call.call, tally, warps)
 
 
 @cute.jit

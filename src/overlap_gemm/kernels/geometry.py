@@ -25,7 +25,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from overlap_gemm.device.traced import Scalar
-from overlap_gemm.kernels.config import TILE_K_BYTES, GemmConfig
+from overlap_gemm.kernels.config import GemmConfig
 from overlap_gemm.kernels.orders import TileGrid
 from overlap_gemm.kernels.rules import MAX_WORLD as MAX_WORLD
 from overlap_gemm.kernels.scale_blocks import Blocks
@@ -278,11 +278,6 @@ PIECE_ALIGN = 1024
 def shard_piece(nbytes: Scalar) -> Any:
     """Bytes of a piece of a shard, of which a full one has ``nbytes``."""
     return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
-
-
-def k_slice(row_bytes: Any) -> Any:
-    """Bytes of each row in a slice of K (`kernels.k_slices`): of as many whole k tiles as pieces need."""
-    return ceil_div(row_bytes, SHARD_PIECES * TILE_K_BYTES) * TILE_K_BYTES
 
 
 def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:

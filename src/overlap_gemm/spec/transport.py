@@ -23,7 +23,6 @@ class TransportSpec:
         is_flag: Whether data is its own flag.
         bulk_words: Whether bulk stores send it, where it is.
         by_host: Whether the host queues it, on a copy engine.
-        slices: Whether shards come by slices of K (`kernels.k_slices`).
     """
 
     name: str
@@ -34,7 +33,6 @@ class TransportSpec:
     is_flag: bool = False
     bulk_words: bool = False
     by_host: bool = False
-    slices: bool = False
 
     @property
     def halves(self) -> bool:
@@ -53,7 +51,6 @@ TRANSPORTS = {
     for transport in (
         TransportSpec("copy_engine", shards=True, tiles=False, by_host=True),
         TransportSpec("peer_bulk", shards=True, tiles=True),
-        TransportSpec("k_slices", shards=True, tiles=False, slices=True),
         TransportSpec("ll", shards=False, tiles=True, is_flag=True),
         TransportSpec("ll_bulk", shards=False, tiles=True, is_flag=True, bulk_words=True),
         TransportSpec("nvshmem", shards=True, tiles=True, puts=True),

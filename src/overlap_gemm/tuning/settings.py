@@ -157,8 +157,7 @@ def configured(
         transport: `shard_transport` and `tile_transport` in one: for a block whose ops all have it. An op
             that has it not raises ValueError at the call, and names those that it has.
         shard_transport: how `all_gather_gemm` sends shards, the same on every rank: ``"copy_engine"``,
-            ``"peer_bulk"``, by warps of the kernel, ``"k_slices"``, by them and in slices of K, or
-            ``"nvshmem"``.
+            ``"peer_bulk"``, by warps of the kernel, or ``"nvshmem"``.
         tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
             after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
             themselves (and which 32-bit slots cannot: ValueError at the call); ``"ll_bulk"``, such
