@@ -85,9 +85,6 @@ STORES = Way("peer_bulk", staging=STAGING_BUFFERS)
 LL_WORDS = Way("ll", "words", filled=EMPTY_BYTE, needs_reach=True)
 """The LL protocol: words that are their own flag."""
 
-LL_BULK = replace(LL_WORDS, device="ll_bulk")
-"""The same words in the same workspaces, by bulk stores."""
-
 SWITCH = Way("nvls", staging=STAGING_BUFFERS, peers=lambda memory: _with_multicast(memory))
 """The NVLink switch sums and copies: the address that reaches all is after the table of peers."""
 
@@ -116,8 +113,6 @@ def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way
         )
     if asked.puts:
         return PUTS
-    if asked.bulk_words:
-        return LL_BULK
     return SWITCH if asked.sums else LL_WORDS if asked.is_flag else STORES
 
 

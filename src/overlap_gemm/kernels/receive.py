@@ -197,19 +197,18 @@ def copy_unit(
     """
     chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
     chunk_bytes = chunks.elements * dtype.width // 8
-    number = min(config.lane_chunks, transport.copies_in_flight(config.lane_chunks))
-    for start in cutlass.range_constexpr(0, config.lane_chunks, number):
-        first = unit * (config.lane_chunks * LANES) + start * LANES + cute.arch.lane_idx()
-        loaded = cute.make_rmem_tensor((chunks.elements, number), dtype)
-        for c in cutlass.range_constexpr(number):
-            transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
-        places = partial(_chunks, address, first, chunk_bytes, number)
-        transport.take(arrival, places, loaded, [source] * number)
-        for c in cutlass.range_constexpr(number):
-            row, column = chunks.locate(first + c * LANES)
-            row, column = tile.row + row, tile.column + column
-            if row < window.rows and column < window.columns:
-                window.store(row, column, loaded[(None, c)])
+    number = config.lane_chunks
+    first = unit * (number * LANES) + cute.arch.lane_idx()
+    loaded = cute.make_rmem_tensor((chunks.elements, number), dtype)
+    for c in cutlass.range_constexpr(number):
+        transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
+    places = partial(_chunks, address, first, chunk_bytes, number)
+    transport.take(arrival, places, loaded, [source] * number)
+    for c in cutlass.range_constexpr(number):
+        row, column = chunks.locate(first + c * LANES)
+        row, column = tile.row + row, tile.column + column
+        if row < window.rows and column < window.columns:
+            window.store(row, column, loaded[(None, c)])
 
 
 def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:

@@ -21,7 +21,6 @@ class TransportSpec:
         sums: Whether it is the one that sums them, in an order of its own, where sums return to all ranks.
         puts: Whether it puts to every peer, whoever is within reach of stores.
         is_flag: Whether data is its own flag.
-        bulk_words: Whether bulk stores send it, where it is.
         by_host: Whether the host queues it, on a copy engine.
     """
 
@@ -31,7 +30,6 @@ class TransportSpec:
     sums: bool = False
     puts: bool = False
     is_flag: bool = False
-    bulk_words: bool = False
     by_host: bool = False
 
     @property
@@ -52,7 +50,6 @@ TRANSPORTS = {
         TransportSpec("copy_engine", shards=True, tiles=False, by_host=True),
         TransportSpec("peer_bulk", shards=True, tiles=True),
         TransportSpec("ll", shards=False, tiles=True, is_flag=True),
-        TransportSpec("ll_bulk", shards=False, tiles=True, is_flag=True, bulk_words=True),
         TransportSpec("nvshmem", shards=True, tiles=True, puts=True),
         TransportSpec("nvls", shards=False, tiles=True, sums=True),
     )

@@ -165,10 +165,6 @@ class Transport(ABC):
         """
         return 8
 
-    def copies_in_flight(self, chunks: int) -> int:
-        """Loads of 16 bytes that a lane that copies has under way, of a unit's ``chunks``: a divisor."""
-        return chunks
-
     def load(self, address: Address, values: Fragment) -> None:
         """Starts to load a chunk of what has come, into registers; see `take`."""
         load_run(address, values)

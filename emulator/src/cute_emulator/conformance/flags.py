@@ -74,6 +74,14 @@ def _data_is_flag() -> list[Case]:
                 pair(f"data that is its own flag, {what}: {name} by ordinary accesses", "races", "race", body,
                      {**good, side: ""}, good, **RANKS)
             )  # fmt: skip
+    word = "st.relaxed.sys.global.b32 [%d11], %r20;"
+    body = """
+    mov.b32 %r20, 7; @!%p5 bra R; |S| bra E;
+    R: ld.relaxed.sys.global.b32 %r24, [%d11]; setp.eq.u32 %p11, %r24, 0; @%p11 bra R; E:
+    """
+    bulk = f"st.shared.b32 [%r12], %r20; {SHARED} bar.sync 0; {OUT}"
+    name = "data that is its own flag, one word: stored by a bulk store"
+    cases.append(pair(name, "races", "race", body, {"|S|": bulk}, {"|S|": word}, **RANKS))
     return cases
 
 
