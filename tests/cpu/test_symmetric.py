@@ -54,7 +54,6 @@ def test_nvshmems_ranks_are_the_jobs_and_what_is_beyond_reach_is_a_pe(nvshmem):
     own = block.local.data_ptr()
     assert block.local.shape == (64,)
     assert block.bases.tolist() == [own, -8] and block.by_put.tolist() == [own, -8]
-    assert block.multicast == 0
     block.close()
     assert nvshmem.log == ["synchronize", "free"], "nobody is at work on it when it is freed"
 
@@ -108,11 +107,10 @@ def test_puts_are_linked_from_the_version_on_that_the_compiler_reads(version, ma
     assert (why is None) == may and (may or ">=3.7.2" in why)
 
 
-@pytest.mark.parametrize("multicast", [0, 5000])
-def test_torchs_blocks_begin_where_the_tensor_does(multicast, monkeypatch):
+def test_torchs_blocks_begin_where_the_tensor_does(monkeypatch):
     """Its handle has the addresses of allocations, in which the block may lie further on."""
     log, block = [], torch.zeros(64, dtype=torch.uint8)
-    handle = SimpleNamespace(buffer_ptrs=[block.data_ptr() - 16, 4000], multicast_ptr=multicast)
+    handle = SimpleNamespace(buffer_ptrs=[block.data_ptr() - 16, 4000])
     monkeypatch.setattr(symm_mem, "empty", lambda nbytes, dtype, device: block[:nbytes])
     monkeypatch.setattr(symm_mem, "rendezvous", lambda tensor, group: handle)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
@@ -121,7 +119,6 @@ def test_torchs_blocks_begin_where_the_tensor_does(multicast, monkeypatch):
     with mock.patch.object(symmetric, "together", lambda group, what, attempt, error: attempt()):
         memory = symmetric.TorchSymmetric(group, 64, CPU)
     assert memory.bases.tolist() == [block.data_ptr(), 4016]
-    assert memory.multicast == (5016 if multicast else 0)
     assert symmetric.TorchSymmetric.reaches_all(group, CPU) is True
     memory.close()
     assert log == ["synchronize", "ranks"], "every rank's work has ended before anybody's block goes"

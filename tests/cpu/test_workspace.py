@@ -252,7 +252,7 @@ def test_torch_makes_no_multicast_object_of_our_blocks(monkeypatch, chosen):
 
     def rendezvous(block, group):
         seen.append(os.environ.get(symmetric.NO_MULTICAST))
-        return SimpleNamespace(buffer_ptrs=[block.data_ptr()], multicast_ptr=0)
+        return SimpleNamespace(buffer_ptrs=[block.data_ptr()])
 
     monkeypatch.delenv(symmetric.NO_MULTICAST, raising=False)
     if chosen is not None:

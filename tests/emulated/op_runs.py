@@ -49,11 +49,6 @@ def slots_of(case, fields):
     return torch.float32 if (fields or {}).get("slot_dtype") == "f32" else case.dtype
 
 
-def summed(case, transport):
-    """Dtype in which a sum is before the bias: of the switch, that of the values."""
-    return case.dtype if transport == "nvls" else torch.float32
-
-
 def run(
     op,
     arch,
@@ -71,7 +66,7 @@ def run(
     case = Case(op, *sizes, dtype, bias=bias, seed=seed)
     with world_of(arch, ranks, fields, seed=seed, **options) as world:
         verdicts = [
-            judge(case, given, outs, slots_of(case, fields), summed(case, options.get("transport")))
+            judge(case, given, outs, slots_of(case, fields))
             for given, outs in run_launches(case, world, launches)
         ]
     assert len(verdicts) == launches

@@ -141,13 +141,13 @@ class SubWorld(VirtualWorld):
             add_virtual(group)
             _worlds[group.name] = self
 
-    has_nvshmem = has_multicast = False
+    has_nvshmem = False
 
     def _allocate(self, nbytes):
         everywhere = self._emulator.symmetric((nbytes,), torch.uint8)
         blocks = [everywhere[rank] for rank in self.within]
         addresses = [block.data_ptr() for block in blocks]
-        return [VirtualSymmetric(block, torch.tensor(addresses), None, 0) for block in blocks]
+        return [VirtualSymmetric(block, torch.tensor(addresses), None) for block in blocks]
 
 
 # --- what a rank may fail at ---

@@ -21,7 +21,6 @@ from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
 
 from .chosen import in_turn
-from .op_runs import summed
 
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},
@@ -77,8 +76,7 @@ def run_sequence(
                 world.executor(rank).streams.handle = draw.randrange(streams)
             case = Case(call.op, call.m, call.n, 64, torch.bfloat16, seed=seed + number)
             with configured(algorithm=call.algorithm, **dict(call.kernel)):
-                total = summed(case, dict(call.kernel).get("transport"))
-                queued.append((case, *queue_launch(case, world), case.dtype, total))
+                queued.append((case, *queue_launch(case, world), case.dtype))
         world.synchronize()
     verdicts = [judge(*call) for call in queued]
     wrong = [(call, calls[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]

@@ -54,7 +54,7 @@ def device():
 def rendezvous(block, group):
     addresses = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, block.data_ptr())
-    return SimpleNamespace(buffer_ptrs=addresses, multicast_ptr=0)
+    return SimpleNamespace(buffer_ptrs=addresses)
 
 
 @contextlib.contextmanager

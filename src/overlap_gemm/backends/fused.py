@@ -19,7 +19,7 @@ from ..kernels.scale_blocks import BLOCKS, Blocks, in_words
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
-from ..spec import PATTERNS, TRANSPORTS, OpSpec, patterns_of
+from ..spec import PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import Shards, shard_rows
 from ..tuning.settings import late_weights, settings, within
 from ..tuning.space import constants, every_config
@@ -130,11 +130,6 @@ class Fused:
             return (
                 f"N={problem.width} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
-            )
-        asked = TRANSPORTS.get(settings().tile_transport or "")
-        if problem.deterministic and asked is not None and asked.sums and asked.carries(spec):
-            return (
-                f"deterministic sums are asked for, and transport={asked.name!r} sums in an order of its own"
             )
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..kernels.arch import arch_of
@@ -24,11 +23,10 @@ from ..kernels.geometry import (
     ExchangeShape,
     slots_offset,
 )
-from ..runtime.group import Group
 from ..runtime.peers import Peers
 from ..runtime.symmetric import SymmetricMemory, why_no_puts
-from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_multicast, why_no_put_memory
-from ..spec import EMPTY_BYTE, PATTERNS, TransportSpec
+from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
+from ..spec import EMPTY_BYTE, TransportSpec
 
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
@@ -85,17 +83,10 @@ STORES = Way("peer_bulk", staging=STAGING_BUFFERS)
 LL_WORDS = Way("ll", "words", filled=EMPTY_BYTE, needs_reach=True)
 """The LL protocol: words that are their own flag."""
 
-SWITCH = Way("nvls", staging=STAGING_BUFFERS, peers=lambda memory: _with_multicast(memory))
-"""The NVLink switch sums and copies: the address that reaches all is after the table of peers."""
-
 PUTS = Way(
     "nvshmem", "puts", SLOT_BUFFERS + STAGING_BUFFERS, in_library=True, peers=lambda memory: memory.by_put
 )
 """To all peers, whoever is within reach: every peer counts as beyond it, and tiles are staged always."""
-
-
-def _with_multicast(memory: SymmetricMemory) -> Tensor:
-    return torch.cat([memory.bases, memory.bases.new_tensor([memory.multicast])])
 
 
 def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way:
@@ -106,30 +97,14 @@ def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way
     """
     if asked is None:
         return LL_WORDS if config is not None and config.sends_ll else STORES
-    if asked.halves and config is not None and "f32" in (config.slot_dtype, config.out_dtype):
+    if asked.is_flag and config is not None and "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
             f"transport={asked.name!r} sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
     if asked.puts:
         return PUTS
-    return SWITCH if asked.sums else LL_WORDS if asked.is_flag else STORES
-
-
-def check(asked: TransportSpec | None, group: Group, pattern: str) -> None:
-    """Raises what stands against a transport in a call of this pattern.
-
-    Raises:
-        ValueError: the switch is to sum where owners' sums do not go to all.
-        RuntimeError: the group's workspaces have no multicast address.
-    """
-    if asked is not None and asked.sums:
-        if not PATTERNS[pattern].returns:
-            raise ValueError(
-                f"transport={asked.name!r} is two-shot: owners' sums go to all; not algorithm={pattern!r}"
-            )
-        if reason := why_no_multicast(group):
-            raise RuntimeError(f"transport={asked.name!r}: {reason}")
+    return LL_WORDS if asked.is_flag else STORES
 
 
 def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> tuple[Workspace, Way]:

@@ -51,7 +51,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """CUDA devices, who may read whose memory, and multicast."""
+    """CUDA devices, and who may read whose memory."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     yield Finding("CPU", cpu)
     if not torch.cuda.is_available():
@@ -71,21 +71,10 @@ def devices() -> Iterator[Finding]:
         yield Finding("peer access", f"not {', '.join(blocked)}", "absent")
     else:
         yield Finding("peer access", f"all {len(pairs)} pairs")
-    yield _multicast(count)
     yield _mps(count)
     every = [torch.cuda.get_device_properties(index) for index in range(count)]
     for name, capability in sorted({(facts.name, (facts.major, facts.minor)) for facts in every}):
         yield _constants(name, capability)
-
-
-def _multicast(count: int) -> Finding:
-    from torch._C._autograd import DeviceType
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    without = [i for i in range(count) if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, i)]
-    if without:
-        return Finding("NVLS multicast", f"not on GPU {', '.join(map(str, without))}", "absent")
-    return Finding("NVLS multicast", f"all {count} GPUs")
 
 
 def _mps(count: int) -> Finding:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -50,7 +49,7 @@ def emulate(
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
         Transport | None,
-        typer.Option(help="As for `configured`: nvshmem puts, nvls sums; default: as a call takes it."),
+        typer.Option(help="As for `configured`: nvshmem puts; default: as a call takes it."),
     ] = None,
     beyond_reach: Annotated[
         bool, typer.Option("--beyond-reach", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
@@ -133,8 +132,6 @@ def run_emulated(
     from ..testing.emulated import judge, run_launches
 
     recorder = None if trace is None else Trace()
-    transport = TRANSPORTS.get(fields.get("transport", ""))
-    summed = case.dtype if transport and transport.sums else torch.float32
     start = time.perf_counter()
     with (
         configured(**fields),
@@ -152,8 +149,7 @@ def run_emulated(
     ):
         try:
             verdicts = [
-                judge(case, given, outs, case.dtype, summed)
-                for given, outs in run_launches(case, world, launches)
+                judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
             ]
             (side,) = sides(world.names[0])
             (plan,) = side.plans.values()  # the launches are alike

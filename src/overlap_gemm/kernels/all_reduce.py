@@ -23,13 +23,6 @@ By rows, few rows make shards that are smaller than a tile, and every rank would
 The copy costs one more write and one more read of M x N elements in local memory. The output could be
 symmetric memory itself, but then it would be the workspace's, not the caller's, and the next call's.
 
-**Two-shot by the switch** (transport ``nvls``): a partial stays in slot[owner][tile] of its rank's own
-workspace, and only its flag goes to the owner. Step 1 loads the sum of all ranks' slots through the multicast
-address, and stores the result in result slot[owner][tile] of every rank at once. The sum's order is the
-switch's; it is made once all the same. Between accesses to slots by the ranks' own addresses and by the
-multicast one lie alias fences (:mod:`overlap_gemm.device.multicast`): one after a sum's wait, one before
-its flags.
-
 Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
 sent and published (:mod:`overlap_gemm.kernels.reduce_scatter`). A sum waits for partials and nothing else. A
 copy waits for sums of other ranks; it is taken only when all sums of its CTA are taken

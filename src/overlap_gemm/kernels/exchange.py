@@ -13,8 +13,7 @@ class Exchange(NamedTuple):
     Attributes:
         peers: ``Int64[world]``: workspace base address of every rank, as this rank reaches it; own address at
             ``rank``. A peer that loads and stores do not reach has ``-1 - pe`` instead, from its NVSHMEM PE
-            number (transport ``nvshmem``). After them, ``peers[world]``, is the address that reaches all of
-            them at once, if the transport wants one (``nvls``).
+            number (transport ``nvshmem``).
         rank: ``Int32``: this rank.
         world: ``Int32``: ranks.
         shard_rows: ``Int32``: rows of a full shard, see :mod:`overlap_gemm.spec.sharding`; where shards

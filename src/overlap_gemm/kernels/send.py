@@ -129,8 +129,7 @@ class OwnerSender(SlotSender):
     def locate(self, tile: Scalar) -> Destination:
         """The tile's route to its owner."""
         work, at = self.work, self.at(tile)
-        source = self.transport.source_of(self.call.exchange.rank, at.owner)
-        route = route_of(self.config, self.call, work.slots, at.index, source, at.owner)
+        route = route_of(self.config, self.call, work.slots, at.index, self.call.exchange.rank, at.owner)
         return Destination(route, *work.left(at))
 
     @cute.jit

@@ -1,8 +1,7 @@
 """The part of a receive role that sums: of an own tile, the partials of all ranks.
 
 waits on    every source's flag of the tile, or, where data is its own flag, for each partial
-produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once; where
-            the switch sums (:mod:`overlap_gemm.transports.nvls`), its sum, the epilogue applied, rounded
+produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
 signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
 and peer
 """
@@ -34,7 +33,7 @@ class Lane(NamedTuple):
     Attributes:
         address: of its first chunk in the first source's slot; the next is 32 chunks further on.
         source_bytes: bytes from one source's slots to the next one's.
-        world: sources: see `Transport.partials`.
+        world: sources.
         first: the first chunk's number in the tile.
         row: the tile's first row in the window.
         column: the tile's first column.
@@ -115,13 +114,14 @@ class Sums:
         if self.results is not None:
             window = Window.shard(out, work, call.exchange.rank)
         exists = unit_exists(self.config, unit, tile, window)
-        base, place, sources = self.transport.partials(call)
         source_bytes = Int64(work.slots) * self.config.tile_bytes
         first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
-        address = base + place_of(self.config, call, work.slots, index, place) + first * CHUNK_BYTES
+        address = call.base + place_of(self.config, call, work.slots, index, 0) + first * CHUNK_BYTES
         result = None if self.results is None else self.results.lane(call, work, index, first)
         arrival = self.transport.arrival(call, self.op, Role.RECEIVE_PARTIAL, index)
-        lane = Lane(address, source_bytes, sources, first, tile.row, tile.column, window, arrival, result)
+        lane = Lane(
+            address, source_bytes, call.exchange.world, first, tile.row, tile.column, window, arrival, result
+        )
         return SummedUnit(index, unit, exists, lane)
 
     @cute.jit
@@ -140,9 +140,7 @@ class Sums:
     @cute.jit
     def _sum(self, lane: Lane, extras: Extras) -> None:
         world = lane.world
-        if cutlass.const_expr(isinstance(world, int)):
-            self._sum_few(lane._replace(world=Int32(world)), extras, world)
-        elif cutlass.const_expr(self.config.receives_with_few and self.results is not None):
+        if cutlass.const_expr(self.config.receives_with_few and self.results is not None):
             self._sum_many(lane, extras)  # with a loop for each number of ranks it spills
         elif world <= 2:
             self._sum_few(lane, extras, 2)
@@ -196,7 +194,7 @@ class Sums:
         """Starts the loads of a chunk from as many sources after ``first`` as ``loaded`` has room for."""
         for s in range(cute.size(loaded, mode=[1])):
             at = self._at(lane, chunk, _last_again(lane, first + s))
-            self.transport.load_partial(at, loaded[(None, s)])
+            self.transport.load(at, loaded[(None, s)])
 
     def _at(self, lane: Lane, chunk: Scalar, source: Scalar) -> Any:
         return lane.address + chunk * (LANES * CHUNK_BYTES) + lane.source_bytes * source

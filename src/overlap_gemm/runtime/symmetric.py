@@ -45,13 +45,11 @@ class SymmetricMemory(Protocol):
         bases: int64 ``[P]`` on the block's device: the address at which this rank's kernels reach each rank's
             block; -1 - (its NVSHMEM PE) where they cannot.
         by_put: the same with every peer as one that they cannot; None where the memory is not NVSHMEM's.
-        multicast: address that reaches all blocks at once (NVLS), 0 where there is none.
     """
 
     local: Tensor
     bases: Tensor
     by_put: Tensor | None
-    multicast: int
 
     def close(self) -> None:
         """Frees the block. Collective; no rank's kernel may still use it."""
@@ -64,7 +62,7 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 def without_multicast() -> Iterator[None]:
     """Keeps torch from making a multicast object of the blocks that meet here.
 
-    Nothing on a GPU uses one, they are a resource of the whole host, and making one can take its GPUs out of
+    Nothing here uses one, they are a resource of the whole host, and making one can take its GPUs out of
     service. Whoever has set torch's variable has decided.
     """
     if NO_MULTICAST in os.environ:
@@ -108,7 +106,6 @@ class TorchSymmetric:
             offset = self.local.data_ptr() - int(handle.buffer_ptrs[group.rank])
             bases = [int(base) + offset for base in handle.buffer_ptrs]
             self.bases = torch.tensor(bases, dtype=torch.int64, device=device)
-            self.multicast = int(handle.multicast_ptr) + offset if handle.multicast_ptr else 0
 
         self.local = together(group, f"allocating {nbytes} bytes", allocate, SymmetricMemoryError)
         # It communicates, with a time-out of torch's own, so it is entered only by ranks that all have their
@@ -168,7 +165,6 @@ class NvshmemSymmetric:
         put_to = [address if rank == group.rank else -1 - pe for rank, pe in enumerate(pes)]
         self.bases = torch.tensor(reached, dtype=torch.int64, device=device)
         self.by_put = torch.tensor(put_to, dtype=torch.int64, device=device)
-        self.multicast = 0
 
     @staticmethod
     def why_not(group: Group) -> str | None:

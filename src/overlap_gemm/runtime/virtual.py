@@ -44,7 +44,6 @@ class VirtualSymmetric:
     local: Tensor
     bases: Tensor
     by_put: Tensor | None
-    multicast: int
     is_open: bool = True
 
     def close(self) -> None:
@@ -123,10 +122,9 @@ class VirtualWorld:
         return view
 
     def _allocate(self, nbytes: int) -> list[VirtualSymmetric]:
-        size, multicast = len(self.ranks), 0
+        size = len(self.ranks)
         if self._emulator is not None:
-            block = self._emulator.symmetric((nbytes,), torch.uint8)
-            blocks, multicast = list(block.tensors), block.multicast
+            blocks = list(self._emulator.symmetric((nbytes,), torch.uint8).tensors)
         else:
             device = self._executors[0].device
             blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
@@ -136,18 +134,13 @@ class VirtualWorld:
             by_put = -1 - torch.arange(size, dtype=torch.int64, device=block.device)
             by_put[rank] = near[rank]
             bases = by_put if self.beyond_reach else near
-            views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None, multicast))
+            views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None))
         return views
 
     @property
     def has_nvshmem(self) -> bool:
         """Whether the ranks' memory is NVSHMEM's, too: emulated."""
         return self._emulator is not None
-
-    @property
-    def has_multicast(self) -> bool:
-        """Whether the ranks' memory has a multicast address: emulated, where loads and stores reach."""
-        return self._emulator is not None and not self.beyond_reach
 
     def synchronize(self) -> None:
         """Runs or awaits everything the ranks have queued.

@@ -250,17 +250,6 @@ def why_no_put_memory(group: Group) -> str | None:
     return NvshmemSymmetric.why_not(group)
 
 
-def why_no_multicast(group: Group) -> str | None:
-    """Why the workspaces of a group have no multicast address, None if they have one."""
-    world = virtual_world(group)
-    if world is not None and world.has_multicast:
-        return None
-    return (
-        "the workspaces have no multicast address. Creating a multicast object can take a shared host's GPUs "
-        "out of service, so none is made on GPUs: there is one in the emulator, where stores reach all peers"
-    )
-
-
 def _check_limit(nbytes: int) -> None:
     limit = environment.nbytes("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT)
     if workspace_bytes() + nbytes > limit:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from .op import OpSpec
-from .pattern import PATTERNS, patterns_of
 
 EMPTY_BYTE = 0xFF
 """What every byte is where LL words have not come, in a new workspace as in one that was read
@@ -18,30 +17,21 @@ class TransportSpec:
         name: What `configured` calls it.
         shards: Whether it carries shards of an operand, to the product.
         tiles: Whether it carries tiles, from the product.
-        sums: Whether it is the one that sums them, in an order of its own, where sums return to all ranks.
         puts: Whether it puts to every peer, whoever is within reach of stores.
-        is_flag: Whether data is its own flag.
+        is_flag: Whether data is its own flag: then it carries values of 16 bits alone.
         by_host: Whether the host queues it, on a copy engine.
     """
 
     name: str
     shards: bool
     tiles: bool
-    sums: bool = False
     puts: bool = False
     is_flag: bool = False
     by_host: bool = False
 
-    @property
-    def halves(self) -> bool:
-        """Whether it carries values of 16 bits alone."""
-        return self.sums or self.is_flag
-
     def carries(self, op: OpSpec) -> bool:
         """Whether the op has it."""
-        if op.gathers_operand:
-            return self.shards
-        return self.tiles and (not self.sums or any(PATTERNS[name].returns for name in patterns_of(op.name)))
+        return self.shards if op.gathers_operand else self.tiles
 
 
 TRANSPORTS = {
@@ -51,7 +41,6 @@ TRANSPORTS = {
         TransportSpec("peer_bulk", shards=True, tiles=True),
         TransportSpec("ll", shards=False, tiles=True, is_flag=True),
         TransportSpec("nvshmem", shards=True, tiles=True, puts=True),
-        TransportSpec("nvls", shards=False, tiles=True, sums=True),
     )
 }
 """By name."""

@@ -2,8 +2,7 @@
 
 What a fused kernel promises is narrower than a tolerance, and so is the judgement. Where an op sums over the
 ranks, every rank's partial is rounded to the slot type once (in a group of one, none is), the sum is taken in
-float32 in rank order, and the result is rounded once. (Where the switch sums, the emulator's adds likewise,
-and rounds the sum before the bias.) Where it does not, the product is rounded once. What
+float32 in rank order, and the result is rounded once. Where it does not, the product is rounded once. What
 every rank gets is the same bit for bit on all of them. With u the unit roundoff of the two types, and the
 first term for sums alone, every element is within
 
@@ -60,7 +59,6 @@ def judge(
     given: Operands,
     outs: Sequence[Tensor],
     slot: torch.dtype,
-    summed: torch.dtype = torch.float32,
 ) -> Judgement:
     """Compares the ranks' results with what the whole must be.
 
@@ -69,7 +67,6 @@ def judge(
         given: on these operands.
         outs: the ranks' results, in rank order.
         slot: dtype in which partials travelled.
-        summed: dtype in which their sum is before the bias.
     """
     layout, ranks = LAYOUTS[case.op], len(outs)
     sums = ranks > 1 and layout.x == 1  # K is sharded
@@ -81,7 +78,7 @@ def judge(
         assert x is not None and weight is not None
         partials.append(x.double() @ weight.double().t())
         magnitude += x.double().abs() @ weight.double().abs().t()
-    total = exact = sum(partials, torch.zeros_like(magnitude))
+    exact = sum(partials, torch.zeros_like(magnitude))
     if given.bias is not None:
         exact = exact + given.bias.double()
     out = whole(outs, layout.out)
@@ -90,7 +87,6 @@ def judge(
     bound = (
         _roundoff(slot) * rounded
         + _roundoff(case.dtype) * exact.abs() * (1 + 2.0**-6)
-        + _roundoff(summed) * total.abs() * (1 + 2.0**-6)
         + FLOAT32_ROUNDOFF * (case.k + 2 * ranks) * (magnitude + exact.abs())
     )
     error = (out.double() - exact).abs()
@@ -98,7 +94,7 @@ def judge(
     share = torch.where(error <= bound, error / bound.clamp_min(1e-300), torch.inf)
     if not out.numel():
         return Judgement(0.0, 0.0, 1.0)
-    equal = out == recipe(case, partials, given.bias, slot, summed)
+    equal = out == recipe(case, partials, given.bias, slot)
     return Judgement(error.max().item(), share.max().item(), equal.double().mean().item())
 
 
@@ -121,13 +117,11 @@ def recipe(
     partials: Sequence[Tensor],
     bias: Tensor | None,
     slot: torch.dtype,
-    summed: torch.dtype = torch.float32,
 ) -> Tensor:
     """The result as the kernel forms it: partials rounded once, added in float32 in rank order."""
     total = torch.zeros_like(partials[0], dtype=torch.float32)
     for partial in partials:
         total += partial.float() if len(partials) == 1 else partial.to(slot).float()
-    total = total.to(summed).float()
     if bias is not None:
         total += bias.float()
     return total.to(case.dtype)

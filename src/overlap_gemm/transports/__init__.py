@@ -2,16 +2,14 @@
 
 from overlap_gemm.transports.base import Transport
 from overlap_gemm.transports.ll import LL
-from overlap_gemm.transports.nvls import Nvls
 from overlap_gemm.transports.nvshmem import Nvshmem, Staged
 from overlap_gemm.transports.peer_bulk import PeerBulk
 
-__all__ = ["DEVICE", "LL", "Nvls", "Nvshmem", "PeerBulk", "Staged", "Transport"]
+__all__ = ["DEVICE", "LL", "Nvshmem", "PeerBulk", "Staged", "Transport"]
 
 DEVICE: dict[str, type[Transport]] = {
     "peer_bulk": PeerBulk,
     "ll": LL,
-    "nvls": Nvls,
     "staged": Staged,
     "nvshmem": Nvshmem,
 }

@@ -81,10 +81,6 @@ class Transport(ABC):
         send()
         store()
 
-    def source_of(self, rank: Scalar, owner: Scalar) -> Any:
-        """Whose place a tile of ``rank`` for ``owner`` takes among the slots where it goes."""
-        return rank
-
     def looks_up_in(self, near: Any) -> Any:
         """The room in shared memory to which a kernel copies the peers' table, or None.
 
@@ -154,10 +150,6 @@ class Transport(ABC):
         if cute.arch.lane_idx() == 0:
             wait(0)
 
-    def partials(self, call: Any) -> tuple[Any, Any, Any]:
-        """Where the partials of an own tile lie: (base address, the first slot's source, sources)."""
-        return call.base, 0, call.exchange.world
-
     def loads_in_flight(self, returns: bool) -> int:
         """Loads of 16 bytes that a lane that sums has under way: each takes about a microsecond.
 
@@ -168,10 +160,6 @@ class Transport(ABC):
     def load(self, address: Address, values: Fragment) -> None:
         """Starts to load a chunk of what has come, into registers; see `take`."""
         load_run(address, values)
-
-    def load_partial(self, address: Address, values: Fragment) -> None:
-        """As `load`, of partials that lie where `partials` says."""
-        self.load(address, values)
 
     def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Any:
         """What `take` needs: here nothing, since flags have been waited for."""

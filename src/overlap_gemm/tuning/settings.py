@@ -160,12 +160,10 @@ def configured(
             ``"peer_bulk"``, by warps of the kernel, or ``"nvshmem"``.
         tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
             after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
-            themselves (and which 32-bit slots cannot: ValueError at the call); ``"nvshmem"``;
-            or, of `gemm_all_reduce` alone (ValueError for others), ``"nvls"``: the NVLink switch
-            sums partials, in its own order, and copies the sums; in the emulator alone (RuntimeError on
-            GPUs, where no multicast object is created). By ``"nvshmem"`` what goes to peers is put to them
-            by NVSHMEM, also to those within reach of stores, which is slower and there to be tested; the
-            memory must be NVSHMEM's (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
+            themselves (and which 32-bit slots cannot: ValueError at the call); or ``"nvshmem"``. By that
+            what goes to peers is put to them by NVSHMEM, also to those within reach of stores, which is
+            slower and there to be tested; the memory must be NVSHMEM's
+            (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
         **fields: of `GemmConfig`, those in `CHOICES`. Every rank must use the same ones; combinations no
             kernel exists for raise ValueError at the call.
 

@@ -15,7 +15,7 @@ from ..kernels.config import DTYPE_BYTES, GemmConfig
 from ..kernels.geometry import ExchangeShape
 from ..kernels.rules import K_SPLITS, may_split
 from ..kernels.scale_blocks import Blocks
-from ..spec import PATTERNS, TRANSPORTS, patterns_of
+from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .measured import Kernel
 from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
@@ -183,8 +183,6 @@ def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
     asked = settings().algorithm
     if asked in ways:
         return asked
-    if (way := TRANSPORTS.get(settings().tile_transport or "")) and way.sums:  # and copies owners' sums
-        ways = tuple(pattern for pattern in ways if PATTERNS[pattern].returns) or ways
     if len(ways) == 1:
         return ways[0]
     return min(ways, key=lambda pattern: expected(facts, machine, arch, num_sms, pattern)[1].total)
