@@ -19,6 +19,12 @@ ROOMS, FLOORS, ARROWS = 15, 12, 58
 """The package's subpackages and modules, their layers, and the pairs of which one imports the other."""
 
 
+REMOVED_OPTIONS = re.compile(
+    r"own_?last|publisher|k_?slices|ll_?bulk|symmetric_?output|(?<!NVSHMEM_DISABLE_)nvls", re.IGNORECASE
+)
+"""Options that no default took (docs/design/not-adopted.md). NVSHMEM's own variable keeps its name."""
+
+
 def lint_imports(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess:
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache", *arguments]
     path = os.pathsep.join(str(root / folder) for folder in SOURCES)
@@ -110,3 +116,11 @@ def test_upward_imports_and_unknown_rooms_are_noticed(tmp_path):
 def test_no_file_outgrows_its_reader(folder):
     lengths = {file: len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
     assert {str(file): lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_the_package_names_no_option_that_was_removed():
+    files = [file for file in (ROOT / "src").rglob("*") if file.suffix in (".py", ".json", ".pyi")]
+    named = {str(file.relative_to(ROOT)): REMOVED_OPTIONS.findall(file.read_text()) for file in files}
+    assert len(files) > 100
+    assert {file: found for file, found in named.items() if found} == {}
+    assert [file for file in files if REMOVED_OPTIONS.search(file.name)] == []
