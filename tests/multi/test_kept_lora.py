@@ -259,6 +259,11 @@ def compiled(rank, ranks, folder):
     assert apart(found, loss) < 1e-5
     for name, gradient in gradients.items():
         assert apart(others[name], gradient) < 1e-2, name
+    with torch.no_grad():  # serving
+        bare = from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.float32)
+        expected = bare(IDS, use_cache=False).logits
+        bare.compile(fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(bare(IDS, use_cache=False).logits, expected)
 
 
 def test_traced_by_the_compiler(ranks, tmp_path):

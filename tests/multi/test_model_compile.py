@@ -6,7 +6,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from overlap_gemm.nn import ParallelMLP
 from overlap_gemm.parallel import exportable, parallelize
 from tests.support.models import FAMILIES, VOCABULARY, tiny
 
@@ -50,21 +49,6 @@ def test_compile_every_family(ranks, family):
 @pytest.mark.slow
 def test_compile_dynamic(ranks):
     ranks(2).run(compiles, "llama", True, True)
-
-
-def exports(rank, size):
-    torch.manual_seed(0)
-    model = ParallelMLP(8, 10, sequence_parallel=True, bias=True, rows="equal").eval()
-    x = torch.randn(4, 2, 8)
-    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
-    longer = torch.randn(6, 2, 8)
-    torch.testing.assert_close(program.module()(longer), model(longer))
-    called = {node.target for node in program.graph.nodes}
-    assert torch.ops.overlap_gemm.all_gather_gemm.default in called
-
-
-def test_export_of_layers(ranks):
-    ranks(2).run(exports)
 
 
 def exports_model(rank, size, family, options, dynamic, strict):

@@ -291,9 +291,9 @@ class _Product(torch.autograd.Function):
     """A product of quantised operands; see the module for its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, told: Any, types: Any, count: int, x: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        # Of a signature with names torch.compile (2.13), without gradients, may take the first for `ctx`.
+        told, types, count, x, *parameters = given
         how, (dtype, *_) = How(*told), types
         weights, biases = parameters[:count], parameters[count:]
         rows = [quantize_rows(weight, dtype) for weight in weights]

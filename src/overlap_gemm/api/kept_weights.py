@@ -80,14 +80,8 @@ class _StoredProduct(torch.autograd.Function):
     """A product of weights that are kept in 8 bits; see the module for its gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        told: Any,
-        blocks: tuple[int | None, ...],
-        input_scale: Tensor | None,
-        x: Tensor,
-        *others: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        told, blocks, input_scale, x, *others = given  # so for torch.compile: see `float8._Product`
         parts, biases = others[: 2 * len(blocks)], others[2 * len(blocks) :]
         weights = _weights(blocks, parts)
         operands = [weight.operand() for weight in weights]

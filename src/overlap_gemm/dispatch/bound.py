@@ -94,7 +94,8 @@ def call_op(
             options = options._replace(copied_weight=options.copied_weight or copied)
         lowered = LOWERINGS[op.name](group_name(group), x, weight, bias, options, scales)
         through = getattr(torch.ops.overlap_gemm, _registered(op, scales).name)
-        operands = lowered.operands(x, weight, bias, scales)
+        # AOTInductor turns an empty list of tensors into None on its way to an op.
+        operands = lowered.operands(x, weight, None if isinstance(bias, list) and not bias else bias, scales)
         if scales:
             _refuse_gradient(op, x, weight, bias, *scales)
         result = through(*operands, *lowered.arguments)

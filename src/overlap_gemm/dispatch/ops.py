@@ -52,7 +52,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def _bind_all_gather_gemm(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
     rows: int,
     chunk: int,
     keep_gathered: bool,
@@ -62,11 +62,11 @@ def _bind_all_gather_gemm(
 ) -> Run:
     options, extents = Passed(*passed), (rows, columns, x.shape[1])
     shards = Shards(rows, group_size(options.group), chunk)
-    operands = ALL_GATHER_GEMM, x, weights, biases
+    operands = ALL_GATHER_GEMM, x, weights, biases or ()
     carry_out = chosen(*operands, extents, shards, options, keep_gathered, **scaled).run
 
-    def run(x: Tensor, *others: Any) -> list[Tensor]:
-        gathered, outs = carry_out(x, *others)
+    def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor]:
+        gathered, outs = carry_out(x, weights, biases or (), *scales)
         return [new(x, gathered) if keep_gathered else x.new_empty(0, x.shape[1]), *outs]
 
     return run
@@ -100,7 +100,9 @@ def _backward_all_gather_gemm(
     ]
     grad_x = None
     grad_weights: list[Tensor | None] = [None] * len(weights)
-    grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
+    grad_biases = None
+    if isinstance(needs_biases, (list, tuple)):
+        grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
     if needs_x and all(needs_weights) and not kept and not torch.is_grad_enabled():
         grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, rows, chunk, columns, *passed)
         return grad_x, found, grad_biases
@@ -120,7 +122,7 @@ def _backward_all_gather_gemm(
 
 
 all_gather_gemm = Registered(
-    "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[] biases, SymInt rows, SymInt chunk, "
+    "all_gather_gemm(Tensor x, Tensor[] weights, Tensor[]? biases, SymInt rows, SymInt chunk, "
     f"bool keep_gathered, SymInt? columns, {SCHEMA}) -> Tensor[]",
     bind=_bind_all_gather_gemm,
     fake=_fake_all_gather_gemm,
@@ -212,7 +214,7 @@ def _backward_gemm_reduce_scatter(ctx: Any, given: Any, needs: Any, grad: Tensor
     grad_x = gathered = None
     if needs_x:
         how = (given.k, *_for_gradient(given))
-        gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], [], rows, chunk, whole, *how)
+        gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], None, rows, chunk, whole, *how)
     elif whole:
         gathered = _ops.all_gather_rows(grad, rows, chunk, group)
     grad_bias = None

@@ -38,7 +38,7 @@ def _scaled(op: Registered) -> Registered:
 
 
 def _with_scales(schema: str) -> str:
-    for weights, bias in (("Tensor", "Tensor? bias"), ("Tensor[]", "Tensor[] biases")):
+    for weights, bias in (("Tensor", "Tensor? bias"), ("Tensor[]", "Tensor[]? biases")):
         schema = schema.replace(f"{bias},", f"{bias}, Tensor scale_x, {weights} scale_w,")
     return schema.replace(") ->", ", ScalarType out_dtype) ->")
 
