@@ -4,7 +4,6 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the wor
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
 from ..spec.sharding import Shards
-from ..tuning.measured import AUTOTUNE_VARIABLE, POLICIES, Policy
+from ..tuning.measured import POLICIES, Policy
 from . import functional
 
 
@@ -75,9 +74,7 @@ def warmup(
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
-    call, policy = getattr(functional, op), autotune
-    if policy is None and AUTOTUNE_VARIABLE not in os.environ and where.type == "cuda":
-        policy = "measure"
+    call = getattr(functional, op)
     own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
     for m, n, k in shapes:
@@ -111,7 +108,7 @@ def warmup(
         for problem, extents in zip(problems, ways_of, strict=True):
             if problem is not problems[0]:  # what was measured does not depend on what callers say
                 share(problems[0], problem, backend, ranks, where)
-            with asking(policy, backend, ranks, where):
+            with asking(autotune, backend, ranks, where):
                 make(backend, extents)
             eager, captured = (
                 choose(replace(problem, captured=c), backend).backend.name for c in (False, True)

@@ -28,7 +28,7 @@ from ..spec.sharding import Shards
 from ..tuning.measured import Kernel, Measured, Policy, Seconds, keep, trying
 from ..tuning.model import Facts
 from ..tuning.prediction import predict
-from ..tuning.settings import configured, settings
+from ..tuning.settings import configured
 from ..tuning.space import constants, proposals
 from ..tuning.timing import captured, measure
 from .base import Backend, Problem
@@ -106,7 +106,7 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if not may_know(requested, group) or settings().names_kernels:
+    if not may_know(requested, group):
         return False
     known = known_of(group, x.device)
     if problem.kind in known.kinds:
@@ -121,17 +121,23 @@ def measure_if_due(
 
 @contextmanager
 def asking(policy: Policy | None, requested: str, group: Group, device: torch.device) -> Iterator[None]:
-    """Within the block a group's calls with this `backend=` are measured by `policy`, where it is one."""
+    """Within the block a group's calls with this `backend=` are measured by `policy`.
+
+    Where that is None by what the environment says, and where that says nothing, on GPUs.
+    """
     if not may_know(requested, group):
         yield
         return
-    with known_of(group, device).asking(policy):
+    known = known_of(group, device)
+    if device.type == "cuda":
+        policy = policy or known.policy or "measure"
+    with known.asking(policy):
         yield
 
 
 def share(problem: Problem, other: Problem, requested: str, group: Group, device: torch.device) -> None:
     """Lets what was measured of a problem hold for another one, whose callers say less of its extents."""
-    if not may_know(requested, group) or settings().names_kernels:
+    if not may_know(requested, group):
         return
     known = known_of(group, device)
     found = known.kinds.get(problem.kind)
@@ -223,9 +229,13 @@ def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple
         if problem.blocks is None:
             of_x, of_weights = of_x.reshape(-1), [scale.reshape(-1) for scale in of_weights]
         scales = of_x, of_weights if several else of_weights[0]
-    nbytes = sum(one.numel() * one.element_size() for one in (x, *weights))
-    sets = SETS if x.is_cuda and nbytes < CACHES else 1
-    return [(copied(x), copied(weight), copied(bias), *scales) for _ in range(sets)]
+    sets = range(num_sets(sum(one.nbytes for one in (x, *weights)), x.device))
+    return [(copied(x), copied(weight), copied(bias), *scales) for _ in sets]
+
+
+def num_sets(nbytes: int, device: torch.device) -> int:
+    """Returns how many sets of operands of so many bytes calls take in turn; one on CPUs."""
+    return SETS if device.type == "cuda" and nbytes < CACHES else 1
 
 
 def _call(

@@ -15,7 +15,6 @@ from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
-from ..tuning.settings import settings
 from .collectives import all_gather_rows, gemms
 from .known import known_of, may_know
 from .reach import Reach, reach_of
@@ -105,7 +104,7 @@ class Problem:
             and (copies or (is_open and (x.dtype.itemsize == 2 or scaled[1] is not None)))
         )
         weight_dtype, out_dtype, blocks = (*scaled, None)[:3]
-        knows = may_know(requested, group) and not settings().names_kernels
+        knows = may_know(requested, group)
         return cls(
             op,
             m,

@@ -26,6 +26,7 @@ from ..tuning.measured import (
     conditions,
     read,
 )
+from ..tuning.settings import settings
 
 SECONDS_VARIABLE = "OVERLAP_GEMM_AUTOTUNE_SECONDS"
 
@@ -64,9 +65,9 @@ class Known:
 
 
 def may_know(requested: str, group: Group) -> bool:
-    """Returns whether something measured may count in calls of a group by this `backend=`."""
+    """Returns whether something measured may count in a group's calls by this `backend=`, as `configured`."""
     is_open = requested.startswith("fused") or requested.endswith("auto")
-    return is_open and group.process_group is not None and group.size > 1
+    return is_open and group.process_group is not None and group.size > 1 and not settings().names_kernels
 
 
 _known: dict[tuple[str, int], tuple[Group, Known]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.autotuning import CACHES, SETS
+from ..backends.autotuning import num_sets
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
 from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block, blocks_named
@@ -154,7 +154,7 @@ class Workload:
     def num_sets(self, group: Group, device: torch.device) -> int:
         """Sets of operands that calls take in turn, so that no GPU's caches hold them; one on CPUs."""
         nbytes = sum(math.prod(shape) for shape in self.shapes(group)) * self.dtype.itemsize
-        return SETS if device.type == "cuda" and nbytes < CACHES else 1
+        return num_sets(nbytes, device)
 
     def warm_up(self, group: Group, device: torch.device) -> None:
         """Makes what calls need, and measures what `auto` takes (`overlap_gemm.warmup`)."""

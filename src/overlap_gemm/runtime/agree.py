@@ -214,8 +214,6 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
     if group.process_group is None:
         raise ValueError(f"{op}: virtual ranks cannot ask each other for {what}; pass the total")
     facts = (*facts, (ASKS, f"{what}='exchange'"))
-    if checking():
-        _compare(group, dict(facts))
     found = _exchange(group, device, length, facts, facts)
     total = sum(found)
     if found != (wanted := Shards.even(total, group.size).sizes):
@@ -250,8 +248,6 @@ def equal_length(
     total, known = length * group.size, (length, facts)
     if group.process_group is None or group.size == 1 or (known in group.agreed and not checking()):
         return total
-    if checking():
-        _compare(group, dict(facts))
     found = _exchange(group, device, length, facts, (*facts, (what, total * unit)))
     if len(set(found)) > 1:
         total, wanted = sum(found), Shards.even(sum(found), group.size).sizes
@@ -268,8 +264,10 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts, tol
     """The ranks' lengths, if all have the same facts; these travel as a digest; if it differs, as `told`.
 
     By messages of a tag of their own where gloo carries them, so that a rank which is already in the data's
-    collective is waited for, and not mistaken for one that answers.
+    collective is waited for, and not mistaken for one that answers. In debug mode the facts go first, whole.
     """
+    if checking():
+        _compare(group, dict(facts))
     on_host = "cpu" in group.device_types
     carrier = torch.device("cpu") if on_host else device
     own = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)

@@ -31,6 +31,7 @@ from ..kernels.arch import arch_of_capability
 from ..kernels.naming import blocks_name
 from ..kernels.scale_blocks import PROMOTED, Blocks, in_words
 from .driver import DriverFacts, driver_facts
+from .files import replace_text
 
 MACHINE_VARIABLE = "OVERLAP_GEMM_MACHINE"
 SHIPPED = Path(__file__).with_name("machines")
@@ -231,10 +232,7 @@ def load(name_or_path: str) -> Machine:
 
 def save(machine: Machine, file: Path) -> None:
     """Writes a machine's file at once: a reader sees the old one or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    part.write_text(machine.to_json())
-    part.replace(file)
+    replace_text(file, machine.to_json())
 
 
 def device_name(arch: str) -> str:

@@ -27,7 +27,9 @@ import filelock
 import platformdirs
 import torch
 
+from ..kernels.naming import by
 from .driver import power_limit
+from .files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +62,9 @@ class Kernel(NamedTuple):
 
     def __str__(self) -> str:
         """Its values, in one line."""
-        words = [by(value) for _, value in self.fields] + [self.algorithm or ""]
+        values = (by(value) if isinstance(value, tuple) else str(value) for _, value in self.fields)
+        words = [*values, self.algorithm or ""]
         return " ".join(word for word in words if word) or "the model's kernel"
-
-
-def by(value: Any) -> str:
-    """Returns an extent as 128x256, another value as it is."""
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)
@@ -257,9 +255,7 @@ def _put(entry: dict[str, Any]) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{file}.lock", timeout=PATIENCE):
             others = [e for e in _entries(file) if any(e.get(name) != entry.get(name) for name in place)]
-            part = file.with_name(f".{file.name}.{os.getpid()}")
-            part.write_text(json.dumps({"entries": [*others, entry]}, indent=1))
-            part.replace(file)
+            replace_text(file, json.dumps({"entries": [*others, entry]}, indent=1))
     except (OSError, ValueError, filelock.Timeout) as error:
         _say_unkept(str(file), f"{type(error).__name__}: {error}")
         return False
