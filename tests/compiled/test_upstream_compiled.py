@@ -1,8 +1,6 @@
 """examples/upstream as it is assembled: no spills, no serialised wgmma, registers moved, the right waits."""
 
-import importlib.util
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,17 +11,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from overlap_gemm.kernels.lint import inspect, ptxas_findings
 from overlap_gemm.kernels.sass import disassemble, sass_findings
+from tests.support.scripts import load
 
 FOLDER = Path(__file__).parents[2] / "examples" / "upstream"
 CONFIGURATIONS = [((128, 256), (2, 1)), ((128, 128), (1, 1)), ((64, 64), (1, 2))]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def tensor(dtype, rank, leading):
@@ -43,7 +34,7 @@ def compile_example(gemm, options):
 
 @pytest.mark.parametrize(("tile", "cluster"), CONFIGURATIONS, ids=str)
 def test_the_kernel_is_clean(tile, cluster):
-    example = load("distributed_gemm_reduce_scatter_hopper")
+    example = load(FOLDER / "distributed_gemm_reduce_scatter_hopper.py")
     gemm = example.HopperGemmReduceScatterKernel(cutlass.BFloat16, cutlass.BFloat16, tile, cluster)
     found = inspect(partial(compile_example, gemm))
     assert ptxas_findings(found.report) == []
@@ -62,7 +53,7 @@ def test_the_kernel_is_clean(tile, cluster):
 
 def test_both_waits_are_one_instruction():
     """As read_wait_race.py says."""
-    example, waits = load("read_wait_race"), {}
+    example, waits = load(FOLDER / "read_wait_race.py"), {}
     x, flag = (
         make_fake_tensor(dtype, (size,), stride=(1,), assumed_align=16)
         for dtype, size in ((cutlass.Float32, example.ELEMENTS), (cutlass.Int32, 1))

@@ -1,12 +1,11 @@
 """The examples run as they stand, in every mode; and they fail when their synchronisation is broken."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
 from cute_emulator import Schedule, mutate
+from tests.support.scripts import load
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = ["epilogue_ring", "tma_store_pipeline"]
@@ -22,23 +21,15 @@ RING = HARMLESS | {
 TMA_STORE = HARMLESS | {"bar.warp.sync#0: *": "the peer reads the copied rows only after the launch"}
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize(("mode", "seed"), [("immediate", 0), ("random", 1), ("random", 2), ("lazy", 0)])
 def test_example_runs(name, mode, seed):
-    load(name).main(mode=mode, seed=seed)
+    load(FOLDER / f"{name}.py").main(mode=mode, seed=seed)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_on_other_worlds_and_schedules(name):
-    example = load(name)
+    example = load(FOLDER / f"{name}.py")
     example.main(ranks=1, tiles=1, num_ctas=1)
     example.main(ranks=3, tiles=4, num_ctas=3, mode="lazy", schedule=Schedule(order="random", lanes=True))
 
@@ -47,7 +38,7 @@ def test_example_runs_on_other_worlds_and_schedules(name):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("name", "reasons"), [("epilogue_ring", RING), ("tma_store_pipeline", TMA_STORE)])
 def test_every_broken_synchronisation_shows(name, reasons):
-    example = load(name)
+    example = load(FOLDER / f"{name}.py")
     outcomes = mutate.run(
         lambda options: example.main(**options), mutate.settings(seeds=1, ranks=2, warps=5), reasons=reasons
     )
