@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from cute_emulator.errors import UnsupportedInstruction
+
 from .handwritten import per_lane, run
 
 FEW = settings(max_examples=4, deadline=None)
@@ -400,3 +402,28 @@ def test_vectors_pack_and_unpack(data):
         "%r9",
         32,
     )
+
+
+@pytest.mark.parametrize("kind", "us")
+@pytest.mark.parametrize("name", ["add", "min", "max", "min.relu"])
+@FEW
+@given(columns=operands(32, 2))
+def test_arithmetic_of_pairs(name, kind, columns):
+    if name == "min.relu" and kind == "u":
+        return
+    f = arithmetic(name.partition(".")[0], 16, kind)
+
+    def half(a, b, shift):
+        x, y = (signed(v >> shift, 16) if kind == "s" else v >> shift & 0xFFFF for v in (a, b))
+        result = f(x, y, 0)
+        return (max(result, 0) if "relu" in name else result) & 0xFFFF
+
+    want = [
+        half(a, b, 0) | half(a, b, 16) << 16 for a, b in zip(*map(np.ndarray.tolist, columns), strict=True)
+    ]
+    agrees(f"{name}.{kind}16x2 %r9, %r0, %r1;", columns, want, "%r9", 32)
+
+
+def test_other_arithmetic_of_pairs_is_refused():
+    with pytest.raises(UnsupportedInstruction, match="mul.lo.u16x2"):
+        run("mul.lo.u16x2 %r1, %r2, %r3;", [np.zeros(1)])

@@ -19,8 +19,8 @@ setp.ltu.s32 %p1, %r1, %r1; set.lt.f16x2.f16x2 %r1, %r1, %r1; testp.normal.f32 %
 add.sat.s32 %r1, %r1, %r1; add.cc.u32 %r1, %r1, %r1; mad.lo.cc.u32 %r1, %r1, %r1, %r1;
 mul.foo.lo.s32 %r1, %r1, %r1; mul24.hi.u32 %r1, %r1, %r1; mad24.lo.u32 %r1, %r1, %r1, %r1;
 and.foo.b32 %r1, %r1, %r1; shl.wrap.b32 %r1, %r1, %r1; lop3.or.b32 %r1|%p1, %r1, %r1, %r1, 3, %p2;
-lop3.b32 %r1, %r1, %r1, %r1, %r2; prmt.b32.f4e %r1, %r1, %r1, %r1; min.s16x2 %r1, %r1, %r1;
-add.u16x2 %r1, %r1, %r1; vadd.u32.u32.u32 %r1, %r1, %r1; tanh.rn.f32 %r1, %r1; szext.clamp.s32 %r1, %r1, 5;
+lop3.b32 %r1, %r1, %r1, %r1, %r2; prmt.b32.f4e %r1, %r1, %r1, %r1; max.sat.s16x2 %r1, %r1, %r1;
+sub.u16x2 %r1, %r1, %r1; vadd.u32.u32.u32 %r1, %r1, %r1; tanh.rn.f32 %r1, %r1; szext.clamp.s32 %r1, %r1, 5;
 bmsk.clamp.b32 %r1, 1, 2; fns.b32 %r1, %r1, 0, 1; add.s32 %r1, %r1; bfe.u32 %r1, %r1, 3;
 vote.ballot.b32 %r1, %p1; shfl.down.b32 %r1, %r1, 1, 31; redux.sync.add.f32 %r1, %r1, -1; bar.sync;
 mov.b16 %h1, 1.5; mov.b64 %d9, 0f3F800000; mov.foo.b32 %r1, %r1; selp.foo.b32 %r1, %r1, %r1, %p1;

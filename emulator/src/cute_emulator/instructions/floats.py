@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cute_emulator.instructions import scalar
 from cute_emulator.instructions.emit import Emitter, Unsupported
+from cute_emulator.instructions.packed import or_pairs
 from cute_emulator.instructions.registry import Emit, inline
 from cute_emulator.instructions.scalar import is_float, only, type_of
 from cute_emulator.numbers.lanes import MASK
@@ -123,7 +124,7 @@ def _arithmetic(symbol: str, integer: Emit) -> Emit:
     return emit
 
 
-inline("add")(_arithmetic("+", scalar.add_int))
+inline("add")(_arithmetic("+", or_pairs("add", scalar.add_int)))
 inline("sub")(_arithmetic("-", scalar.sub_int))
 inline("mul")(_arithmetic("*", scalar.mul_int))
 
@@ -190,8 +191,8 @@ def _extreme(name: str, integer: Emit) -> Emit:
     return emit
 
 
-inline("min")(_extreme("fmin", scalar.min_int))
-inline("max")(_extreme("fmax", scalar.max_int))
+inline("min")(_extreme("fmin", or_pairs("min", scalar.min_int)))
+inline("max")(_extreme("fmax", or_pairs("max", scalar.max_int)))
 
 
 def _sign(xor: bool, integer: Emit) -> Emit:

@@ -27,7 +27,7 @@ def is_float(kind: str) -> bool:
 
 def _integer(ins: Instruction) -> tuple[int, bool]:
     kind = type_of(ins)
-    if is_float(kind) or kind in ("pred", "b128"):
+    if is_float(kind) or kind in ("pred", "b128") or kind.endswith("x2"):
         raise Unsupported(ins.opcode)
     if kind[0] != "b" and any(isinstance(o, Imm) and o.kind != "int" for o in ins.operands):
         raise Unsupported(f"a float literal of type .{kind}")

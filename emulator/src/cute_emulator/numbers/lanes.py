@@ -358,6 +358,14 @@ def extreme(a: Value, b: Value, width: int, sign: bool, largest: bool) -> Value:
     return f(a.view(SIGNED[width]), b.view(SIGNED[width])).view(DTYPE[width]) if sign else f(a, b)
 
 
+def pairwise(name: str, a: Value, b: Value, sign: bool) -> Value:
+    """`add`, `min` or `max` of 16-bit integers, two in each value."""
+    halves = []
+    for x, y in zip(split(a, 16, 2), split(b, 16, 2), strict=True):
+        halves.append(x + y if name == "add" else extreme(x, y, 16, sign, name == "max"))
+    return join(tuple(halves), 16, 32)
+
+
 def absolute(a: Value, width: int) -> Value:
     """`abs` of a signed integer."""
     return pattern(abs(signed(a, width)), width)

@@ -9,7 +9,7 @@ TYPE_BYTES = {
     **dict.fromkeys(("b8", "u8", "s8", "e2m1x2"), 1),
     **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 2),
     **dict.fromkeys(("e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "ue8m0x2"), 2),
-    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32"), 4),
+    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "u16x2", "s16x2", "tf32"), 4),
     **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 8),
     "b128": 16,
     "pred": 1,
