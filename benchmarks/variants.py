@@ -52,7 +52,7 @@ def prepared(
 
     def call(which: int | None = None, backend: str = backend) -> Tensor:
         one = sets[next(turn) % len(sets) if which is None else which]
-        how = {**one.scales, **workload.extents}
+        how = {**one.scales, **workload.arguments}
         out = op(one.x, one.weight, group=group.process_group, backend=backend, **how)
         return out[0] if isinstance(out, tuple) else out
 

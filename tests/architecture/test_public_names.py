@@ -12,7 +12,7 @@ import pytest
 import overlap_gemm
 from overlap_gemm import nn, parallel, pipelines
 
-SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None")
+SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None", "block=None")
 """What every op takes last."""
 
 SIGNATURES = {

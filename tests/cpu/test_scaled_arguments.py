@@ -64,6 +64,8 @@ def test_k_may_be_any(op, backend, monkeypatch):
 def test_scales_belong_to_8_bit_operands_and_so_does_the_results_type():
     with pytest.raises(ValueError, match="out_dtype=torch.float32 is for operands with scales"):
         gemm_reduce_scatter(X.float(), WEIGHT.float(), out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="block=128 is for operands with scales"):
+        gemm_reduce_scatter(X.float(), WEIGHT.float(), block=128)
 
 
 def test_every_weight_has_its_scales():
@@ -81,10 +83,16 @@ BLOCKS_REFUSED = {
         {"scale_x": torch.ones(5, 2)},
         r"scale_x of blocks of 128 x 128 must be \[6, 2\] .* got \[5, 2\]",
     ),
-    "too many": ({"scale_x": torch.ones(6, 3)}, r"or for 128 or 32 of K; got \[6, 3\]"),
-    "of other blocks": (
-        {"scale_x": torch.ones(6, 5)},
-        r"scale_w of blocks of 32 x 32 must be \[5, 5\] .* for 32 of K; got \[2, 2\]",
+    "too many": ({"scale_x": torch.ones(6, 3)}, r"128 x 128 must be \[6, 2\] .* got \[6, 3\]"),
+    "of other blocks": ({"block": 32}, r"scale_x of blocks of 32 x 32 must be \[6, 5\] .* got \[6, 2\]"),
+    "of blocks that there are not": ({"block": 64}, "block must be one of None, 128, 32, mx .* got 64"),
+    "without block=": (
+        {"block": None},
+        r"scale_x must have one element, or be \[6, 1\], .* got \[6, 2\] .*block=, one of 128, 32, 'mx'",
+    ),
+    "of rows": (
+        {"scale_x": torch.ones(6, 1), "scale_w": torch.ones(136, 1)},
+        r"must be \[6, 2\] .* \[6, 1\]",
     ),
 }
 
@@ -92,7 +100,7 @@ BLOCKS_REFUSED = {
 @pytest.mark.parametrize("what", BLOCKS_REFUSED)
 def test_scales_of_blocks_have_their_shapes(what):
     change, words = BLOCKS_REFUSED[what]
-    given = {"scale_x": torch.ones(6, 2), "scale_w": torch.ones(2, 2)}
+    given = {"scale_x": torch.ones(6, 2), "scale_w": torch.ones(2, 2), "block": 128}
     x, weight = torch.ones(6, 144).to(E4M3), torch.ones(136, 144).to(E4M3)
     with pytest.raises(ValueError, match=words):
         gemm_reduce_scatter(x, weight, **given | change)
@@ -103,7 +111,7 @@ def test_scales_of_blocks_have_their_shapes(what):
 
 
 def test_blocks_of_32_are_torchs_on_no_device():
-    given = {"scale_x": torch.ones(6, 5), "scale_w": torch.ones(5, 5).to(torch.float8_e8m0fnu)}
+    given = {"scale_x": torch.ones(6, 5), "scale_w": torch.ones(5, 5).to(torch.float8_e8m0fnu), "block": 32}
     x, weight = torch.ones(6, 144).to(E4M3), torch.ones(136, 144).to(E4M3)
     assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
     with pytest.raises(ValueError, match="scales of blocks of 128 x 128, not of blocks of 32 x 32"):
@@ -120,6 +128,7 @@ MX_REFUSED = {
         r"scale_w must be \[1024\] .* got \[1, 136\]",
     ),
     "K": ({"x": X[:, :16], "weight": WEIGHT[:, :16]}, "K .* a multiple of 32, got 16"),
+    "without block=": ({"block": None}, r"got \[512\] .*pass block=, one of 128, 32, 'mx'"),
     "dim": ({"x": torch.ones(2, 3, 64).to(E4M3), "dim": 1}, "dim must be its first; got dim=1"),
 }
 
@@ -129,6 +138,7 @@ def test_scales_of_mx_types_fill_whole_atoms(what):
     change, words = MX_REFUSED[what]
     given = {"x": torch.ones(6, 64).to(E4M3), "weight": torch.ones(136, 64).to(E4M3)}
     given |= {"scale_x": torch.full((512,), 0.5).to(E8M0), "scale_w": torch.full((1024,), 0.25).to(E8M0)}
+    given["block"] = "mx"
     assert (gemm_reduce_scatter(**given) == 8).all()
     with pytest.raises(ValueError, match="not of blocks of 1 x 32|no F.scaled_mm"):
         gemm_reduce_scatter(**given, backend="torch")
@@ -155,7 +165,20 @@ def test_the_op_behind_it_refuses_a_backward_pass_too():
     scale_x = torch.ones(6, requires_grad=True)
     through = torch.ops.overlap_gemm.scaled_gemm_all_reduce
     out = through(
-        X, WEIGHT, None, scale_x, torch.ones(8), None, _world(), "auto", None, None, 0, False, torch.bfloat16
+        X,
+        WEIGHT,
+        None,
+        scale_x,
+        torch.ones(8),
+        None,
+        _world(),
+        "auto",
+        None,
+        None,
+        0,
+        False,
+        torch.bfloat16,
+        None,
     )
     with pytest.raises(TypeError, match="operands with scales have no gradients"):
         out.sum().backward()

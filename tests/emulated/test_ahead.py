@@ -87,7 +87,7 @@ def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block)
                 along = x.shape[1] // block
                 shapes = {"scale_x": (len(x), along), "scale_w": (len(weight) // block, along)}
                 scales = {name: torch.ones(shape) for name, shape in shapes.items()}
-            said = OPS[op].arguments(m, n, k)
+            said = OPS[op].arguments(m, n, k) | {"block": block}
             getattr(overlap_gemm, op)(x, weight, **scales, group=group.name, backend="fused", **said)
         world.synchronize()
         assert overlap_gemm.workspace_bytes() == sum(reserved)
@@ -117,7 +117,7 @@ def test_fused_calls_after_a_warm_up_make_no_plan(op, block, monkeypatch):
                     (scale_x, torch.full((len(weight), weight.shape[1] // 32), 0.5)),
                 )
             how = {"scale_x": scale_x, "scale_w": scale_w, "backend": "fused", "deterministic": False}
-            how |= OPS[op].arguments(m, n, k)
+            how |= OPS[op].arguments(m, n, k) | {"block": block}
             outs.append(getattr(overlap_gemm, op)(x, weight.to(torch.float8_e4m3fn), group=group.name, **how))
         world.synchronize()
         assert all((out == k / 2).all() for out in outs)

@@ -150,7 +150,7 @@ class Case:
             with poisoned_allocations():
                 outs.append(
                     getattr(overlap_gemm, self.op)(
-                        x, weight, group=name, bias=bias, scale_x=given[0], scale_w=given[1],
+                        x, weight, group=name, bias=bias, scale_x=given[0], scale_w=given[1], block="mx",
                         backend="fused", deterministic=False,
                         **spec.arguments(self.m, self.n, self.k, least=True), **options,
                     )
@@ -248,8 +248,8 @@ def test_gathered_rows_come_back_and_weights_share_a_gather():
             scale_x, scale_w = map(overlap_gemm.swizzle_scales, scales)
             found.append(
                 overlap_gemm.all_gather_gemm(
-                    x, [weight, weight[:0]], scale_x=scale_x, scale_w=[scale_w, scale_w[:0]], rows=30,
-                    group=name, backend="fused", return_gathered=True,
+                    x, [weight, weight[:0]], scale_x=scale_x, scale_w=[scale_w, scale_w[:0]], block="mx",
+                    rows=30, group=name, backend="fused", return_gathered=True,
                 )
             )  # fmt: skip
         world.synchronize()

@@ -63,8 +63,9 @@ class Scaled:
         scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
         if self.blocks:
             size = self.blocks
-            scale_x = 2 ** (4 * torch.rand(m, -(-k // size), generator=given) - 2)
-            scale_w = 2 ** (4 * torch.rand(-(-every // size), -(-k // size), generator=rows) - 2)
+            along = max(-(-k // size), 1)
+            scale_x = 2 ** (4 * torch.rand(m, along, generator=given) - 2)
+            scale_w = 2 ** (4 * torch.rand(-(-every // size), along, generator=rows) - 2)
         return x, weight, bias if self.bias else None, scale_x, scale_w
 
 
@@ -91,7 +92,8 @@ def queue(case, world, change=lambda rank, given: given):
             outs.append(
                 getattr(overlap_gemm, case.op)(
                     x, weight, group=name, bias=bias, scale_x=scale_x, scale_w=scale_w,
-                    out_dtype=case.out, backend="fused", deterministic=False, **extents,
+                    out_dtype=case.out, block=case.blocks or None, backend="fused", deterministic=False,
+                    **extents,
                 )
             )  # fmt: skip
     return outs
@@ -208,7 +210,7 @@ def test_scales_of_blocks(ranks, case):
 
 def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():
     x, weight = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (16, 136))
-    scales = {"scale_x": torch.ones(16, 2), "scale_w": torch.ones(2, 2)}
+    scales = {"scale_x": torch.ones(16, 2), "scale_w": torch.ones(2, 2), "block": 128}
     words = "blocks of 128 x 128 are for kernels of sm_90a"
     with world_of("sm_100a", 2) as world, pytest.raises(ValueError, match=words):
         overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[0], backend="fused", **scales)

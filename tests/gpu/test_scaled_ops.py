@@ -85,7 +85,7 @@ def test_torchs_product(device, kind):
             case = Scaled(RS, 130, n, k, bias=False, **kind)
             x, weight, _, scale_x, scale_w = on(device)(0, case.operands(0, 1))
             out = overlap_gemm.gemm_reduce_scatter(
-                x, weight, scale_x=scale_x, scale_w=scale_w, backend="torch"
+                x, weight, scale_x=scale_x, scale_w=scale_w, block=kind.get("blocks"), backend="torch"
             )
             assert share_of_bound(case, [out.cpu()]) <= 1
     finally:

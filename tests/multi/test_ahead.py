@@ -62,7 +62,7 @@ def warmed_up_in_8_bits(rank, size, op, block):
     scales = torch.ones(x[0], along), torch.ones(1 if block == 128 else weight[0], along)
     if block == "mx":
         scales = tuple(map(overlap_gemm.swizzle_scales, scales))
-    given |= {"scale_x": scales[0], "scale_w": scales[1]}
+    given |= {"scale_x": scales[0], "scale_w": scales[1], "block": block}
     with (
         mock.patch.object(choosing, "choose", never),
         mock.patch("overlap_gemm.dispatch.lowering._check", never),

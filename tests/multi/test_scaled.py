@@ -110,7 +110,7 @@ def of_blocks(rank, ranks, op, size):
     b = weight.float() * wide[: len(weight), : x.shape[1]]
     call, scales = (
         getattr(overlap_gemm, op),
-        {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32},
+        {"scale_x": scale_x, "scale_w": scale_w, "out_dtype": torch.float32, "block": size},
     )
     wanted = call(a, b, backend="sequential")
     for backend in ("sequential", "decomposed", "auto"):
@@ -128,6 +128,63 @@ def of_blocks(rank, ranks, op, size):
 def test_scales_of_blocks(ranks, op, size):
     """Those of 32 are ue8m0."""
     ranks(2).run(of_blocks, op, size)
+
+
+def uneven_cut(rank, ranks, op, kind, rows):
+    """K of this rank has one block or several, or nothing; each rank has the whole sum, or its rows of it."""
+    depths = (300, 100, 0)[:ranks]
+    size, scaled = (128, partial(overlap_gemm.quantize_rows, block=128))
+    if kind == "mx":
+        depths, size = (64, 32, 0)[:ranks], 32
+        scaled = partial(overlap_gemm.quantize_rows, block=32, power_of_two=True)
+    parts = []
+    for peer, depth in enumerate(depths):
+        generator = torch.Generator().manual_seed(peer)
+        x, weight = (torch.randn(n, depth, generator=generator) for n in (rows, 264))
+        (x, scale_x), (weight, scale_w) = scaled(x), scaled(weight)
+        if kind != "mx":
+            scale_w = torch.rand(-(-264 // size), max(-(-depth // size), 1), generator=generator) + 0.5
+        parts.append((x, weight, scale_x, scale_w))
+    exact = torch.zeros(rows, 264, dtype=torch.float64)
+    for x, weight, scale_x, scale_w in parts:
+        high = 1 if kind == "mx" else size
+        wide_x, wide_w = (
+            scale.double().repeat_interleave(up, 0).repeat_interleave(size, 1)
+            for scale, up in ((scale_x, 1), (scale_w, high))
+        )
+        depth = x.shape[1]
+        exact += (x.double() * wide_x[:, :depth]) @ (weight.double() * wide_w[:264, :depth]).t()
+    x, weight, scale_x, scale_w = parts[rank]
+    if kind == "mx":
+        scale_x, scale_w = (
+            overlap_gemm.swizzle_scales(scale[:, : x.shape[1] // 32]) for scale in (scale_x, scale_w)
+        )
+    for backend in ("sequential", "decomposed", "auto"):
+        out = getattr(overlap_gemm, op)(
+            x, weight, scale_x=scale_x, scale_w=scale_w, block=kind, out_dtype=torch.float32, backend=backend
+        )
+        wanted = part(op, "out", exact, rank, ranks)
+        assert torch.allclose(out.double(), wanted, rtol=1e-5, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [128, "mx"])
+@pytest.mark.parametrize("op", [name for name, spec in OPS.items() if spec.sums])
+def test_a_cut_of_k_into_several_blocks_and_one_and_none(ranks, op, kind, world):
+    ranks(world).run(uneven_cut, op, kind, 9)
+
+
+def other_kinds(rank, ranks):
+    x, weight = torch.ones(4, 128).to(E4M3), torch.ones(128, 128).to(E4M3)
+    scales = torch.ones(4, 1), torch.ones(1, 1) if rank == 0 else torch.ones(128, 1)
+    with pytest.raises(DisagreementError, match="disagree on blocks: rank . has .*128, 128"):
+        overlap_gemm.gemm_reduce_scatter(
+            x, weight, scale_x=scales[0], scale_w=scales[1], block=128 if rank == 0 else None
+        )
+
+
+def test_ranks_that_differ_in_what_shares_a_scale_learn_it_by_name(ranks):
+    ranks(2).run(other_kinds)
 
 
 def as_on_hopper(
@@ -153,9 +210,18 @@ def blocks_by_torch(rank, ranks, op, m):
     )
     torch.manual_seed(rank)
     scales = {"scale_x": torch.rand(len(x), 3) + 0.5, "scale_w": torch.rand(-(-len(weight) // 128), 3) + 0.5}
-    call = partial(getattr(overlap_gemm, op), x, weight, bias=bias, out_dtype=torch.float32, **scales)
+    scales |= {"out_dtype": torch.float32, "block": 128}
+    call = partial(getattr(overlap_gemm, op), x, weight, bias=bias, **scales)
     with pytest.raises(ValueError, match=r"F.scaled_mm says on cpu|no F.scaled_mm"):
         call(backend="torch")
+    scaling.why_no_product.cache_clear()
+    with mock.patch.object(torch.nn.functional, "scaled_mm", as_on_hopper):
+        found = call(backend="torch")
+    scaling.why_no_product.cache_clear()
+    assert torch.allclose(found, call(backend="sequential"), rtol=1e-5, atol=1e-3)
+    short = slice(0, 100)  # of one block of K torch has the product of rows
+    scales |= {"scale_x": scales["scale_x"][:, :1], "scale_w": scales["scale_w"][:, :1]}
+    call = partial(getattr(overlap_gemm, op), x[:, short], weight[:, short], bias=bias, **scales)
     scaling.why_no_product.cache_clear()
     with mock.patch.object(torch.nn.functional, "scaled_mm", as_on_hopper):
         found = call(backend="torch")

@@ -13,7 +13,7 @@ from ..backends import ahead
 from ..backends.autotuning import asking, share
 from ..backends.base import Problem
 from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, of_blocks, unit_scales
+from ..backends.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
@@ -88,8 +88,8 @@ def warmup(
         types: tuple[Any, ...] = (None, None)
         if out_dtype is not None:
             of_both = unit_scales(x_shape, weight_shape, blocks, where)
-            scales = dict(zip(("scale_x", "scale_w"), of_both, strict=True))
-            types = dtype, out_dtype, of_blocks(of_both[0], x_shape[1])
+            scales = {**dict(zip(("scale_x", "scale_w"), of_both, strict=True)), "block": block}
+            types = dtype, out_dtype, blocks
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         ways_of = [said] if said == least else [said, least]
         problems = [

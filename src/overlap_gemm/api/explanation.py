@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName, Problem
-from ..backends.scaling import of_blocks
+from ..backends.scaling import Block
 from ..backends.select import Choice, choose, with_backward
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import with_scales
@@ -34,6 +34,7 @@ def explain(
     scale_x: Tensor | None = None,
     scale_w: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
     **_: Any,
 ) -> Choice:
     """Which backend would carry out `op(x, weight, ...)`, and why.
@@ -55,6 +56,7 @@ def explain(
         scale_x: As for the op.
         scale_w: As for the op.
         out_dtype: As for the op.
+        block: As for the op.
         **_: The op's other arguments, on which the choice does not depend.
 
     Returns:
@@ -67,7 +69,8 @@ def explain(
     weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
     ranks, several = group_name(group), spec.gathers_operand
     dim = dim if "m" in (spec.x, spec.out) else 0
-    options = CallOptions(backend, deterministic, None, dim, rows, columns, k, out_dtype=out_dtype)
+    lengths = rows, columns, k
+    options = CallOptions(backend, deterministic, None, dim, *lengths, out_dtype=out_dtype, block=block)
     options = options.unasked(spec.name)
     options, scales = with_scales(options, scale_x, scale_w)
     if not scales:
@@ -76,7 +79,7 @@ def explain(
     lowered = LOWERINGS[spec.name](ranks, x, *bare, options, scales)
     scaled: tuple[Any, ...] = (None, None)
     if scales:
-        scaled = weights[0].dtype, options.out_dtype, of_blocks(scales[0], x.shape[-1])
+        scaled = weights[0].dtype, options.out_dtype, options.blocks
     extents = lowered.extents
     problem = Problem.of(spec.name, *extents, x, resolve(ranks), deterministic, backend, scaled=scaled)
     choice = choose(problem, backend)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import FLOAT8
+from ..backends.scaling import FLOAT8, Block
 from ..backends.select import with_fallback
 from ..dispatch import moves, ops
 from ..dispatch.autocast import autocast
@@ -228,6 +228,7 @@ class How(NamedTuple):
         weights: list[Quantized],
         biases: Sequence[Tensor],
         dtype: torch.dtype,
+        block: Block = None,
         copied_weight: bool = True,
     ) -> list[Tensor]:
         """The op of 8-bit operands, in forward or of a gradient; one result per weight.
@@ -237,15 +238,15 @@ class How(NamedTuple):
             weights: Operands; one, unless the op gathers x.
             biases: One per weight, or none.
             dtype: Type of the results.
+            block: What shares a scale, of all operands.
             copied_weight: Whether the weights' values have been made for this product.
         """
         spec = self.spec
         axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
         extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
         dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
-        options = CallOptions(
-            self.backend, None, self.reserve_sms, dim, **extents, out_dtype=dtype, copied_weight=copied_weight
-        )
+        how = {"out_dtype": dtype, "block": block, "copied_weight": copied_weight}
+        options = CallOptions(self.backend, None, self.reserve_sms, dim, **extents, **how)
         op = ops.local_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
         if spec is not None and spec.gathers_operand:

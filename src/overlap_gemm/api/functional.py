@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
+from ..backends.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
 from ..dispatch.options import CallOptions, GatherOptions, Length
@@ -97,6 +98,7 @@ def all_gather_gemm(
     scale_x: Tensor | None = None,
     scale_w: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -130,6 +132,7 @@ def all_gather_gemm(
         scale_x: As for `gemm_reduce_scatter`, of this rank's shard.
         scale_w: As for `gemm_reduce_scatter`, or one per weight if `weight` is a list.
         out_dtype: As for `gemm_reduce_scatter`.
+        block: As for `gemm_reduce_scatter`.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
@@ -157,6 +160,7 @@ def all_gather_gemm(
         kept,
         single,
         out_dtype,
+        block=block,
     )
     return call_op(ops.all_gather_gemm, x_shard, weights, biases, group, options, scale_x, scales_w)
 
@@ -175,6 +179,7 @@ def gemm_reduce_scatter(
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
@@ -195,11 +200,12 @@ def gemm_reduce_scatter(
         reserve_sms: As for `all_gather_gemm`.
         scale_x: Where x and weight are float8_e4m3fn or float8_e5m2: float32, `[M, ..., 1]`, an element per
             row of x, or one element. This rank's own rows' scales, whatever other ranks have.
-        scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. Or both are of blocks of 128: scale_x
-            `[M, ..., ceil(K / 128)]`, scale_w `[ceil(N / 128), ceil(K / 128)]`; or of 32. Of float32 or
-            float8_e8m0fnu. See docs/fp8.md.
+        scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. Of float32, as scale_x, or float8_e8m0fnu.
         out_dtype: Of result and bias where operands have scales: bfloat16 (which None means), float16 or
             float32.
+        block: Rows of the weight, and elements of K, that share a scale, 128 or 32: scale_x is
+            `[M, ..., ceil(K / block)]`, scale_w `[ceil(N / block), ceil(K / block)]` then; or ``"mx"``: they
+            are those of MX types. The same on every rank. None: of rows. See docs/fp8.md.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
@@ -207,7 +213,7 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype)
+    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype, block=block)
     return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -224,6 +230,7 @@ def gemm_all_reduce(
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
@@ -242,6 +249,7 @@ def gemm_all_reduce(
         scale_x: As for `gemm_reduce_scatter`.
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
+        block: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -249,7 +257,7 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype)
+    options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype, block=block)
     return call_op(ops.gemm_all_reduce, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -266,6 +274,7 @@ def gemm_all_gather(
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -282,6 +291,7 @@ def gemm_all_gather(
         scale_x: As for `gemm_reduce_scatter`.
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
+        block: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -289,7 +299,9 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype)
+    options = CallOptions(
+        backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype, block=block
+    )
     return call_op(ops.gemm_all_gather, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -304,6 +316,7 @@ def column_parallel_gemm(
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    block: Block = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
@@ -317,6 +330,7 @@ def column_parallel_gemm(
         scale_x: As for `gemm_reduce_scatter`.
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
+        block: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N_local]`.
@@ -324,5 +338,5 @@ def column_parallel_gemm(
     Raises:
         ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
-    options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype)
+    options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype, block=block)
     return call_op(ops.local_gemm, x, weight, bias, group, options, scale_x, scale_w)

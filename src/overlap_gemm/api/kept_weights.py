@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..backends.scaling import NAMED_BLOCKS, blocks_along
 from ..dispatch.autocast import autocast
 from .float8 import Float8, How, refuse_second_gradients
 from .quantization import Quantized, quantize_rows
@@ -49,11 +50,8 @@ class Stored:
         return (self.values.float() * scale).to(dtype)
 
     def operand(self) -> Quantized:
-        """Returns the weight as the ops take it: where K is one block, its scales are of rows."""
-        scale, rows = self.scale, len(self.values)
-        if scale.shape[-1] == 1 and len(scale) not in (1, rows):
-            scale = scale.repeat_interleave(self.block or rows, 0)[:rows]
-        return Quantized(self.values, scale)
+        """Returns the weight as the ops take it, with the block of `block`."""
+        return Quantized(self.values, self.scale)
 
 
 class StoredFloat8(Float8):
@@ -86,7 +84,7 @@ class _StoredProduct(torch.autograd.Function):
         weights = _weights(blocks, parts)
         operands = [weight.operand() for weight in weights]
         rows = _rows(x, input_scale, weights)
-        outs = How(*told).multiply(rows, operands, biases, x.dtype, copied_weight=False)
+        outs = How(*told).multiply(rows, operands, biases, x.dtype, weights[0].block, copied_weight=False)
         ctx.save_for_backward(*parts)
         ctx.told, ctx.blocks, ctx.biases = told, blocks, len(biases)
         ctx.x, ctx.out, ctx.dtype = x.shape, outs[0].shape, x.dtype
@@ -105,7 +103,7 @@ class _StoredProduct(torch.autograd.Function):
             rows, transposed, is_padded = _transposed(own, _weights(ctx.blocks, parts))
             if is_padded:
                 dual = dual._replace(weight=None)
-            (grad_x,) = dual.multiply(rows, [transposed], (), ctx.dtype)
+            (grad_x,) = dual.multiply(rows, [transposed], (), ctx.dtype, ctx.blocks[0])
         if any(needs_biases):
             pairs = zip(how.of_all_rows(own, ctx.x), needs_biases, strict=True)
             grad_biases = [grad.flatten(0, -2).sum(0) if needed else None for grad, needed in pairs]
@@ -119,12 +117,14 @@ def _weights(blocks: tuple[int | None, ...], parts: Sequence[Tensor]) -> list[St
 
 def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
     """Quantises x for weights that share it, by a scale of activations or, without one, dynamically."""
-    dtype = weights[0].values.dtype
+    dtype, block = weights[0].values.dtype, weights[0].block
     if scale is None:
-        block = next((weight.block for weight in weights if weight.scale.shape[-1] > 1), None)
         return quantize_rows(x, dtype, block=block)
     largest = torch.finfo(dtype).max
-    return Quantized((x.float() / scale).clamp(-largest, largest).to(dtype), scale)
+    values = (x.float() / scale).clamp(-largest, largest).to(dtype)
+    if block is not None:
+        scale = scale.expand(*x.shape[:-1], blocks_along(x.shape[-1], NAMED_BLOCKS[block]))
+    return Quantized(values, scale)
 
 
 def _transposed(grads: Sequence[Tensor], weights: list[Stored]) -> tuple[Quantized, Quantized, bool]:

@@ -61,7 +61,7 @@ def reserve(
     """
     if group.size == 1:
         return 0
-    peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # where K is short, of rows
+    peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # with scales of rows, too
     asked, machine = settings(), constants(peers.agreed.arch)
     by_tiles, by_shards = (
         TRANSPORTS.get(name or "") for name in (asked.tile_transport, asked.shard_transport)

@@ -53,7 +53,7 @@ class Problem:
         keep: Whether the gathered operand of all_gather_gemm is wanted, too.
         weight_dtype: Of the weight, where operands have scales; else None.
         out_dtype: Of the result, likewise: `dtype` is x's then.
-        blocks: Which blocks the scales are of (`scaling.of_blocks`); None: of rows, or of all of an operand.
+        blocks: Which blocks the scales are of; None: of rows, or of all of an operand.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
     """
 
@@ -283,5 +283,5 @@ class Portable(ABC):
         method: Callable[..., Any] = partial(getattr(self, problem.op), shards=shards, group=group)
         if problem.out_dtype is not None:
             gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
-            method = with_scales(method, problem.out_dtype, self.operand, gather)
+            method = with_scales(method, problem.out_dtype, self.operand, problem.blocks, gather)
         return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)

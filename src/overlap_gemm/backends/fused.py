@@ -29,7 +29,6 @@ from .block_scales import layout_of
 from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from .plan import Plan
 from .plans import DTYPES, plan_for
-from .scaling import of_blocks
 
 
 class Sizes(NamedTuple):
@@ -167,7 +166,7 @@ class Fused:
         shape, _, (_, columns) = found
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
-            return self.call(op, x, weight, bias, shards, group, depth, scales, dtype)
+            return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
         run = within(settings(), run)  # whoever calls later, it is this call
         if not (
@@ -208,6 +207,7 @@ class Fused:
         depth: int | None = None,
         scales: Sequence[Tensor] = (),
         out_dtype: torch.dtype | None = None,
+        blocks: Blocks | None = None,
     ) -> Tensor:
         """Carries out an op, other than an all-gather GEMM, on any tensors.
 
@@ -223,6 +223,7 @@ class Fused:
             depth: K over all ranks, where they have agreed on it.
             scales: Of x and weight, see `scaling`.
             out_dtype: Of the result where there are scales.
+            blocks: Which blocks these are of; None: of rows.
         """
         found = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = found
@@ -233,9 +234,7 @@ class Fused:
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
         a, b = aligned(x, found.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
-        given, blocks = (group, x.device, x.dtype, shape), None
-        if scales:
-            blocks = of_blocks(scales[0], x.shape[1])
+        given = group, x.device, x.dtype, shape
         with late_weights(b is not given_weight):
             plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)

@@ -48,7 +48,7 @@ from .plans import (
     peers_for,
     resident_clusters,
 )
-from .scaling import of_blocks, rows_with_scales, shard_bytes
+from .scaling import rows_with_scales, shard_bytes
 from .ways import obtain_way, wanted
 
 
@@ -69,7 +69,7 @@ def bind(
     def run(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype)
+        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
 
     run = within(settings(), run)  # whoever calls later, it is this call
     whole = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
@@ -154,6 +154,7 @@ def all_gather_gemm(
     keep: bool,
     scales: Sequence[Any] = (),
     out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
@@ -162,7 +163,6 @@ def all_gather_gemm(
     after all rows.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
-    blocks = of_blocks(scales[0], depth) if scales else None
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0], dtype=dtype) for weight in weights]
     # A rank without columns takes part all the same: its peers wait for its word.

@@ -39,14 +39,16 @@ def atoms_of(scale: Tensor) -> Tensor:
     """`[rows, ceil(K / 32)]` of 8 bits as `[atoms of rows, bytes]`, filled up with zero bytes."""
     rows, width = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -width % ATOM_SCALES, 0, -rows % ATOM_ROWS))
-    atoms = padded.view(-1, ATOM_ROWS // 32, 32, padded.shape[1] // ATOM_SCALES, ATOM_SCALES)
+    high, wide = padded.shape[0] // ATOM_ROWS, padded.shape[1] // ATOM_SCALES
+    atoms = padded.view(high, ATOM_ROWS // 32, 32, wide, ATOM_SCALES)
     return atoms.permute(0, 3, 2, 1, 4).flatten(1).view(scale.dtype)
 
 
 def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
     """`[rows, ceil(depth / 32)]` of what `atoms_of` made of it, whatever its shape is now."""
-    atoms = scale.view(torch.uint8).view(-1, atoms_along(depth), 32, ATOM_ROWS // 32, ATOM_SCALES)
-    whole = atoms.permute(0, 3, 2, 1, 4).reshape(ceil_div(rows, ATOM_ROWS) * ATOM_ROWS, -1)
+    high, wide = ceil_div(rows, ATOM_ROWS), atoms_along(depth)
+    atoms = scale.view(torch.uint8).view(high, wide, 32, ATOM_ROWS // 32, ATOM_SCALES)
+    whole = atoms.permute(0, 3, 2, 1, 4).reshape(high * ATOM_ROWS, wide * ATOM_SCALES)
     return whole[:rows, : ceil_div(depth, WIDTH)].view(scale.dtype)
 
 

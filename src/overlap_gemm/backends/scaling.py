@@ -2,8 +2,9 @@
 
 Scales are float32 vectors: of x an element per row, of the weight one per row (so per column of the product),
 or a single element. Or they are of blocks, matrices: with b = 128 or 32 of x `[M, ceil(K / b)]`, of the
-weight `[ceil(N / b), ceil(K / b)]`. Or they are those of MX types (`mx`), a vector of 8-bit elements. A
-rank's scales are those of its own operands, and belong to its partial sums.
+weight `[ceil(N / b), ceil(K / b)]`. Or they are those of MX types (`mx`), a vector of 8-bit elements. Which
+of them they are is passed on (`Blocks`) and never taken from their shapes: where K of a rank is one block,
+these do not tell. A rank's scales are those of its own operands, and belong to its partial sums.
 """
 
 from __future__ import annotations
@@ -47,21 +48,10 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 """Types of scales; the second's are powers of two, float32 holds them exactly."""
 
 
-def of_blocks(scale: Tensor, depth: int) -> Blocks | None:
-    """Which blocks scales of an operand `[..., K]` are of, of which K has several; None: they are of rows.
-
-    The number of scales along K tells it: blocks of 128 and of 32 are as many only where that is one. A
-    vector of several e8m0 is of MX types.
-    """
-    if scale.dtype == mx.SCALE and scale.ndim == 1 and scale.numel() != 1:
-        return MX
-    kinds = PROMOTED
-    found = (kind for kind in kinds if depth > kind[2] and scale.shape[-1:] == (ceil_div(depth, kind[2]),))
-    return next(found, None) if scale.ndim > 1 else None
-
-
 Block = int | Literal["mx"] | None
 """What callers call blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
+
+NAMED_BLOCKS: dict[Block, Blocks] = {**{kind[2]: kind for kind in PROMOTED}, "mx": MX}
 
 
 def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
@@ -70,43 +60,41 @@ def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
     Raises:
         ValueError: There are no such ones.
     """
-    found: dict[Block, Blocks | None] = {None: None}
-    if dtype in FLOAT8:
-        found |= {kind[2]: kind for kind in PROMOTED} | {"mx": MX}
-    if block not in found:
-        raise ValueError(f"block must be one of {', '.join(map(str, found))} of {dtype}, got {block}")
-    return found[block]
+    names = (None, *(NAMED_BLOCKS if dtype in FLOAT8 else ()))
+    if block not in names:
+        raise ValueError(f"block must be one of {', '.join(map(str, names))} of {dtype}, got {block}")
+    return None if block is None else NAMED_BLOCKS[block]
+
+
+def blocks_along(depth: int, blocks: Blocks) -> int:
+    """Blocks of `PROMOTED` along K, one at least."""
+    return max(ceil_div(depth, blocks[2]), 1)
 
 
 def unit_scales(
     x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Scales of operands of these shapes as callers pass them, all of them one.
-
-    Of blocks, or of rows, which they are where K is one block.
-    """
+    """Scales of operands of these shapes as callers pass them, all of them one."""
     if blocks == MX:
         of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
         return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
-    depth = x[1]
-    rows, height, length = blocks if blocks and depth > blocks[2] else (1, 1, depth or 1)
-    along = max(ceil_div(depth, length), 1)
-    shapes = (ceil_div(x[0], rows), along), (ceil_div(weight[0], height), along)
+    height, along = (blocks[1], blocks_along(x[1], blocks)) if blocks else (1, 1)
+    shapes = (x[0], along), (ceil_div(weight[0], height), along)
     of_x, of_weight = (torch.ones(shape, device=device) for shape in shapes)
     return of_x, of_weight
 
 
-def dequantised(matrix: Tensor, scale: Tensor, _: torch.dtype) -> Tensor:
+def dequantised(
+    matrix: Tensor, scale: Tensor, _: torch.dtype = torch.float32, blocks: Blocks | None = None
+) -> Tensor:
     """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
-    if scale.dtype == mx.SCALE:
-        wide = mx.rows_of(scale, *matrix.shape).float()
-        return matrix.float() * wide.repeat_interleave(mx.WIDTH, 1)[:, : matrix.shape[1]]
-    if scale.ndim == 1:
+    if blocks is None:
         return matrix.float() * scale[:, None]
     rows, depth = matrix.shape
-    blocks = of_blocks(scale, depth)
-    assert blocks is not None, (matrix.shape, scale.shape)
-    wide = scale if len(scale) == rows else scale.repeat_interleave(blocks[1], 0)[:rows]
+    if blocks == MX:
+        wide = mx.rows_of(scale, rows, depth).float()
+    else:
+        wide = scale if len(scale) == rows else scale.repeat_interleave(blocks[1], 0)[:rows]
     return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
 
 
@@ -146,11 +134,13 @@ class Scaled(NamedTuple):
         values: `[rows, K]`, one of `FLOAT8`.
         scale: See the module.
         out_dtype: Of its products.
+        blocks: Which blocks the scales are of; None: of rows.
     """
 
     values: Tensor
     scale: Tensor
     out_dtype: torch.dtype
+    blocks: Blocks | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -164,10 +154,10 @@ class Scaled(NamedTuple):
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
         """All ranks' rows and their scales; `gather` does that to a matrix, of bytes or float32."""
         rows = gather(self.values.view(torch.uint8)).view(self.values.dtype)
-        if self.scale.ndim == 2:
-            return Scaled(rows, gather(self.scale.contiguous()), self.out_dtype)
+        if self.blocks:
+            return self._replace(values=rows, scale=gather(self.scale.contiguous()))
         scale = gather(aligned_vector(self.scale, len(self.values))[:, None])
-        return Scaled(rows, scale[:, 0], self.out_dtype)
+        return self._replace(values=rows, scale=scale[:, 0])
 
     def times(self, weight: Scaled, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """`self @ weight.T + bias`, into `out` if given."""
@@ -184,10 +174,10 @@ class Scaled(NamedTuple):
         values, scale_w = weight.values, weight.scale
         if values.is_cuda and (short := -len(values) % DEPTH):  # whose columns are multiples of 16 there
             values = _with_rows(values, short)
-            if scale_w.ndim == 1:
+            if self.blocks is None:
                 scale_w = torch.cat([aligned_vector(scale_w, len(weight.values)), scale_w.new_zeros(short)])
         fast = bool(dict(settings().fields).get("fast_accum", False))
-        scales = as_torch_has_them(self.values, values, self.scale, scale_w)
+        scales = as_torch_has_them(self.values, values, self.scale, scale_w, self.blocks)
         return torchs_product(self.values, values, scales, self.out_dtype, fast)
 
 
@@ -200,15 +190,19 @@ def along_rows(scale: Tensor) -> Tensor:
     return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
 
 
-def as_torch_has_them(x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor) -> tuple[Tensor, Tensor]:
+def as_torch_has_them(
+    x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, blocks: Blocks | None = None
+) -> tuple[Tensor, Tensor]:
     """Scales of x `[M, K]` and weight `[N, K]` as torch's product of `x` and `weight.t()` takes them.
 
     Of rows (vectors or columns) `[M, 1]` and `[1, N]`, or one element each. Of blocks of 128
     `[M', ceil(K / 128)]`, M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
-    adjacent elements below each other (torch 2.13, ScaledBlas.cpp).
+    adjacent elements below each other (torch 2.13, ScaledBlas.cpp); where K is one block those of rows.
     """
-    if of_blocks(scale_x, x.shape[1]):
+    if blocks and scale_x.shape[1] > 1:
         return along_rows(scale_x), along_rows(scale_w.t())
+    if blocks:
+        scale_w = scale_w.repeat_interleave(blocks[1], 0)[: len(weight)]
     if scale_x.numel() == scale_w.numel() == 1:
         return scale_x.reshape(()), scale_w.reshape(())
     return (
@@ -250,7 +244,7 @@ def _with_rows(values: Tensor, count: int) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
 
 
-Operand = Callable[[Tensor, Tensor, torch.dtype], Any]
+Operand = Callable[[Tensor, Tensor, torch.dtype, Blocks | None], Any]
 """What a backend's methods get for a matrix with scales."""
 
 
@@ -258,6 +252,7 @@ def with_scales(
     method: Callable[..., Any],
     dtype: torch.dtype,
     operand: Operand,
+    blocks: Blocks | None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
     """A backend's method, which knows no scales, as a function of `(x, weight, bias, scale_x, scale_w)`.
@@ -266,16 +261,17 @@ def with_scales(
         method: Of `Backend`, bound to shards and group.
         dtype: Of the result, and of biases.
         operand: Makes what the method takes of a matrix and its scales.
+        blocks: Which blocks the scales are of; None: of rows.
         gather: Every rank's rows of a matrix; where a gathered operand is wanted.
     """
 
     def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
-        whole = operand(x, scale_x, dtype)
+        whole = operand(x, scale_x, dtype, blocks)
         wide = whole.new_empty(0).dtype
         if not isinstance(weight, (list, tuple)):
             bias = None if bias is None else bias.to(wide)
-            return method(whole, operand(weight, scale_w, dtype), bias).to(dtype)
-        weights = [operand(*one, dtype) for one in zip(weight, scale_w, strict=True)]
+            return method(whole, operand(weight, scale_w, dtype, blocks), bias).to(dtype)
+        weights = [operand(*one, dtype, blocks) for one in zip(weight, scale_w, strict=True)]
         gathered, outs = method(whole, weights, [one.to(wide) for one in bias])
         rows = x
         if isinstance(gathered, Scaled):
@@ -325,8 +321,8 @@ def why_no_product(
     depth = 2 * BLOCK if blocks else DEPTH
     try:
         a, b = (torch.zeros(DEPTH, depth).to(dtype) for dtype in (x_dtype, weight_dtype))
-        scale_x, scale_w = torch.ones(DEPTH, ceil_div(depth, BLOCK)), torch.ones(1, ceil_div(depth, BLOCK))
-        torchs_product(a, b, as_torch_has_them(a, b, scale_x, scale_w), out_dtype)
+        scales = unit_scales((DEPTH, depth), (DEPTH, depth), blocks, a.device)
+        torchs_product(a, b, as_torch_has_them(a, b, *scales, blocks), out_dtype)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"this torch's {name} says on {device}: {str(error).splitlines()[0]}"
     return None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import mx
-from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, of_blocks, torchs_product, why_no_product
+from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
 from ..backends.torch_backend import reduce_scatter_single
 from ..kernels.scale_blocks import ATOM_ROWS, MX
 from ..runtime.group import Group
@@ -51,15 +51,17 @@ def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
     x, weight, scale_x, scale_w = operands
     if scale_x is None or scale_w is None:
         return lambda: torch.mm(x, weight.t())
-    blocks = of_blocks(scale_x, x.shape[1])
+    blocks = workload.blocks
     if blocks == MX:
         scale_x, scale_w = (
             mx.rows_of(scale, *matrix.shape)[:, :1].float()
             for scale, matrix in ((scale_x, x), (scale_w, weight))
         )
+        blocks = None
     elif blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
         scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
-    scales = as_torch_has_them(x, weight, scale_x, scale_w)
+        blocks = None
+    scales = as_torch_has_them(x, weight, scale_x, scale_w, blocks)
     return lambda: torchs_product(x, weight, scales, workload.out_dtype, fast)
 
 

@@ -10,14 +10,14 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
-from ..backends.scaling import FLOAT8, unit_scales
+from ..backends.scaling import FLOAT8, blocks_named, unit_scales
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import find
 from ..spec import OPS
 from .bench import chosen_ops
 from .console import rank_zero_console
-from .workload import BlockOption, DeviceOption, DTypeOption, Workload, blocks_of
+from .workload import BlockOption, DeviceOption, DTypeOption, Workload, block_of
 
 
 def explain(
@@ -46,14 +46,14 @@ def explain(
     (name,) = chosen_ops([op], "OP")
     world = overlap_gemm.init(device=device)
     operand = getattr(torch, dtype or ("bfloat16" if world.device.type == "cuda" else "float32"))
-    blocks = blocks_of(block, operand)
+    named = block_of(block, operand)
     workload = Workload("", name, m, n, k, operand)
     group = find(None)
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
-    how: dict[str, Any] = {"backend": backend, **workload.extents}
+    how: dict[str, Any] = {"backend": backend, **workload.arguments}
     if operand in FLOAT8:
-        scales = unit_scales(*workload.shapes(group), blocks, world.device)
-        how |= dict(zip(("scale_x", "scale_w"), scales, strict=True))
+        scales = unit_scales(*workload.shapes(group), blocks_named(named, operand), world.device)
+        how |= {**dict(zip(("scale_x", "scale_w"), scales, strict=True)), "block": named}
     choice = overlap_gemm.explain(name, x, weight, group=group.process_group, **how)
     if ranks not in (None, world.size):
         choice = _as_if(choice, ranks, world)

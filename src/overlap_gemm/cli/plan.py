@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.fused import Fused, why_no_blocks
-from ..backends.scaling import FLOAT8, OUT_DTYPES
+from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..kernels.arch import ARCHS
 from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
@@ -17,7 +17,7 @@ from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
-from .workload import BlockOption, blocks_of
+from .workload import BlockOption, block_of
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
@@ -53,7 +53,7 @@ def plan(
     constants, arch = _machine(arch, machine)
     console = rank_zero_console(0)
     kind = getattr(torch, dtype)
-    blocks = blocks_of(block, kind)
+    blocks = blocks_named(block_of(block, kind), kind)
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks, blocks=blocks)
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))

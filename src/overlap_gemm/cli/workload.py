@@ -16,8 +16,8 @@ import overlap_gemm
 from ..backends.autotuning import num_sets
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
-from ..backends.scaling import BLOCK, FLOAT8, OUT_DTYPES, Block, blocks_named
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks
+from ..backends.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block, blocks_named
+from ..kernels.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards
@@ -48,17 +48,18 @@ Scales = Literal["rows", "tensor", "blocks", "mx"]
 of the weight, or 32 of K of a row, as MX types have it."""
 
 
-def blocks_of(option: str | None, dtype: torch.dtype) -> Blocks | None:
-    """The blocks that `BlockOption` stands for, of operands of this type.
+def block_of(option: str | None, dtype: torch.dtype) -> Block:
+    """The `block=` that `BlockOption` stands for, of operands of this type.
 
     Raises:
         BadParameter: there are no such ones.
     """
     block = int(option) if option and option.isdigit() else cast(Block, option)
     try:
-        return blocks_named(block, dtype)
+        blocks_named(block, dtype)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--block") from error
+    return block
 
 
 MOST = 8
@@ -131,7 +132,13 @@ class Workload:
     @property
     def blocks(self) -> Blocks | None:
         """Which blocks the scales are of; None: of rows, or of all of an operand."""
-        return {"blocks": PROMOTED[0], "mx": MX}.get(self.scales or "")
+        return None if self.block is None else NAMED_BLOCKS[self.block]
+
+    @property
+    def block(self) -> Block:
+        """What callers call these."""
+        names: dict[str, Block] = {"blocks": BLOCK, "mx": "mx"}
+        return names.get(self.scales or "")
 
     def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
         """Those of this rank's x and weight."""
@@ -158,8 +165,7 @@ class Workload:
 
     def warm_up(self, group: Group, device: torch.device) -> None:
         """Makes what calls need, and measures what `auto` takes (`overlap_gemm.warmup`)."""
-        block: Block = {"blocks": BLOCK, "mx": "mx"}.get(self.scales or "")  # type: ignore[assignment]
-        given = {"group": group.process_group, "dtype": self.dtype, "block": block, "device": device}
+        given = {"group": group.process_group, "dtype": self.dtype, "block": self.block, "device": device}
         overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **given)  # type: ignore[arg-type]
 
     def gathered(self, operands: Operands) -> Operands:
@@ -192,18 +198,18 @@ class Workload:
         return values[:height, :width].contiguous(), scale.squeeze(-1)
 
     @property
-    def extents(self) -> dict[str, Any]:
-        """The extents over all ranks that an op takes as arguments, known here as they are in a model."""
-        return self.spec.arguments(self.m, self.n, self.k)
+    def arguments(self) -> dict[str, Any]:
+        """What an op takes besides tensors: extents over all ranks, known here as in a model, and `block`."""
+        return {**self.spec.arguments(self.m, self.n, self.k), "block": self.block}
 
     def by(self, backend: str, operands: Operands, group: Group) -> Call:
         """The op by a backend of this library."""
-        op, how = getattr(overlap_gemm, self.op), {**self.extents, **operands.scales}
+        op, how = getattr(overlap_gemm, self.op), {**self.arguments, **operands.scales}
         x, weight = operands.x, operands.weight
         return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
     def taken_by(self, backend: str, operands: Operands, group: Group) -> str:
         """The backend that carries it out when asked for `backend`, which may be "auto"."""
-        how: dict[str, Any] = {"backend": backend, **self.extents, **operands.scales}
+        how: dict[str, Any] = {"backend": backend, **self.arguments, **operands.scales}
         choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
         return choice.backend.name

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.scaling import of_blocks
 from ..backends.select import check_name
-from ..kernels.scale_blocks import MX
+from ..kernels.scale_blocks import MX, Blocks
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..runtime.order import is_capturing
@@ -30,6 +29,7 @@ class Lowered(NamedTuple):
         finish: Makes the user's result of the op's; None: it is that.
         facts: (name, value) of what ranks compare where they ask each other for a sharded extent.
         extents: (m, n, k) of `backends.base.Problem`.
+        blocks: Which blocks scales are of; None: of rows, or there are none.
     """
 
     flat: tuple[int, int]
@@ -38,6 +38,7 @@ class Lowered(NamedTuple):
     finish: Callable[[Any], Any] | None
     facts: agree.Facts
     extents: tuple[int, int | None, int | None]
+    blocks: Blocks | None
 
     def flatten(self, x: Tensor) -> Tensor:
         """X as the op takes it."""
@@ -49,8 +50,7 @@ class Lowered(NamedTuple):
 
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
         """The scales as the op takes them: float32, vectors or matrices; or those of MX types."""
-        blocks = of_blocks(scale_x, self.flat[1])
-        if blocks == MX:
+        if self.blocks == MX:
             return scale_x, scale_w
         if scale_x.dtype is not torch.float32:
             scale_x = scale_x.float()
@@ -60,7 +60,7 @@ class Lowered(NamedTuple):
         of_weights = [
             w if w.dtype is torch.float32 else w.float() for w in ([scale_w] if is_one else scale_w)
         ]
-        if blocks:
+        if self.blocks:
             of_x = scale_x.reshape(self.flat[0], scale_x.shape[-1])
         else:
             of_x, *of_weights = (one if one.ndim == 1 else one.reshape(-1) for one in (scale_x, *of_weights))
@@ -101,6 +101,7 @@ def lower_all_gather_gemm(
         finish,
         facts,
         (shards.total, columns, width),
+        options.blocks,
     )
 
 
@@ -122,6 +123,7 @@ def lower_gemm_reduce_scatter(
         None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
         (),
         (shards.total, columns, k),
+        options.blocks,
     )
 
 
@@ -132,7 +134,7 @@ def lower_gemm_all_reduce(
     op = GEMM_ALL_REDUCE.name
     _check_single(op, group, x, weight, bias, options, scales)
     columns, k = weight.shape[0], _known(op, "k", options.k, x.shape[-1], group)
-    return _lower_replicated(x, columns, k, (k, *options.passed(group)))
+    return _lower_replicated(x, columns, k, (k, *options.passed(group)), options)
 
 
 def lower_gemm_all_gather(
@@ -144,7 +146,7 @@ def lower_gemm_all_gather(
     rows = math.prod(x.shape[:-1])
     facts = _facts(op, x, x.shape[-1], bias is not None, options, rows=rows)
     total = total_extent(op, "columns", options.columns, weight.shape[0], x, group, facts)
-    return _lower_replicated(x, total, x.shape[-1], (total, *options.passed(group)), facts)
+    return _lower_replicated(x, total, x.shape[-1], (total, *options.passed(group)), options, facts)
 
 
 def lower_column_parallel_gemm(
@@ -152,11 +154,16 @@ def lower_column_parallel_gemm(
 ) -> Lowered:
     """`functional.column_parallel_gemm`, whose forward is this rank's own affair."""
     _check_single("column_parallel_gemm", group, x, weight, bias, options, scales)
-    return _lower_replicated(x, weight.shape[0], None, options.passed(group))
+    return _lower_replicated(x, weight.shape[0], None, options.passed(group), options)
 
 
 def _lower_replicated(
-    x: Tensor, columns: int, k: int | None, arguments: tuple[Any, ...], facts: agree.Facts = ()
+    x: Tensor,
+    columns: int,
+    k: int | None,
+    arguments: tuple[Any, ...],
+    options: CallOptions,
+    facts: agree.Facts = (),
 ) -> Lowered:
     """Of an op whose rows every rank has, and gets: all leading dimensions of x are rows."""
     batch = x.shape[:-1]
@@ -168,6 +175,7 @@ def _lower_replicated(
         None if x.ndim == 2 else lambda out: out.view(*batch, columns),
         facts,
         (rows, columns, k),
+        options.blocks,
     )
 
 
@@ -188,7 +196,7 @@ def _facts(op: str, x: Tensor, width: int, bias: bool, options: CallOptions, **o
     return (
         ("op", op), ("dtype", x.dtype), ("k", width), ("bias", bias),
         ("backend", options.backend), ("deterministic", deterministic),
-        ("out_dtype", options.out_dtype), *others.items(),
+        ("out_dtype", options.out_dtype), ("block", options.block), *others.items(),
     )  # fmt: skip
 
 
@@ -218,8 +226,10 @@ def _check(
         check_operands(op, x, weights, biases, scales)
         if scales:
             check_scaled(op, x, weights, biases, options, *scales)
-        elif options.out_dtype is not None:
-            raise ValueError(f"{op}: out_dtype={options.out_dtype} is for operands with scales")
+        elif options.out_dtype is not None or options.block is not None:
+            told = ("out_dtype", options.out_dtype), ("block", options.block)
+            name, value = next(pair for pair in told if pair[1] is not None)
+            raise ValueError(f"{op}: {name}={value} is for operands with scales")
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"

@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import mx
-from ..backends.scaling import FLOAT8, OUT_DTYPES, SCALE_DTYPES, of_blocks
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
+from ..backends.scaling import (
+    FLOAT8,
+    NAMED_BLOCKS,
+    OUT_DTYPES,
+    SCALE_DTYPES,
+    blocks_along,
+    blocks_named,
+)
+from ..kernels.scale_blocks import MX, Blocks, in_words
 from .options import CallOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -109,7 +116,11 @@ def check_scaled(
                 f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
                 f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
             )
-    if (blocks := of_blocks(scale_x, x.shape[-1])) == MX:
+    try:
+        blocks = blocks_named(options.block, x.dtype)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+    if blocks == MX:
         _check_mx(op, x, weights, scale_x, scales)
         if x.ndim > 2 and options.dim not in (None, 0, -x.ndim):
             raise ValueError(
@@ -123,8 +134,8 @@ def check_scaled(
     rows = [*x.shape[:-1], 1]
     if scale_x.numel() != 1 and list(scale_x.shape) != rows:
         raise ValueError(
-            f"{op}: scale_x must have one element, or be {rows}, one per row of x, or for "
-            f"{' or '.join(str(kind[2]) for kind in PROMOTED)} of K; got {shape_of(scale_x)}"
+            f"{op}: scale_x must have one element, or be {rows}, one per row of x; got {shape_of(scale_x)} "
+            f"(of blocks, or MX types: pass block=, one of {', '.join(map(repr, NAMED_BLOCKS))})"
         )
     for scale, weight in zip(scales, weights, strict=True):
         columns = weight.shape[0]
@@ -158,7 +169,7 @@ def _check_blocks(
     op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
 ) -> None:
     """Shapes of scales of blocks."""
-    along_k = scale_x.shape[-1]
+    along_k = blocks_along(x.shape[-1], blocks)
     for name, given, matrix, wanted in (
         ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
         *(
@@ -168,8 +179,8 @@ def _check_blocks(
     ):
         if list(given.shape) != wanted:
             raise ValueError(
-                f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {shape_of(matrix)}, "
-                f"as scale_x has an element for {blocks[2]} of K; got {shape_of(given)}"
+                f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {shape_of(matrix)}; "
+                f"got {shape_of(given)}"
             )
 
 

@@ -270,7 +270,7 @@ def _bind_local_gemm(
     if out_dtype is None:
         return gemm
     why = why_no_product(x.device.type, x.dtype, weight.dtype, out_dtype, blocks)
-    return with_scales(gemm, out_dtype, Scaled if why is None else dequantised)
+    return with_scales(gemm, out_dtype, Scaled if why is None else dequantised, blocks)
 
 
 def _backward_gemm_all_reduce(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

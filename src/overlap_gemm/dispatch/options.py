@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
+from ..backends.scaling import NAMED_BLOCKS, Block
 from ..backends.select import with_fallback
+from ..kernels.scale_blocks import Blocks
 from ..runtime.group import GroupLike
 from ..spec import ARGUMENTS, OPS
 
@@ -74,6 +76,7 @@ class CallOptions(NamedTuple):
         single: Whether there is one weight, not a list.
         out_dtype: Of the result, where operands have scales; else None.
         copied_weight: See `Passed`.
+        block: What shares a scale, where operands have some; see `backends.scaling.Block`.
     """
 
     backend: str = "auto"
@@ -88,12 +91,20 @@ class CallOptions(NamedTuple):
     single: bool = True
     out_dtype: torch.dtype | None = None
     copied_weight: bool = False
+    block: Block = None
 
     def passed(self, group: str) -> tuple[Any, ...]:
         """What an op takes of it: `Passed`, and where operands have scales what `scaled` adds."""
         told = self.backend, self.deterministic, self.reserve_sms, self.dim, self.copied_weight
         passed = Passed(group, *told)
-        return passed if self.out_dtype is None else (*passed, self.out_dtype)
+        if self.out_dtype is None:
+            return passed
+        return *passed, self.out_dtype, None if self.block is None else str(self.block)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which blocks scales are of; None: of rows, or there are none."""
+        return None if self.block is None else NAMED_BLOCKS[self.block]
 
     def told(self, argument: str, length: Length) -> "CallOptions":
         """The same with an extent over all ranks."""
@@ -129,3 +140,4 @@ class GatherOptions(TypedDict, total=False):
     scale_x: Tensor | None
     scale_w: Tensor | Sequence[Tensor] | None
     out_dtype: torch.dtype | None
+    block: Block

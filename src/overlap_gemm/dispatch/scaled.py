@@ -1,28 +1,28 @@
 """The ops of operands with scales, each made of the plain one: `torch.ops.overlap_gemm.scaled_...`.
 
 Two tensors more, `scale_x` and `scale_w` (lists of weights have lists of scales), as `backends.scaling` has
-them; at the end `out_dtype`. They have no gradients: `float8` has, of
-operands that it quantises itself.
+them; at the end `out_dtype`, and `block`: the name of the blocks that the scales are of. They have no
+gradients: `float8` has, of operands that it quantises itself.
 """
 
 from typing import Any, NoReturn
 
-from ..backends.scaling import of_blocks
+from ..backends.scaling import NAMED_BLOCKS
 from . import ops
 from .registered import Registered, Run
+
+BLOCKS = {str(name): blocks for name, blocks in NAMED_BLOCKS.items()}
 
 NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(), or with detached tensors"
 
 
 def _scaled(op: Registered) -> Registered:
     def bind(x: Any, weight: Any, bias: Any, *others: Any) -> Run:
-        scale_x, _, *arguments, out_dtype = others
-        return op.bind(
-            x, weight, bias, *arguments, out_dtype=out_dtype, blocks=of_blocks(scale_x, x.shape[1])
-        )
+        _, _, *arguments, out_dtype, block = others
+        return op.bind(x, weight, bias, *arguments, out_dtype=out_dtype, blocks=BLOCKS.get(block))
 
     def fake(x: Any, weight: Any, bias: Any, *others: Any) -> Any:
-        _, _, *arguments, out_dtype = others
+        _, _, *arguments, out_dtype, _ = others
         result = op.fake(x, weight, bias, *arguments)
         if not isinstance(result, list):
             return result.to(out_dtype)
@@ -40,7 +40,7 @@ def _scaled(op: Registered) -> Registered:
 def _with_scales(schema: str) -> str:
     for weights, bias in (("Tensor", "Tensor? bias"), ("Tensor[]", "Tensor[]? biases")):
         schema = schema.replace(f"{bias},", f"{bias}, Tensor scale_x, {weights} scale_w,")
-    return schema.replace(") ->", ", ScalarType out_dtype) ->")
+    return schema.replace(") ->", ", ScalarType out_dtype, str? block) ->")
 
 
 def _no_backward(*_: Any) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.scaling import BLOCK, OUT_DTYPES
+from ..backends.scaling import BLOCK, OUT_DTYPES, Block
 from ..spec import op_named
 from ..spec.sharding import ceil_div
 from ..tuning.settings import configured
@@ -107,10 +107,11 @@ def scaled_mm(
             raise ValueError(f"{name}: scale_{side} must be {wanted[side]} (RowWise), got {shape}")
         if not by_row and scales[side].numel() != 1:
             raise ValueError(f"{name}: scale_{side} must have one element (TensorWise), got {shape}")
+    block: Block = "mx" if of_mx_types else BLOCK if blocks else None
     with configured(fast_accum=True) if use_fast_accum else nullcontext():
         return op(
             mat_a, mat_b.t(), scale_x=scales["a"], scale_w=scales["b"], bias=bias, out_dtype=output_dtype,
-            **options,
+            block=block, **options,
         )  # fmt: skip
 
 
@@ -125,10 +126,7 @@ def _of_blocks(name: str, mat_a: Tensor, mat_b: Tensor, scales: dict[str, Any]) 
             f"{name}: scale_b must be {[along, columns]}, or of {ceil_div(along, 4) * 4} rows, "
             f"got {given['b']}"
         )
-    scale_w = scales["b"][:along].t()
-    if along == 1:  # of one block along K the ops have scales of rows
-        scale_w = scale_w.repeat_interleave(BLOCK, 0)[: mat_b.shape[-1]]
-    return {"a": scales["a"], "b": scale_w}
+    return {"a": scales["a"], "b": scales["b"][:along].t()}
 
 
 def _single(given: Any) -> Any:

@@ -140,8 +140,10 @@ class Checkpoint:
         scale = self._where[key].get_tensor(key)
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
         if scale.numel() == 1:
-            return scale.reshape(1, 1)
+            scale = scale.reshape(1, 1)
         if self.form.block is None:
+            if scale.numel() == 1:
+                return scale
             expected = [rows, 1]
             scale = scale.reshape(-1, 1) if scale.ndim == 1 else scale
         else:
