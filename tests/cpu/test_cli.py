@@ -42,6 +42,34 @@ def test_every_command_is_found_and_described_as_it_describes_itself():
         assert own.params
 
 
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("transformers", "hf"),
+        ("matplotlib.pyplot", "plots"),
+        ("cute_emulator", "emulator"),
+        ("mpi4py", "mpi"),
+    ],
+)
+def test_a_command_without_its_extra_names_the_extra(monkeypatch, module, extra):
+    def missing(name, package):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    result = CliRunner().invoke(app, ["plan", "gemm_reduce_scatter"])
+    expected = f"Error: {module} is not installed: pip install 'overlap-gemm[{extra}]'\n"
+    assert (result.exit_code, result.output) == (1, expected)
+
+
+@pytest.mark.parametrize("module", ["overlap_gemm.cli.lost", "torch", None])
+def test_a_missing_module_of_no_extra_is_our_own_mistake(monkeypatch, module):
+    def missing(name, package):
+        raise ModuleNotFoundError("No module", name=module)
+
+    monkeypatch.setattr(cli, "import_module", missing)
+    assert type(CliRunner().invoke(app, ["plan", "gemm_reduce_scatter"]).exception) is ModuleNotFoundError
+
+
 def explained(*arguments):
     result = CliRunner().invoke(app, ["explain", *map(str, arguments), "--device", "cpu"])
     return result.exit_code, result.output

@@ -6,7 +6,8 @@ and `--help`, `--version` and a shell's completion do not.
 
 import ast
 import logging
-from importlib import import_module
+import re
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ COMMANDS = ("demo", "explain", "plan", "tune", "bench", "doctor", "emulate", "co
 
 
 class LazyCommands(TyperGroup):
-    """Imports the command that is called; says what a user got wrong in one line.
+    """Imports the command that is called; reports what a user got wrong, or has not installed, in one line.
 
     The traceback goes to the log, at level DEBUG.
     """
@@ -36,10 +37,33 @@ class LazyCommands(TyperGroup):
         """Called by click."""
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if (extra := extra_with(error.name or "")) is None:  # not the user's mistake
+                raise
+            reason = f"{error.name} is not installed: pip install 'overlap-gemm[{extra}]'"
+            cause: Exception = error
         except (ValueError, TypeError, OSError) as error:
-            logger.debug("the command failed", exc_info=True)
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from error
+            reason, cause = str(error), error
+        logger.debug("the command failed", exc_info=cause)
+        typer.echo(f"Error: {reason}", err=True)
+        raise typer.Exit(1) from cause
+
+
+def extra_with(module: str) -> str | None:
+    """Returns the smallest extra of this distribution that installs a module, None where there is none."""
+    try:
+        requirements = metadata.requires("overlap-gemm") or ()
+    except metadata.PackageNotFoundError:
+        return None
+    extras: dict[str, list[str]] = {}
+    for requirement in requirements:
+        name, *extra = re.findall(r"^[\w.-]+|(?<=extra == .)[\w-]+", requirement)
+        for one in extra:
+            extras.setdefault(one, []).append(name.replace("_", "-").lower())
+    wanted = module.partition(".")[0].replace("_", "-").lower()
+    return min(
+        (e for e, names in extras.items() if wanted in names), key=lambda e: len(extras[e]), default=None
+    )
 
 
 def _new_app(**options: Any) -> typer.Typer:
