@@ -1,6 +1,6 @@
-"""Draws the README's picture of a benchmark's results: our time against the best other, eager and captured.
+"""Draws the README's picture of a benchmark: time relative to the fastest other, eager and captured.
 
-cd benchmarks; python picture.py results/h200x4.json ../docs/pictures/beside-torch.png
+cd benchmarks; python picture.py results/h100x2-shapes.json ../docs/pictures/relative-to-torch.png
 """
 
 import json
@@ -19,7 +19,7 @@ FEW = 256
 
 
 def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
-    """Draws `auto` against the fastest way that is not ours, eager and captured: a dot for each shape.
+    """Draws `auto`'s time relative to the fastest of torch's ways, eager and captured: a dot for each shape.
 
     Args:
         report: A benchmark's.
@@ -44,10 +44,8 @@ def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel("our time / torch's: left of the line we are faster")
-    axes.set_title(
-        f"Time against the faster of torch's own ways\n{where(report)}", loc="left", fontsize="medium"
-    )
+    axes.set_xlabel("time of overlap_gemm / fastest of torch's ways")
+    axes.set_title(f"Left of the line overlap_gemm is faster\n{where(report)}", loc="left", fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=120)
 

@@ -20,7 +20,6 @@ from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
-    "docs/index.md": "emulator/tests/test_readme.py",
     "docs/pipelines.md": "tests/emulated/test_pipelines_page.py",
     "docs/integrations/megatron.md": "test_megatron.py",
 }
@@ -41,8 +40,8 @@ SNIPPETS = {
 SNIPPETS[ONE_PROGRAM] = "\n".join(text for page, _, text in pages() if page == ONE_PROGRAM)
 SAYS = {
     "README.md-0": "torch.Size([256, 1024])",
-    "README.md-1": "all_gather_gemm runs as 'torch'",
-    "README.md-2": "torch.Size([1, 132])",
+    "docs/models.md-1": "torch.Size([1, 132])",
+    "docs/index.md-0": "all_gather_gemm runs as 'torch'",
     ONE_PROGRAM: "all_gather_gemm runs as",
 }
 """What some of them print, on every rank."""
@@ -120,9 +119,9 @@ def test_no_page_is_left_out():
     assert len(SNIPPETS) >= 7
 
 
-def test_the_readmes_models_run_alone():
-    """As its comment says: with no launcher, and nothing of one in the environment."""
-    (text,) = (text for page, _, text in pages() if page == "README.md" and "LlamaForCausalLM" in text)
+def test_a_small_model_runs_without_a_launcher():
+    """And with nothing of one in the environment."""
+    text = SNIPPETS["docs/models.md-1"]
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in launchers}
     done = subprocess.run(
