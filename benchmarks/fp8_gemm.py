@@ -27,10 +27,10 @@ from cutlass.cute.runtime import from_dlpack
 from torch.nn.functional import ScalingType, scaled_mm
 
 from overlap_gemm.backends.block_scales import layout_of
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.visitors import RowColumnScale
+from overlap_gemm.build import compile_kernel, make_kernel
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import RowColumnScale
+from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.tuning.space import every_config
 from overlap_gemm.tuning.timing import Replay, captured, measure
 

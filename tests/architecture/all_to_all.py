@@ -14,15 +14,15 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from overlap_gemm.config.orders import DealtShards
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels.copies import CopiedUnit
-from overlap_gemm.kernels.epilogue import Visits
-from overlap_gemm.kernels.exchanging import TileExchange
-from overlap_gemm.kernels.orders import DealtShards
-from overlap_gemm.kernels.receive import Receiver, Window, copy_unit, unit_exists
-from overlap_gemm.kernels.send import OwnerSender
-from overlap_gemm.kernels.surface import Output
-from overlap_gemm.kernels.work import CtaTile, Shards, Share, shard_tiles
+from overlap_gemm.exchange.copies import CopiedUnit
+from overlap_gemm.exchange.receive import Receiver, Window, copy_unit, unit_exists
+from overlap_gemm.exchange.send import OwnerSender
+from overlap_gemm.exchange.tile_exchange import TileExchange
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.work import CtaTile, Shards, Share, shard_tiles
 from overlap_gemm.spec import OpSpec, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 

@@ -10,11 +10,11 @@ from cutlass import cute
 
 from cute_emulator import Emulator
 from overlap_gemm.backends.fused import Fused
+from overlap_gemm.config import arch as archs
+from overlap_gemm.config.arch import ARCHS, Mma, arch_of
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Bias, Operand
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
-from overlap_gemm.kernels import arch as archs
-from overlap_gemm.kernels.arch import ARCHS, Mma, arch_of
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.visitors import Bias, Operand
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.spec.sharding import Shards

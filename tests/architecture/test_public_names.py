@@ -140,7 +140,7 @@ def test_importing_the_package_starts_nothing():
 
 @pytest.mark.parametrize("code", ["import overlap_gemm; dir(overlap_gemm)", "import overlap_gemm.pipelines"])
 def test_kernel_authors_need_no_torch(code):
-    ours = {"overlap_gemm.api.functional", "overlap_gemm.kernels", "overlap_gemm.runtime"}
+    ours = {"overlap_gemm.api.functional", "overlap_gemm.kernel", "overlap_gemm.runtime"}
     assert loaded(code, {"torch"} | ours) == []
 
 

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
-from overlap_gemm.kernels.lint import inspect
+from overlap_gemm.build import compile_kernel, make_kernel
+from overlap_gemm.cli.lint import inspect
 from overlap_gemm.transports import PeerBulk
 
 

@@ -16,7 +16,7 @@ from overlap_gemm.cli.compile_check import (
     figures_of,
     takes,
 )
-from overlap_gemm.kernels.lint import count_instructions, inner_loop_instructions
+from overlap_gemm.cli.lint import count_instructions, inner_loop_instructions
 
 RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels.json").read_text())
 CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in checked_configs(arch)}

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from cutlass import cute
 
-from overlap_gemm.kernels import split
-from overlap_gemm.kernels.all_gather import ArrivalGate
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.build import compile_kernel, make_gather_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.lint import inspect, ptx_findings, ptxas_findings, report_of
-from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
+from overlap_gemm.cli.lint import inspect, ptx_findings, ptxas_findings, report_of
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.gather.all_gather import ArrivalGate
+from overlap_gemm.kernel import split
 from overlap_gemm.transports import PeerBulk
 from overlap_gemm.tuning.space import every_config
 

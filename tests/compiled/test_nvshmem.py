@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from overlap_gemm.kernels.build import compile_kernel, make_gather_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.lint import inspect
+from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
+from overlap_gemm.cli.lint import inspect
+from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports import Staged
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from overlap_gemm.kernels.scale_blocks import PROMOTED
+from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
 from overlap_gemm.tuning.model import Facts

@@ -16,8 +16,8 @@ from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.operands import aligned, aligned_vector, major
 from overlap_gemm.backends.select import choose, with_fallback
 from overlap_gemm.backends.ways import LL_WORDS, PUTS, STORES, putting, wanted
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.peers import Agreed, Peers
 from overlap_gemm.spec import PATTERNS, TRANSPORTS

@@ -12,13 +12,13 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, reach
 from overlap_gemm.backends.plan import Copies, Plan, Product
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import OwnShardFirst, TileGrid, WorkList
+from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.device.failure import RECORD_WORDS, Role
 from overlap_gemm.dispatch import calls, choosing
+from overlap_gemm.exchange.geometry import OWNED, ExchangeShape
 from overlap_gemm.integrations import torch_symm_mem
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import OWNED, ExchangeShape
-from overlap_gemm.kernels.orders import OwnShardFirst, TileGrid, WorkList
-from overlap_gemm.kernels.scale_blocks import BLOCKS
 from overlap_gemm.runtime import agree, bootstrap, executor
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace

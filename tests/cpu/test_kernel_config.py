@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import (
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.exchange.geometry import (
     CONTROL_BYTES,
     FLAG_BYTES,
     SHARD_PIECES,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.tuning.machine import load, machine_for, save
 from overlap_gemm.tuning.model import (
     Facts,

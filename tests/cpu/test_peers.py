@@ -13,7 +13,7 @@ import torch.distributed as dist
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.plans import resident_clusters
-from overlap_gemm.kernels.geometry import MAX_WORLD, ExchangeShape
+from overlap_gemm.exchange.geometry import MAX_WORLD, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group, resolve

@@ -14,7 +14,7 @@ from overlap_gemm.api import quantization as api
 from overlap_gemm.api.quantization import LEAST_SCALE
 from overlap_gemm.backends import quantization
 from overlap_gemm.backends.scaling import as_torch_has_them
-from overlap_gemm.kernels.scale_blocks import PROMOTED
+from overlap_gemm.config.scale_blocks import PROMOTED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS = {E4M3: 4, E5M2: 3}

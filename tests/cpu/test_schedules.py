@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlap_gemm.kernels.orders import (
+from overlap_gemm.config.orders import (
     DealtShards,
     LinearOrder,
     TileGrid,

@@ -10,7 +10,7 @@ from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.backends.reach import Device, Reach, compare
 from overlap_gemm.backends.select import BACKENDS, choose, with_fallback
-from overlap_gemm.kernels.scale_blocks import PROMOTED
+from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import machine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from overlap_gemm.kernels.config import CHOICES, FACTS, GemmConfig
+from overlap_gemm.config.gemm_config import CHOICES, FACTS, GemmConfig
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.tuning.settings import Settings, _keep, configured, settings, within
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from overlap_gemm.backends import gather, plans
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
+from overlap_gemm.config.orders import WorkList
+from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.device.memory import CHUNK_BYTES
-from overlap_gemm.kernels import geometry
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.config import DTYPE_BYTES, GemmConfig
-from overlap_gemm.kernels.copies import Results
-from overlap_gemm.kernels.epilogue import StageChunks
-from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.orders import WorkList
-from overlap_gemm.kernels.scale_blocks import BLOCKS
+from overlap_gemm.exchange import geometry
+from overlap_gemm.exchange.copies import Results
+from overlap_gemm.exchange.geometry import ExchangeShape
+from overlap_gemm.kernel.epilogue import StageChunks
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.space import every_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from overlap_gemm.api import ahead
-from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.spec import OPS, PATTERNS, OpSpec, op_coded, op_named, patterns_of
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands

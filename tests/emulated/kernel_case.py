@@ -10,11 +10,11 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator
 from overlap_gemm.api.quantization import swizzle_scales
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.exchange import Exchange
-from overlap_gemm.kernels.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, slots_offset
-from overlap_gemm.kernels.scale_blocks import MX
+from overlap_gemm.build import compile_kernel, make_kernel
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import MX
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.geometry import SLOT_BUFFERS, STAGING_BUFFERS, ExchangeShape, slots_offset
 from overlap_gemm.spec.sharding import Shards
 
 TORCH = {

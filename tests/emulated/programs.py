@@ -16,8 +16,7 @@ from cute_emulator import Emulator, EmulatorError
 from cute_emulator.host.graphs import Capture
 from overlap_gemm.backends import gather, plans
 from overlap_gemm.backends.plan import Plan
-from overlap_gemm.integrations.cute_emulator import SECOND_STREAM
-from overlap_gemm.kernels.geometry import (
+from overlap_gemm.exchange.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
     ENTERED_OFFSET,
@@ -25,6 +24,7 @@ from overlap_gemm.kernels.geometry import (
     READ_OFFSET,
     RELAY_EPOCH_OFFSET,
 )
+from overlap_gemm.integrations.cute_emulator import SECOND_STREAM
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.group import Group, add_virtual, find
 from overlap_gemm.runtime.peers import sides

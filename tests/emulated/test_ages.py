@@ -9,7 +9,7 @@ import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.device import flags
-from overlap_gemm.kernels.geometry import EPOCH_OFFSET
+from overlap_gemm.exchange.geometry import EPOCH_OFFSET
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.testing.cases import Case

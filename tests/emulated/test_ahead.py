@@ -11,8 +11,8 @@ from cute_emulator import Emulator
 from overlap_gemm.backends import gather, plans, ways
 from overlap_gemm.backends.ahead import reserve
 from overlap_gemm.backends.plans import plan_for
-from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.scale_blocks import MX, PROMOTED
+from overlap_gemm.config.scale_blocks import MX, PROMOTED
+from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.spec import OPS, PATTERNS

@@ -12,8 +12,7 @@ from cute_emulator import Emulator, EmulatorError, Schedule
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends import gather
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels import all_gather
-from overlap_gemm.kernels.geometry import (
+from overlap_gemm.exchange.geometry import (
     CONTROL_BYTES,
     MAX_WORLD,
     READ_OFFSET,
@@ -21,6 +20,7 @@ from overlap_gemm.kernels.geometry import (
     SHARD_PIECES,
     slots_offset,
 )
+from overlap_gemm.gather import all_gather
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.spec import ALL_GATHER_GEMM

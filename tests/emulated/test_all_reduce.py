@@ -10,7 +10,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import plans
-from overlap_gemm.kernels.all_reduce import TwoShot
+from overlap_gemm.exchange.all_reduce import TwoShot
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches

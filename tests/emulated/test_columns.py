@@ -7,9 +7,9 @@ not sent, by whatever transport; of a subtile that has some, all columns are.
 import pytest
 import torch
 
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import ExchangeShape
-from overlap_gemm.kernels.send import Destination
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.exchange.geometry import ExchangeShape
+from overlap_gemm.exchange.send import Destination
 from overlap_gemm.runtime import workspace
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

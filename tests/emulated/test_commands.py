@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overlap_gemm.cli import app, compile_check
-from overlap_gemm.kernels.lint import Inspected
+from overlap_gemm.cli.lint import Inspected
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.testing import emulated
 

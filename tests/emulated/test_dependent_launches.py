@@ -1,4 +1,4 @@
-"""Kernels launched while the one before them in their stream still runs (`kernels.dependent`)."""
+"""Kernels launched while the one before them in their stream still runs (`kernel.dependent_launch`)."""
 
 from contextlib import contextmanager
 
@@ -10,8 +10,8 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError, FindingsError, Schedule, mutate
 from cute_emulator.execution.grid import Grid
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
+from overlap_gemm.build import compile_kernel, make_kernel
+from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case

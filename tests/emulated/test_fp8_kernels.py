@@ -7,12 +7,12 @@ import torch
 from cutlass import cute
 
 from cute_emulator import Emulator, EmulatorError
-from overlap_gemm.kernels import blocks
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.blocks import StageScales, setup
-from overlap_gemm.kernels.build import compile_kernel, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.build import compile_kernel, make_kernel
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.mainloop import blocks
+from overlap_gemm.mainloop.blocks import StageScales, setup
 from overlap_gemm.transports import PeerBulk
 
 from .chosen import in_turn

@@ -11,8 +11,8 @@ import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import by_shards
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels import gate
-from overlap_gemm.kernels.geometry import END
+from overlap_gemm.exchange.geometry import END
+from overlap_gemm.gather import gate
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec.sharding import Shards

@@ -11,7 +11,7 @@ from cute_emulator import Emulator, Schedule
 from overlap_gemm.backends import plan, plans
 from overlap_gemm.backends.plan import Plan
 from overlap_gemm.dispatch import bound as dispatch
-from overlap_gemm.kernels import call as kernel_call
+from overlap_gemm.exchange import call as kernel_call
 from overlap_gemm.runtime import identity
 from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.virtual import VirtualWorld

@@ -8,11 +8,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
 from cute_emulator import Emulator
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.build import compile_kernel, compile_relay, make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import Puts, tile_puts
-from overlap_gemm.kernels.visitors import Bias, RowColumnScale
+from overlap_gemm.build import compile_kernel, compile_relay, make_kernel
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.exchange.geometry import Puts, tile_puts
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config

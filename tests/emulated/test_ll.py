@@ -10,7 +10,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.device import ll
 from overlap_gemm.device.failure import NOTHING, Role
-from overlap_gemm.kernels import send
+from overlap_gemm.exchange import send
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured

@@ -9,11 +9,11 @@ import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.backends import mx
 from overlap_gemm.backends.plan import Copies
-from overlap_gemm.kernels import mx as device
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.geometry import FLAG_BYTES
-from overlap_gemm.kernels.scale_blocks import MX
-from overlap_gemm.kernels.visitors import Bias
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import MX
+from overlap_gemm.config.visitors import Bias
+from overlap_gemm.exchange.geometry import FLAG_BYTES
+from overlap_gemm.mainloop import mx as device
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations, whole

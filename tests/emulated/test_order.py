@@ -7,7 +7,7 @@ import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import ways
-from overlap_gemm.kernels.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
+from overlap_gemm.exchange.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld

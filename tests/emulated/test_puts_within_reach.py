@@ -12,7 +12,7 @@ import torch
 
 from cute_emulator import mutate
 from overlap_gemm.device.failure import Role
-from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
+from overlap_gemm.exchange.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec import op_coded

@@ -14,8 +14,8 @@ import torch
 from cute_emulator import Emulator, Schedule
 from cute_emulator.host.network import Network
 from overlap_gemm.device.failure import Role
+from overlap_gemm.exchange.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.integrations.cute_emulator import EmulatorExecutor
-from overlap_gemm.kernels.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError

@@ -9,12 +9,12 @@ import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.backends import fused
 from overlap_gemm.backends.plan import Copies
-from overlap_gemm.kernels import all_gather
-from overlap_gemm.kernels.all_gather import ArrivalGate
-from overlap_gemm.kernels.epilogue import Visits
-from overlap_gemm.kernels.fused_gemm import FusedGemm
-from overlap_gemm.kernels.geometry import FLAG_BYTES, SCALE_BYTES
-from overlap_gemm.kernels.visitors import RowColumnScale
+from overlap_gemm.config.visitors import RowColumnScale
+from overlap_gemm.exchange.geometry import FLAG_BYTES, SCALE_BYTES
+from overlap_gemm.gather import all_gather
+from overlap_gemm.gather.all_gather import ArrivalGate
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations, whole

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from overlap_gemm.kernels.blocks import BlockScales, StageScales
-from overlap_gemm.kernels.loads import JointLoads, OperandLoads
+from overlap_gemm.kernel.loads import JointLoads, OperandLoads
+from overlap_gemm.mainloop.blocks import BlockScales, StageScales
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 

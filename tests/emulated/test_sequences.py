@@ -13,7 +13,7 @@ import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends import ways
-from overlap_gemm.kernels import send
+from overlap_gemm.exchange import send
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch

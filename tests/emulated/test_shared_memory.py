@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cute_emulator import Emulator
-from overlap_gemm.kernels.build import make_kernel
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.rules import CONTROL_WORDS
+from overlap_gemm.build import make_kernel
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.rules import CONTROL_WORDS
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

@@ -2,10 +2,10 @@
 
 import pytest
 
-from overlap_gemm.kernels.arch import ARCHS
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.rules import K_SPLITS, may_split
-from overlap_gemm.kernels.send import Destination
+from overlap_gemm.config.arch import ARCHS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.rules import K_SPLITS, may_split
+from overlap_gemm.exchange.send import Destination
 
 from .chosen import in_turn
 from .op_runs import SMALL, run

@@ -3,8 +3,8 @@
 import torch
 
 from overlap_gemm.cli.tune import GpuProbe
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.scale_blocks import BLOCKS
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.group import LOCAL, resolve
 from overlap_gemm.tuning.machine import machine_for

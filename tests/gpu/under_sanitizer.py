@@ -15,7 +15,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import plans
-from overlap_gemm.kernels.geometry import CONTROL_BYTES, ENTERED_OFFSET, READ_OFFSET
+from overlap_gemm.exchange.geometry import CONTROL_BYTES, ENTERED_OFFSET, READ_OFFSET
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
 

@@ -19,7 +19,7 @@ import overlap_gemm
 from overlap_gemm.backends import by_shards, gather, plans, reach
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.device.failure import RECORD_WORDS
-from overlap_gemm.kernels.geometry import ExchangeShape
+from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError, together
 from overlap_gemm.runtime.agree import gather as gather_from

@@ -7,8 +7,8 @@ import torch
 from cute_emulator import Emulator
 from overlap_gemm.backends import plans
 from overlap_gemm.cli import tune
-from overlap_gemm.kernels.config import GemmConfig
-from overlap_gemm.kernels.scale_blocks import MX
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import MX
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.tuning.calibrate import COLLECTIVES
 from overlap_gemm.tuning.space import candidates

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.geometry import ExchangeShape
-from ..kernels.scale_blocks import Blocks
+from ..config.scale_blocks import Blocks
+from ..exchange.geometry import ExchangeShape
 from ..runtime.group import Group
 from ..runtime.peers import Agreed
 from ..runtime.workspace import SizeClass, obtain

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.scale_blocks import Blocks, in_words
+from ..config.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS, OpSpec

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, Blocks
+from ..config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, Blocks
 from ..spec.sharding import ceil_div
 from . import mx
 from .operands import ROW_BYTES, has_tma_strides, padded, widened
@@ -49,7 +49,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Words:
-    """Those that the MMA multiplies with (`kernels.mx`): a line for each 128 rows."""
+    """Those that the MMA multiplies with (`mainloop.mx`): a line for each 128 rows."""
 
     element = torch.int16
 
@@ -70,7 +70,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Lines:
-    """Those that promoted sums are multiplied with (`kernels.blocks`): of A a line for each block of K.
+    """Those that promoted sums are multiplied with (`mainloop.blocks`): of A a line for each block of K.
 
     Attributes:
         width: Elements of K in a block.

@@ -3,7 +3,7 @@
     second stream   own shard to r-1, flag; to r-2, flag; ...                          copy engines
     stream          x[r] w    gate(r+1)   x[r+1] w    gate(r+2)   x[r+2] w ...   end   cuBLAS
 
-A gate is a warp that waits for a shard's flag (:mod:`overlap_gemm.kernels.gate`). Buffers, flags and their
+A gate is a warp that waits for a shard's flag (:mod:`overlap_gemm.gather.gate`). Buffers, flags and their
 reuse are the fused all-gather GEMM's (:mod:`overlap_gemm.backends.gather`), in the same workspaces.
 
 The fused kernel's rival, and what there is for operands that it does not take: any dtype and extents.
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.geometry import END
+from ..exchange.geometry import END
 from ..runtime.group import Group
 from ..runtime.peers import Peers
 from ..runtime.workspace import obtain

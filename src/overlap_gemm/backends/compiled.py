@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
-from ..kernels.config import GemmConfig
+from ..config.gemm_config import GemmConfig
 from ..runtime.compile_cache import OPTIONS, CompileCache
 from ..runtime.executor import Executor
 from ..runtime.order import forbid_capture
@@ -19,7 +19,7 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
     in_library = way is not None and way.in_library
 
     def build() -> Any:
-        from ..kernels.build import DirectCall, compile_kernel, make_kernel
+        from ..build import DirectCall, compile_kernel, make_kernel
         from ..transports import DEVICE
 
         transport = None if way is None else DEVICE[way.device]()
@@ -55,13 +55,13 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
     Args:
         executor: where.
         config: the configuration.
-        push: as for `kernels.build.make_gather_kernel`.
+        push: as for `build.make_gather_kernel`.
         keep: likewise.
         puts: whether a relay kernel puts the shards.
     """
 
     def build() -> Any:
-        from ..kernels.build import compile_kernel, make_gather_kernel
+        from ..build import compile_kernel, make_gather_kernel
         from ..transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
@@ -72,10 +72,10 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
 
 
 def compiled_relay(executor: Executor) -> Any:
-    """The relay kernel alongside any GEMM (`kernels.relay`)."""
+    """The relay kernel alongside any GEMM (`exchange.relay`)."""
 
     def build() -> Any:
-        from ..kernels.build import DirectCall, compile_relay
+        from ..build import DirectCall, compile_relay
         from ..transports import Nvshmem
 
         return DirectCall(compile_relay(executor.arch, Nvshmem()))
@@ -84,10 +84,10 @@ def compiled_relay(executor: Executor) -> Any:
 
 
 def compiled_gate(executor: Executor, puts: bool = False) -> Any:
-    """The kernel with which a stream waits for a shard (`kernels.gate`); ``puts`` as `compiled_gather`'s."""
+    """The kernel with which a stream waits for a shard (`gather.gate`); ``puts`` as `compiled_gather`'s."""
 
     def build() -> Any:
-        from ..kernels.build import compile_gate
+        from ..build import compile_gate
         from ..transports import PeerBulk, Staged
 
         return compile_gate(executor.arch, Staged() if puts else PeerBulk(), OPTIONS)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.arch import ARCHS, arch_of_capability
-from ..kernels.geometry import MAX_WORLD, ExchangeShape
-from ..kernels.scale_blocks import BLOCKS, Blocks, in_words
+from ..config.arch import ARCHS, arch_of_capability
+from ..config.scale_blocks import BLOCKS, Blocks, in_words
+from ..exchange.geometry import MAX_WORLD, ExchangeShape
 from ..runtime import executor
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group

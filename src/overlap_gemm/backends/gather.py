@@ -1,12 +1,12 @@
 """The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
 
 Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
-order in which peers want them (`kernels.orders.OwnShardFirst`), each shard followed by its flag; they take no
+order in which peers want them (`config.orders.OwnShardFirst`), each shard followed by its flag; they take no
 SM, so they run alongside the kernel that waits for them. Nothing else is queued there while it waits: a
 kernel would starve.
 
 Where some peer is beyond the reach of stores, or puts are asked for, a relay kernel puts the shard to all of
-them (`kernels.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.
+them (`exchange.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.geometry import (
+from ..config.scale_blocks import Blocks
+from ..exchange.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
     FLAG_BYTES,
     ExchangeShape,
     shard_puts,
 )
-from ..kernels.scale_blocks import Blocks
 from ..runtime.executor import CudaExecutor
 from ..runtime.group import Group
 from ..runtime.identity import call_signature
@@ -268,7 +268,7 @@ def _make_plan(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
-    from ..kernels.gathering import Gathering
+    from ..gather.gathering import Gathering
 
     executor, group = peers.executor, peers.group
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)

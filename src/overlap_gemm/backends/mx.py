@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
+from ..config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
 from ..spec.sharding import ceil_div
 
 SCALE = torch.float8_e8m0fnu

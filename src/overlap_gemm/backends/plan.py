@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..kernels.config import GemmConfig
-from ..kernels.geometry import END, FLAG_BYTES, Puts
+from ..config.gemm_config import GemmConfig
+from ..exchange.geometry import END, FLAG_BYTES, Puts
 from ..runtime.executor import Executor
 from ..runtime.identity import after_skipped
 from ..runtime.workspace import Workspace
@@ -73,7 +73,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Relayed:
-    """What a relay kernel (`kernels.relay`) puts: staged tiles, or the own shard from its place.
+    """What a relay kernel (`exchange.relay`) puts: staged tiles, or the own shard from its place.
 
     Attributes:
         relay: the compiled kernel.
@@ -110,10 +110,10 @@ class Plan:
         pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
         products: a launch for each weight; none where the caller multiplies, shard by shard (`copies`).
         workspace: what is exchanged through; None in a group of one.
-        exchange: where that is and what bounds waits (`kernels.exchange`), without what belongs to a call.
-        gathering: what kernels take that gather an operand (`kernels.gathering`), likewise; else None.
+        exchange: where that is and what bounds waits (`exchange.arguments`), without what belongs to a call.
+        gathering: what kernels take that gather an operand (`gather.gathering`), likewise; else None.
         travel: what leaves on a second stream; None where the kernel sends everything.
-        gate: the compiled kernel (`kernels.gate`) that waits for a shard, and that ends a call of several
+        gate: the compiled kernel (`gather.gate`) that waits for a shard, and that ends a call of several
             products of which one could not be launched.
         signature: what the ranks' calls have in common (`runtime.identity`).
     """
@@ -158,7 +158,7 @@ class Plan:
                 after a row its scale if it has one.
             weights: the rows of each weight that this rank multiplies, likewise.
             outs: the op's result for each, of one row at least, rows at multiples of 16 bytes.
-            extras: what the epilogue's visitors of each read (`kernels.build`), see
+            extras: what the epilogue's visitors of each read (`build`), see
                 `operands.aligned_vector`; None where they read nothing.
             kept: `[M, K]`, contiguous: the gathered operand; None where nobody wants it.
 

@@ -1,6 +1,6 @@
 """How plans (`plan`) of ops that exchange tiles are made, and kept with the group.
 
-A configuration (`tuning.space`) and a transport make a kernel (`kernels.build`), the compile cache keeps it,
+A configuration (`tuning.space`) and a transport make a kernel (`build`), the compile cache keeps it,
 a workspace (`runtime.workspace`) is what it exchanges tiles through, and an executor (`runtime.executor`)
 runs it on a CUDA device or in the emulator. Nothing here knows one op from another but by its
 `ExchangeShape`.
@@ -14,15 +14,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..kernels.config import GemmConfig
-from ..kernels.geometry import (
+from ..config.gemm_config import GemmConfig
+from ..config.scale_blocks import Blocks
+from ..config.visitors import Bias, RowColumnScale, Visitor
+from ..exchange.geometry import (
     ExchangeShape,
     Puts,
     tile_layout,
     tile_puts,
 )
-from ..kernels.scale_blocks import Blocks
-from ..kernels.visitors import Bias, RowColumnScale, Visitor
 from ..runtime.executor import Executor
 from ..runtime.group import Group
 from ..runtime.identity import call_signature
@@ -221,7 +221,7 @@ def exchange_arguments(
     workspace: Workspace, way: Way, shard: int, timeout_ns: int, executor: Executor
 ) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
-    from ..kernels.exchange import Exchange
+    from ..exchange.arguments import Exchange
 
     size = workspace.size
     return Exchange(

@@ -1,4 +1,4 @@
-"""Rows quantised by one kernel (`kernels.quantization`): where there is one, and how it is launched.
+"""Rows quantised by one kernel (`kernel.quantize_rows`): where there is one, and how it is launched.
 
 A kernel of our own, not one that `torch.compile` makes at the first eager call: Inductor's takes seconds to
 make, for each shape anew, or twice the time of a shape's own where it is for any (docs/design/fp8.md).
@@ -93,7 +93,7 @@ def _kernels(device: torch.device) -> Any:
     try:
         from triton.runtime import driver
 
-        from ..kernels import quantization
+        from ..kernel import quantize_rows
 
         driver.active.get_current_target()  # makes what launches kernels, for which it wants a C compiler
     except Exception as error:
@@ -104,4 +104,4 @@ def _kernels(device: torch.device) -> Any:
             stacklevel=4,
         )
         return None
-    return quantization
+    return quantize_rows

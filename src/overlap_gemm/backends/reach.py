@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.arch import arch_of_capability
+from ..config.arch import arch_of_capability
 from ..runtime.agree import differences, gather
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group

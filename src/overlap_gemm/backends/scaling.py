@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.geometry import SCALE_BYTES
-from ..kernels.scale_blocks import MX, PROMOTED, Blocks, in_words
+from ..config.scale_blocks import MX, PROMOTED, Blocks, in_words
+from ..exchange.geometry import SCALE_BYTES
 from ..spec.sharding import ceil_div
 from ..tuning.settings import settings
 from . import mx

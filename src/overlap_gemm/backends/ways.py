@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..kernels.arch import arch_of
-from ..kernels.config import GemmConfig
-from ..kernels.geometry import (
+from ..config.arch import arch_of
+from ..config.gemm_config import GemmConfig
+from ..exchange.geometry import (
     COMING_OFFSET,
     MAX_WORLD,
     SHARD_PIECES,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..backends import mx
 from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
 from ..backends.torch_backend import reduce_scatter_single
-from ..kernels.scale_blocks import ATOM_ROWS, MX
+from ..config.scale_blocks import ATOM_ROWS, MX
 from ..runtime.group import Group
 from ..runtime.symmetric import NO_MULTICAST
 from ..tuning.timing import measure

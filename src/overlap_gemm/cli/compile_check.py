@@ -14,10 +14,10 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ..kernels.config import GemmConfig
-from ..kernels.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
-from ..kernels.scale_blocks import BLOCKS
-from ..kernels.visitors import RowColumnScale
+from ..cli.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
+from ..config.gemm_config import GemmConfig
+from ..config.scale_blocks import BLOCKS
+from ..config.visitors import RowColumnScale
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
 from .console import rank_zero_console
@@ -55,7 +55,7 @@ class Checked:
 
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration and applies the lint rules to its text, code and assembler's report."""
-    from ..kernels.build import compile_kernel, make_gather_kernel, make_kernel
+    from ..build import compile_kernel, make_gather_kernel, make_kernel
     from ..transports import LL, PeerBulk
 
     if op in GATHERS:
@@ -92,7 +92,7 @@ def figures_of(checked: Checked) -> dict[str, int]:
 def representative(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Of each way to multiply, and each size of operands, the largest tile in its smallest cluster.
 
-    It needs the most registers. Then the same as dependents (`kernels.dependent`) of 16-bit operands.
+    It needs the most registers. Then the same as dependents (`kernel.dependent_launch`) of 16-bit operands.
     """
 
     def size(config: GemmConfig) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..backends.plans import DTYPES
-from ..kernels.rules import InDtype
+from ..config.rules import InDtype
 from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports_of
 from ..testing.cases import Case
 from ..tuning.settings import Algorithm, configured
@@ -162,7 +162,7 @@ def run_emulated(
     what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
     right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
     if recorder is not None and trace is not None:
-        from ..kernels.build import warp_names
+        from ..build import warp_names
 
         recorder.roles = warp_names(config)
         trace.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..kernels.arch import arch_of_capability
+from ..config.arch import arch_of_capability
 from ..runtime.bootstrap import World
 
 

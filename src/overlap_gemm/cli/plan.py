@@ -10,7 +10,7 @@ from rich.table import Table
 from ..backends.base import Problem
 from ..backends.fused import Fused, why_no_blocks
 from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
-from ..kernels.arch import ARCHS
+from ..config.arch import ARCHS
 from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.model import FusedTime

@@ -20,7 +20,7 @@ from ..backends.collectives import reduce_scatter_rows
 from ..backends.fused import Fused
 from ..backends.scaling import unit_scales
 from ..backends.torch_backend import reduce_scatter_single
-from ..kernels.config import GemmConfig
+from ..config.gemm_config import GemmConfig
 from ..runtime.group import LOCAL, Group, find
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards

@@ -17,7 +17,7 @@ from ..backends.autotuning import num_sets
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
 from ..backends.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block, blocks_named
-from ..kernels.scale_blocks import Blocks
+from ..config.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards

@@ -10,7 +10,7 @@ Why it is sound: every access is a relaxed one at system scope, of 32 bits, each
 ISA, memory consistency model: a vector access is one access per element, in no order). A word that is not
 `EMPTY` is the value that was stored there: nothing has to be ordered between two words, since each is waited
 for by itself. What must be ordered is reuse: that the writer's next store comes after the reader's `EMPTY`
-is the caller's to prove (:mod:`overlap_gemm.kernels.call`), and that nobody ever writes other things there.
+is the caller's to prove (:mod:`overlap_gemm.exchange.call`), and that nobody ever writes other things there.
 A word has no epoch, so none that could grow old.
 
 `EMPTY` is two 16-bit NaNs whose bits are all set. Arithmetic makes no such NaN, but a copied operand may be

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.select import announce, choose
-from ..kernels.scale_blocks import Blocks
+from ..config.scale_blocks import Blocks
 from ..runtime import agree
 from ..runtime.group import resolve
 from ..spec import OpSpec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends.select import check_name
-from ..kernels.scale_blocks import MX, Blocks
+from ..config.scale_blocks import MX, Blocks
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..runtime.order import is_capturing

@@ -18,7 +18,7 @@ from ..backends.scaling import (
     blocks_along,
     blocks_named,
 )
-from ..kernels.scale_blocks import MX, Blocks, in_words
+from ..config.scale_blocks import MX, Blocks, in_words
 from .options import CallOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends.base import BackendName
 from ..backends.scaling import NAMED_BLOCKS, Block
 from ..backends.select import with_fallback
-from ..kernels.scale_blocks import Blocks
+from ..config.scale_blocks import Blocks
 from ..runtime.group import GroupLike
 from ..spec import ARGUMENTS, OPS
 

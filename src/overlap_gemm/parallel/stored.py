@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..kernels.scale_blocks import PROMOTED
+from ..config.scale_blocks import PROMOTED
 from ..spec.sharding import Shards
 from .heads import SharedHeadForward
 from .kept_linears import KeptLinear

@@ -46,8 +46,11 @@ from .environment import nbytes
 
 logger = logging.getLogger(__name__)
 
-DEVICE_ROOMS = ("device", "pipelines", "kernels", "transports", "spec")
-"""Folders of the package whose source text decides what a kernel compiles to."""
+DEVICE_SOURCES = (
+    "build.py", "config", "device", "exchange", "gather",
+    "kernel", "mainloop", "pipelines", "spec", "transports",
+)  # fmt: skip
+"""Files and folders of the package whose source text decides what a kernel compiles to."""
 
 OPTIONS = "--enable-tvm-ffi"
 """What to pass to ``cute.compile`` for a function that this cache shall keep."""
@@ -67,11 +70,12 @@ ABANDONED = 3600.0
 
 @cache
 def source_digest() -> str:
-    """SHA-256 over the source files of ``DEVICE_ROOMS``, by path and text."""
+    """SHA-256 over the source files of ``DEVICE_SOURCES``, by path and text."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for room in DEVICE_ROOMS:
-        for file in sorted((package / room).rglob("*.py")):
+    for source in DEVICE_SOURCES:
+        path = package / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(f"{file.relative_to(package)}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

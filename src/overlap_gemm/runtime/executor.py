@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..config.arch import ARCHS, arch_of_capability
 from ..device.failure import RECORD_WORDS
-from ..kernels.arch import ARCHS, arch_of_capability
 from .order import CudaStreams, LaunchOrder
 
 

@@ -2,7 +2,7 @@
 
 Ranks that exchange data must be in the same call. On the device calls of a workspace are counted by its
 epoch, whoever launched them, also replays of a graph; what the epoch cannot see is in the *signature*, 32
-bits alongside it (:mod:`overlap_gemm.kernels.call`):
+bits alongside it (:mod:`overlap_gemm.exchange.call`):
 
 - what the ranks' calls must have in common, and nothing else (`call_signature`);
 - how many calls of the group raised before their launch (`Progress`): a call that one rank skipped is

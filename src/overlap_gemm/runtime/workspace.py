@@ -3,7 +3,7 @@
 A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that no
 workspace of the group is large enough for, and serves all later ones that it is large enough for. It begins
 with ``zeroed`` bytes that are zero at birth (control words and flags) and are never reset. Where things lie
-in it is the kernels' business (`kernels.geometry`); that its layout depends on the class alone, never on a
+in it is the kernels' business (`exchange.geometry`); that its layout depends on the class alone, never on a
 call's shape, is this module's.
 
 Whose memory it is (`OVERLAP_GEMM_SYMMETRIC`) and whether loads and stores reach every peer's block are two
@@ -87,7 +87,7 @@ class MismatchedCallsError(RuntimeError):
 
     Attributes:
         failure: the record; what was expected and seen are this rank's and the peer's identity of the call
-            (`kernels.call.Call.identity`).
+            (`exchange.call.Call.identity`).
     """
 
     def __init__(self, failure: Failure) -> None:

@@ -17,7 +17,7 @@ class PatternSpec:
         cut: What the owners' shards are shards of; None: no tile has an owner, every rank makes all of it.
         to_all: Whether each tile goes to every rank; else to its owner.
         returns: Whether owners send their sums on to every rank.
-        kernel: Module and class of its half of the kernel (`kernels.surface.KernelOp`).
+        kernel: Module and class of its half of the kernel (`kernel.surface.KernelOp`).
     """
 
     name: str
@@ -44,23 +44,23 @@ PATTERNS = {
     for pattern in (
         PatternSpec(
             "reduce_scatter", "gemm_reduce_scatter", cut="rows", to_all=False, returns=False,
-            kernel="overlap_gemm.kernels.reduce_scatter:ReduceScatter",
+            kernel="overlap_gemm.exchange.reduce_scatter:ReduceScatter",
         ),
         PatternSpec(
             "one_shot", "gemm_all_reduce", cut=None, to_all=True, returns=False,
-            kernel="overlap_gemm.kernels.all_reduce:OneShot"
+            kernel="overlap_gemm.exchange.all_reduce:OneShot"
         ),
         PatternSpec(
             "two_shot", "gemm_all_reduce", cut="columns", to_all=False, returns=True,
-            kernel="overlap_gemm.kernels.all_reduce:TwoShot",
+            kernel="overlap_gemm.exchange.all_reduce:TwoShot",
         ),
         PatternSpec(
             "output_gather", "gemm_all_gather", cut="columns", to_all=True, returns=False,
-            kernel="overlap_gemm.kernels.output_gather:OutputGather",
+            kernel="overlap_gemm.exchange.output_gather:OutputGather",
         ),
         PatternSpec(
             "input_gather", "all_gather_gemm", cut="rows", to_all=True, returns=False,
-            kernel="overlap_gemm.kernels.all_gather:AllGather",
+            kernel="overlap_gemm.gather.all_gather:AllGather",
         ),
     )
 }  # fmt: skip

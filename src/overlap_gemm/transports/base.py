@@ -24,7 +24,7 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 
 @dataclass(frozen=True)
 class Transport(ABC):
-    """A way to peers. Arguments named ``call`` are a `kernels.call.Call`; all offsets are in bytes."""
+    """A way to peers. Arguments named ``call`` are a `exchange.call.Call`; all offsets are in bytes."""
 
     # --- one tile, to one rank; each method is called by one thread, unless `drain` says otherwise
 
@@ -102,7 +102,7 @@ class Transport(ABC):
         """Stores a chunk's values at ``offset`` in every other workspace, the next rank's first."""
         store_in_turn(self, exchange, offset, values, exchange.world - 1)
 
-    # --- units of a sum (`kernels.copies.Results`)
+    # --- units of a sum (`exchange.copies.Results`)
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
         """All lanes, after a unit's `store_to_all`: ``publish`` releases its flags."""

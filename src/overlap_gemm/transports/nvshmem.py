@@ -99,7 +99,7 @@ class Staged(_Puts):
     """The GEMM's half where NVSHMEM calls must stay out of it: a relay kernel puts what is staged.
 
     Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's workspace
-    and its local flag; the relay kernel (``kernels/relay.py``) waits for that flag and puts.
+    and its local flag; the relay kernel (``exchange/relay.py``) waits for that flag and puts.
     """
 
     @cute.jit

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from ..kernels.config import GemmConfig
-from ..kernels.scale_blocks import BLOCKS
+from ..config.gemm_config import GemmConfig
+from ..config.scale_blocks import BLOCKS
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import ceil_div
 from .machine import Curve, Machine

@@ -27,9 +27,9 @@ from typing import Any, Literal
 import platformdirs
 import torch
 
-from ..kernels.arch import arch_of_capability
-from ..kernels.naming import blocks_name
-from ..kernels.scale_blocks import PROMOTED, Blocks, in_words
+from ..config.arch import arch_of_capability
+from ..config.naming import blocks_name
+from ..config.scale_blocks import PROMOTED, Blocks, in_words
 from .driver import DriverFacts, driver_facts
 from .files import replace_text
 

@@ -27,7 +27,7 @@ import filelock
 import platformdirs
 import torch
 
-from ..kernels.naming import by
+from ..config.naming import by
 from .driver import power_limit
 from .files import replace_text
 

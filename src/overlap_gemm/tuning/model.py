@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..kernels.config import DTYPE_BYTES, GemmConfig
-from ..kernels.geometry import FLAG_BYTES, ExchangeShape
-from ..kernels.naming import blocks_name, by
-from ..kernels.scale_blocks import PROMOTED, Blocks
+from ..config.gemm_config import DTYPE_BYTES, GemmConfig
+from ..config.naming import blocks_name, by
+from ..config.scale_blocks import PROMOTED, Blocks
+from ..exchange.geometry import FLAG_BYTES, ExchangeShape
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..kernels.config import GemmConfig
+from ..config.gemm_config import GemmConfig
 from .machine import Machine, machine_for
 from .model import (
     Facts,

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from ..kernels.config import CHOICES, FACTS
+from ..config.gemm_config import CHOICES, FACTS
 from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
 
 _KEY = "overlap_gemm.settings"
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 Algorithm = Literal["one_shot", "two_shot"]
-"""How a fused all-reduce exchanges tiles; see `kernels.all_reduce`."""
+"""How a fused all-reduce exchanges tiles; see `exchange.all_reduce`."""
 
 
 class Settings(NamedTuple):

@@ -10,11 +10,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ..kernels.arch import MmaKind, arch_of
-from ..kernels.config import DTYPE_BYTES, GemmConfig
-from ..kernels.geometry import ExchangeShape
-from ..kernels.rules import K_SPLITS, may_split
-from ..kernels.scale_blocks import Blocks
+from ..config.arch import MmaKind, arch_of
+from ..config.gemm_config import DTYPE_BYTES, GemmConfig
+from ..config.rules import K_SPLITS, may_split
+from ..config.scale_blocks import Blocks
+from ..exchange.geometry import ExchangeShape
 from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .measured import Kernel

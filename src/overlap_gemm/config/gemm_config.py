@@ -1,0 +1,398 @@
+"""The configuration of a fused GEMM kernel: every compile-time choice; what is legal is said by `rules`.
+
+Imports neither the DSL nor torch, so planning, tuning and the command line can use it on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from overlap_gemm.config.arch import Arch, Mma, MmaKind, arch_of
+from overlap_gemm.config.naming import name_of
+from overlap_gemm.config.rules import BARRIER_BYTES, PROMOTED_VALUES, InDtype, Launch, OutDtype, check
+from overlap_gemm.config.scale_blocks import (
+    ATOM_BYTES,
+    ATOM_ROWS,
+    MX,
+    PROMOTED,
+    STAGE_ALIGNMENT,
+    TMA_SCALES,
+    Blocks,
+)
+from overlap_gemm.config.visitors import Operand, Visitor
+
+DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "e4m3": 1, "e5m2": 1}
+
+TILE_K_BYTES = 128
+"""K extent of one A/B stage: one swizzle row."""
+
+TMEM_COLUMNS = 512
+"""Of 128 lanes of 4 bytes: all tensor memory that an SM has (PTX ISA, tcgen05)."""
+
+UNIT_BYTES = 4096
+"""Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
+
+TILE_UNITS = 4
+"""Least parts of a slot: so many warps finish a small tile together, each with one round of loads."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One compiled kernel's choices. Rank, world size and shape are run-time values and not part of it.
+
+    Attributes:
+        arch: name of an architecture in `arch.ARCHS`.
+        tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
+        cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
+        mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
+            ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
+            Both: ``"swap_ab"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
+            A).
+        in_dtype: element type of A and B. Accumulation is fp32. 8-bit products may be scaled by visitors.
+        b_dtype: element type of B where that is the other 8-bit type; None: A's.
+        out_dtype: element type of the output.
+        slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
+        a_major: contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
+        b_major: contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
+        epilogue: what is done to sums before they are rounded, in order (`config.visitors`).
+        ring_stages: shared-memory stages between the epilogue warps and the comm lane.
+        inflight: bulk groups the comm lane leaves in flight, less than ``ring_stages``.
+        raster_group: tile rows per band of the raster (L2 locality).
+        fast_accum: 8-bit types alone: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
+            bits of them. By default they are promoted to fp32 after each k tile there.
+        blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale: `PROMOTED`
+            or `MX`; None: they have none of these kinds.
+        k_split: CTAs that share a tile, each of which multiplies a part of K (`kernel.split`).
+        launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
+            its programmatic dependent (`kernel.dependent_launch`): ``"dependent"``, or
+            ``"dependent_weights"``, swapped kernels alone, which reads B before that kernel's end, so
+            B must not be what it writes.
+    """
+
+    arch: str = "sm_100a"
+    tile: tuple[int, int] = (128, 128)
+    cluster: tuple[int, int] = (1, 1)
+    mma: MmaKind = "1cta"
+    in_dtype: InDtype = "bf16"
+    out_dtype: OutDtype = "bf16"
+    slot_dtype: OutDtype = "bf16"
+    a_major: Literal["k", "m"] = "k"
+    b_major: Literal["k", "n"] = "k"
+    epilogue: tuple[Visitor, ...] = ()
+    ring_stages: int = 4
+    inflight: int = 2
+    raster_group: int = 8
+    k_split: int = 1
+    fast_accum: bool = False
+    launch: Launch = "ordered"
+    blocks: Blocks | None = None
+    b_dtype: InDtype | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
+        check(self)
+
+    @property
+    def on(self) -> Arch:
+        """The architecture."""
+        return arch_of(self.arch)
+
+    @property
+    def kind(self) -> Mma:
+        """The kind of MMA, as the architecture has it."""
+        return self.on.mma[self.mma]
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether A and B are of an 8-bit type."""
+        return DTYPE_BYTES[self.in_dtype] == 1
+
+    @property
+    def in_dtypes(self) -> tuple[str, str]:
+        """A's and B's."""
+        return self.in_dtype, self.b_dtype or self.in_dtype
+
+    @property
+    def half_dtype(self) -> str:
+        """A 16-bit type: what 16-bit stages are laid out for."""
+        return "bf16" if self.has_bytes else self.in_dtype
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the MMA's sums are added to fp32 registers after each k tile."""
+        return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
+
+    @property
+    def sums(self) -> int:
+        """Where sums are promoted, of how many k tiles they are under way in a warp group at a time.
+
+        Of two, one is promoted during the other's products. Wide tiles have no registers for it, and scales
+        of blocks belong to the k tile.
+        """
+        return 1 if self.sum_parts > 1 or self.blocks in PROMOTED else 2
+
+    @property
+    def sum_parts(self) -> int:
+        """Parts of a tile's columns, of one instruction each, that are promoted one after the other."""
+        return max(self.accumulators // PROMOTED_VALUES, 1) if self.promotes else 1
+
+    @property
+    def receives_with_few(self) -> bool:
+        """Whether receive and shard roles have few registers: consumers that promote have them."""
+        under_way = self.accumulators // self.sum_parts * self.sums
+        return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
+
+    @property
+    def accumulators(self) -> int:
+        """Of a thread."""
+        return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
+
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers."""
+        return self.sum_parts == 1 or not self.visits_rows
+
+    @property
+    def keeping(self) -> GemmConfig:
+        """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
+        if self.sum_parts > 1:
+            return replace(self, tile=(self.tile[0], self.tile[1] // self.sum_parts))
+        return replace(self, cluster=(1, 1)) if self.receives_with_few else self
+
+    @property
+    def k_step(self) -> int:
+        """K tiles that the mainloop takes at a time."""
+        return self.sums if self.promotes else 1
+
+    @property
+    def tile_k(self) -> int:
+        """K extent of one A/B stage, in elements."""
+        return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether the kernel may be launched before the stream's kernel before it has ended."""
+        return self.launch != "ordered"
+
+    @property
+    def loads_weights_early(self) -> bool:
+        """Whether B is read before that kernel has ended."""
+        return self.launch == "dependent_weights"
+
+    @property
+    def epilogue_operands(self) -> tuple[Operand, ...]:
+        """Those of all visitors, in the order in which the kernel takes them."""
+        return tuple(operand for visitor in self.epilogue for operand in visitor.operands)
+
+    @property
+    def visits_rows(self) -> bool:
+        """Whether an epilogue warp reads something of each row."""
+        return any(operand.along == "rows" for operand in self.epilogue_operands)
+
+    @property
+    def is_swap_ab(self) -> bool:
+        """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
+        return self.kind.swaps
+
+    @property
+    def sends_ll(self) -> bool:
+        """Whether tiles are sent as words that are their own flag, unless other ways are asked for.
+
+        One warp stores all words of a tile, so of a large one that takes longer than a flag's trip: of 128
+        rows 3 to 5 us more than bulk stores on two H200, of 64 and fewer 0 to 3 us less.
+        """
+        return self.is_swap_ab and self.tile[0] <= 64
+
+    @property
+    def mma_order(self) -> tuple[int, int]:
+        """Which operand is the MMA's first, which the second: 0 for A, 1 for B."""
+        return (1, 0) if self.is_swap_ab else (0, 1)
+
+    @property
+    def cta_group(self) -> int:
+        """CTAs that share one MMA tile."""
+        return self.kind.cta_group
+
+    @property
+    def cta_tile(self) -> tuple[int, int]:
+        """(M, N) whose accumulator one CTA holds."""
+        return self.tile[0] // self.cta_group, self.tile[1]
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """(M, N) one cluster computes at a time: the unit of the tile order."""
+        return self.cta_tile[0] * self.cluster[0], self.cta_tile[1] * self.cluster[1]
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs per cluster that have tiles of their own."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs per cluster."""
+        return self.cluster_size * self.k_split
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes in which the first CTA of a split tile collects the accumulators of the others."""
+        return (self.k_split - 1) * self.cta_tile[0] * self.cta_tile[1] * 4
+
+    @property
+    def epilogue_groups(self) -> int:
+        """Groups of epilogue warps that take turns on the tiles."""
+        return self.kind.epilogue_groups
+
+    @property
+    def epilogue_threads(self) -> int:
+        """Threads of one epilogue group: those that share a subtile."""
+        return self.kind.epilogue_threads
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return self.on.threads
+
+    @property
+    def first_receive_warp(self) -> int:
+        """The first of the warps that are free for a receive role."""
+        return self.on.first_receive_warp
+
+    @property
+    def receive_warps(self) -> int:
+        """How many they are."""
+        return self.on.receive_warps
+
+    @property
+    def epi_tile(self) -> tuple[int, int]:
+        """(M, N) of a subtile: what one ring stage holds."""
+        if self.is_swap_ab:
+            return min(self.tile[0], 64), 64
+        if self.mma == "pingpong":
+            return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
+        return 128, 32
+
+    @property
+    def subtiles(self) -> int:
+        """Subtiles per CTA tile."""
+        return self.cta_tile[0] // self.epi_tile[0] * self.epi_columns
+
+    @property
+    def epi_columns(self) -> int:
+        """Subtiles side by side along N; subtile ``s`` is at (``s // epi_columns``, ``s % epi_columns``)."""
+        return self.cta_tile[1] // self.epi_tile[1]
+
+    @property
+    def slot_subtile_bytes(self) -> int:
+        """Bytes of one partial subtile on the wire."""
+        return self.epi_tile[0] * self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype]
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of one partial CTA tile on the wire: of its slot."""
+        return self.subtiles * self.slot_subtile_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of one summed CTA tile on the wire: of its result slot."""
+        return self.tile_bytes // DTYPE_BYTES[self.slot_dtype] * DTYPE_BYTES[self.out_dtype]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Part of a slot that a warp finishes at a time: divides every subtile."""
+        return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Most that a warp loads at a time, all of it under way at once."""
+        return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES
+
+    @property
+    def units(self) -> int:
+        """Parts into which the receive role cuts a CTA tile."""
+        return self.tile_bytes // self.unit_bytes
+
+    @property
+    def lane_chunks(self) -> int:
+        """Chunks of 16 bytes of a unit that each lane of a warp finishes."""
+        return self.unit_bytes // (32 * 16)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of one ring stage: the larger of a partial and an output subtile."""
+        wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
+        return self.epi_tile[0] * self.epi_tile[1] * wide
+
+    @property
+    def ab_stage_bytes(self) -> int:
+        """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
+        of_a, of_b = self.scale_bytes
+        loaded = -(-(self.ab_loaded_bytes - of_a - of_b) // 1024) * 1024
+        return loaded + of_a + -(-of_b // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
+
+    @property
+    def ab_loaded_bytes(self) -> int:
+        """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
+        operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
+        return operands + sum(self.scale_atoms) * ATOM_BYTES + sum(self.scale_bytes)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of B that share a scale of `PROMOTED`; 0: there is none."""
+        return self.blocks[1] if self.blocks is not None and self.blocks in PROMOTED else 0
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of B's rows in a CTA tile, of those that share a scale of `PROMOTED`."""
+        return max(self.cta_tile[1] // self.block_rows, 1) if self.block_rows else 0
+
+    @property
+    def k_parts(self) -> int:
+        """Parts of a k tile that have scales of `PROMOTED` of their own: whose sums are promoted each."""
+        return max(self.tile_k // self.blocks[2], 1) if self.blocks and self.blocks in PROMOTED else 1
+
+    @property
+    def scale_bytes(self) -> tuple[int, int]:
+        """Bytes of scales of `PROMOTED` that a CTA loads into a stage: of A's rows, of blocks of columns."""
+        of_rows = 4 * self.k_parts * self.cta_tile[0] if self.column_blocks else 0
+        return of_rows, 4 * TMA_SCALES * self.column_blocks
+
+    @property
+    def scale_atoms(self) -> tuple[int, int]:
+        """Atoms of scales of A and of B that a CTA has of a k tile."""
+        if self.blocks != MX:
+            return 0, 0
+        return self.cta_tile[0] // ATOM_ROWS, self.cta_tile[1] // ATOM_ROWS
+
+    @property
+    def acc_stages(self) -> int:
+        """Accumulators in tensor memory: two, or one where two leave no room for scales."""
+        columns = self.tile[self.mma_order[1]]
+        return 2 if 2 * columns + sum(self.scale_atoms) * ATOM_BYTES // 128 <= TMEM_COLUMNS else 1
+
+    @property
+    def ab_stages(self) -> int:
+        """A/B stages that fit alongside the ring."""
+        return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA: all that there is of it."""
+        return self._smem_but_ab + self.ab_stages * self.ab_stage_bytes
+
+    @property
+    def _smem_but_ab(self) -> int:
+        return BARRIER_BYTES + self.ring_stages * self.stage_bytes + self.split_bytes
+
+    @property
+    def name(self) -> str:
+        """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
+        return name_of(self)
+
+
+FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks")
+"""Fields that the device and the operands of a call decide."""
+
+CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)
+"""Fields that callers may choose (`configured`)."""

@@ -1,0 +1,99 @@
+"""What a kernel's configuration may be, each rule with the reason.
+
+Imports neither the DSL nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+from overlap_gemm.config.arch import MmaKind
+from overlap_gemm.config.naming import by
+from overlap_gemm.config.scale_blocks import check_blocks
+
+if TYPE_CHECKING:
+    from overlap_gemm.config.gemm_config import GemmConfig
+
+InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
+OutDtype = Literal["bf16", "f16", "f32"]
+Launch = Literal["ordered", "dependent", "dependent_weights"]
+
+BARRIER_BYTES = 2048
+"""Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
+
+CONTROL_WORDS = 16
+"""Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
+(`shared_words.Tally`, turns, TMEM)."""
+
+MAX_WORLD = 112
+"""Ranks that a workspace and a kernel's table of addresses have room for."""
+
+PROMOTED_VALUES = 64
+"""Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
+
+K_SPLITS = (1, 2, 4)
+"""Into how many parts K may be cut where `may_split`."""
+
+
+def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
+    """Whether K may be cut: what the first part collects must leave it stages for its loads."""
+    return mma == "swap_ab" and tile[0] <= 64
+
+
+def check(config: GemmConfig) -> None:
+    """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
+    _require_in(f"mma on {config.arch}", config.mma, tuple(config.on.mma))
+    _require_in(f"tile for mma={config.mma!r}", config.tile, config.kind.tiles)
+    _require_in(f"cluster for mma={config.mma!r}", config.cluster, config.kind.clusters)
+    _require_in("in_dtype", config.in_dtype, get_args(InDtype))
+    others = tuple(t for t in ("e4m3", "e5m2") if config.has_bytes and t != config.in_dtype)
+    _require_in(f"b_dtype where in_dtype={config.in_dtype!r}", config.b_dtype, (None, *others))
+    halves = ("bf16", "f16") if config.has_bytes else (config.in_dtype,)
+    for name in ("out_dtype", "slot_dtype"):
+        wide = halves if config.is_swap_ab else (*halves, "f32")
+        _require_in(f"{name} for mma={config.mma!r}", getattr(config, name), wide)
+    majors = ("k",) if config.has_bytes and config.on.bytes_k_major else ("k", "m", "n")
+    launches = get_args(Launch) if config.is_swap_ab else get_args(Launch)[:2]
+    _require_in(f"launch for mma={config.mma!r}", config.launch, launches)
+    for name, other in (("a_major", "n"), ("b_major", "m")):
+        _require_in(name, getattr(config, name), tuple(major for major in majors if major != other))
+    if config.fast_accum and not config.has_bytes:
+        raise ValueError(f"fast_accum is for 8-bit types; got in_dtype={config.in_dtype!r}")
+    if config.promotes and config.accumulators > PROMOTED_VALUES and not _by_halves(config):
+        raise ValueError(
+            f"tile {by(config.tile)} of mma={config.mma!r} in clusters of {by(config.cluster)} has "
+            f"{config.accumulators} accumulators a thread; where sums are promoted to fp32 there is room for "
+            f"{PROMOTED_VALUES}, or for {2 * PROMOTED_VALUES} of cooperative kernels in clusters of two, by "
+            "halves (fast_accum=True does not promote)"
+        )
+    check_blocks(config)
+    splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
+    _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
+    if not 0 < config.inflight < config.ring_stages:
+        raise ValueError(
+            f"inflight={config.inflight} bulk groups must be at least 1 and fewer than "
+            f"ring_stages={config.ring_stages}, or the epilogue waits for a stage that is never freed"
+        )
+    if config.raster_group < 1:
+        raise ValueError(f"raster_group={config.raster_group} must be at least 1")
+    words = 2 * (config.ab_stages + config.ring_stages) + CONTROL_WORDS + MAX_WORLD + 1
+    if 8 * words > BARRIER_BYTES:
+        raise ValueError(
+            f"{config.ring_stages} ring stages and {config.ab_stages} A/B stages have, with addresses and "
+            f"control words, {8 * words} bytes of barriers; there is room for {BARRIER_BYTES}"
+        )
+    if config.ab_stages < 2:
+        raise ValueError(
+            f"{config.ring_stages} ring stages of {config.stage_bytes} bytes leave room for "
+            f"{config.ab_stages} A/B stages of {config.ab_stage_bytes} bytes; at least 2 are needed"
+        )
+
+
+def _by_halves(config: GemmConfig) -> bool:
+    """Whether a wide tile may be promoted: one of two ping-pong groups would wait, a CTA alone spills."""
+    return config.epilogue_groups == 1 and config.cluster_size > 1
+
+
+def _require_in(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, allowed))}; got {value}")

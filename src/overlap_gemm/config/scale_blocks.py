@@ -1,0 +1,63 @@
+"""What elements of 8-bit operands may share a scale, and which kernels there are for it.
+
+Imports neither the DSL nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from overlap_gemm.config.naming import by
+
+if TYPE_CHECKING:
+    from overlap_gemm.config.gemm_config import GemmConfig
+
+Blocks = tuple[int, int, int]
+"""(Rows of A, rows of B, elements of K) that share a scale."""
+
+PROMOTED: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
+"""Those of `mainloop.blocks`: fp32 scales, with which sums are multiplied as they are promoted."""
+
+MX: Blocks = (1, 1, 32)
+"""Those of `mainloop.mx`: e8m0 scales, with which the MMA multiplies its operands."""
+
+BLOCKS = (*PROMOTED, MX)
+
+ATOM_ROWS = 128
+"""Rows whose scales of 128 elements of K lie together: an atom, of `ATOM_BYTES`."""
+
+ATOM_BYTES = 512
+
+NUM_MATRICES = 2
+"""Of scales of blocks, the first of a kernel's ``extras``: A's and B's."""
+
+TMA_SCALES = 4
+"""Of `PROMOTED` that a TMA box has along K at least: 16 bytes."""
+
+STAGE_ALIGNMENT = 128
+"""Of what TMA stores to, in bytes."""
+
+
+def in_words(blocks: Blocks | None) -> str:
+    """For messages."""
+    return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
+
+
+def check_blocks(config: GemmConfig) -> None:
+    """Raises ValueError, naming the rule, for blocks that a configuration has no kernel for."""
+    if config.blocks not in (None, *BLOCKS):
+        raise ValueError(f"blocks must be one of {', '.join(map(str, BLOCKS))}; got {config.blocks}")
+    if config.blocks == MX:
+        on_mma = config.has_bytes and config.on.multiplies_scales and config.cta_tile[0] == ATOM_ROWS
+        if not on_mma or config.is_swap_ab or config.tile[1] % ATOM_ROWS:
+            raise ValueError(
+                f"blocks={MX} are for 8-bit types where the MMA multiplies scales, in tiles of "
+                f"{ATOM_ROWS} rows a CTA and multiples of {ATOM_ROWS} columns, not swapped; got "
+                f"tile={by(config.tile)}, mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}"
+            )
+    if config.blocks in PROMOTED and (not config.promotes or config.is_swap_ab):
+        raise ValueError(
+            f"blocks={config.blocks} are for kernels that promote, and not swap_ab; got "
+            f"mma={config.mma!r} on {config.arch}, in_dtype={config.in_dtype!r}, "
+            f"fast_accum={config.fast_accum}"
+        )

@@ -1,0 +1,114 @@
+"""GEMM all-reduce as ops of the fused kernel, in one shot or in two.
+
+Rank ``r`` computes ``a @ b.T`` for all rows, with its own share of K; the sum over the ranks is the output of
+every rank, bit for bit the same.
+
+**One-shot** (few rows: what counts is the number of trips):
+
+    comm lane       bulk stores of each partial tile into every rank's slot[source][tile]; then the flags
+    receive role    per tile: waits for every source's flag, sums the slots in fp32 in rank order, adds the
+                    bias, rounds once, stores. All ranks add the same numbers in the same order
+
+**Two-shot** (more rows: what counts is bytes): a GEMM reduce-scatter along the columns whose sums go on.
+Nobody asked for the shards, so they are what suits the tiles: columns, in multiples of the narrowest tile's.
+By rows, few rows make shards that are smaller than a tile, and every rank would multiply P tiles for one.
+
+    comm lane       each partial tile to the slot[source][tile] of the owner of its columns; then its flag
+    receive role    1. per unit of an own tile: the sum, as in reduce-scatter, stored in the own output and,
+                       in the same chunks of 16 bytes, in result slot[owner][tile] of every peer; then a flag
+                       per unit at every peer
+                    2. per unit of another owner's tile: waits for its flag, copies it into the output
+                    The sum is made once, so all ranks have the same
+
+The copy costs one more write and one more read of M x N elements in local memory. The output could be
+symmetric memory itself, but then it would be the workspace's, not the caller's, and the next call's.
+
+Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
+sent and published (:mod:`overlap_gemm.exchange.reduce_scatter`). A sum waits for partials and nothing else. A
+copy waits for sums of other ranks; it is taken only when all sums of its CTA are taken
+(:mod:`overlap_gemm.exchange.receive`), by warps each of which finishes its sum before it takes anything else.
+So every sum of every CTA of every rank is made without waiting for any copy, and every copy finds its flag.
+
+Reuse of slots and flags: the rule of :mod:`overlap_gemm.exchange.call`. In both, partial slots are written by
+bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
+the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads: an owner writes
+them in call ``e + 2`` after its call ``e + 1``, so after everybody's call ``e``. Another call may have bulk
+stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
+bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
+
+With words that are their own flag (:mod:`overlap_gemm.device.ll`) there are neither flags nor bulk stores:
+who sums or copies waits for the data. Progress and reuse are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_gemm.config.orders import LinearOrder
+from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.copies import ResultCopies, Results
+from overlap_gemm.exchange.receive import Receiver
+from overlap_gemm.exchange.reduce_scatter import ReduceScatter
+from overlap_gemm.exchange.send import BroadcastSender
+from overlap_gemm.exchange.sums import Sums
+from overlap_gemm.exchange.tile_exchange import PartialExchange
+from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.work import Share, Work
+from overlap_gemm.spec import GEMM_ALL_REDUCE
+
+
+@dataclass(frozen=True)
+class OneShot(PartialExchange):
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: everybody sends everything, everybody sums.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a partial reaches a rank.
+    """
+
+    code = GEMM_ALL_REDUCE.code
+
+    @property
+    def order(self) -> LinearOrder:
+        """All rows, as if each rank owned them."""
+        return LinearOrder(self.config.raster_group)
+
+    @property
+    def receive(self) -> Receiver:
+        """Sums all tiles."""
+        sums = Sums(self.config, self.order, self.code, self.transport)
+        return Receiver(self.config, (sums,))
+
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """All rows, one shard."""
+        return Share.whole(rows, cols, cols)
+
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> BroadcastSender:
+        """Sends every tile to everybody."""
+        return BroadcastSender(self, work, call, stages, call.epoch)
+
+
+@dataclass(frozen=True)
+class TwoShot(ReduceScatter):
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of columns sum, and send the sums.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: how a partial reaches its owner, and a sum the other ranks.
+    """
+
+    code = GEMM_ALL_REDUCE.code
+
+    @property
+    def receive(self) -> Receiver:
+        """Sums the own tiles, then stores the others."""
+        results = Results(self.config, self.transport)
+        sums = Sums(self.config, self.order, self.code, self.transport, results)
+        return Receiver(self.config, (sums, ResultCopies(results, self.order, self.code)))
+
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """All of it, by the owners' columns."""
+        return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)

@@ -1,0 +1,291 @@
+"""The parts of a receive role that store complete values which others have computed.
+
+waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit; where data
+            is its own flag, for the data
+produces    the values in the output, clipped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import TileGrid, WorkList
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.memory import DTYPES, LANES
+from overlap_gemm.device.route import Route
+from overlap_gemm.device.traced import Address, Predicate, Scalar
+from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.receive import (
+    ReceiveContext,
+    Window,
+    copy_unit,
+    unit_exists,
+)
+from overlap_gemm.kernel.epilogue import StageChunks
+from overlap_gemm.kernel.work import CtaTile, Work, shard_tiles
+from overlap_gemm.spec.sharding import ceil_div
+from overlap_gemm.transports.base import Transport
+
+
+class CopiedUnit(NamedTuple):
+    """A unit to be copied.
+
+    Attributes:
+        exists: whether it was sent.
+        slot: address of its tile's slot.
+        unit: which of the tile's.
+        at: where the tile lies in the window.
+        window: of the output.
+        source: whose it is.
+        tile: index of the tile in the source's shard.
+    """
+
+    exists: Predicate
+    slot: Scalar
+    unit: Scalar
+    at: CtaTile
+    window: Window
+    source: Scalar
+    tile: Scalar
+
+    @property
+    def copied(self) -> tuple[Any, ...]:
+        """What `copy_unit` wants to know of it."""
+        return self.slot, self.unit, self.at, self.window, self.source
+
+
+SHOTS = 2
+"""Bounds in a row that a sum is waited for: its owner may itself wait, for partials, as long as anybody."""
+
+
+@dataclass(frozen=True)
+class TileCopies:
+    """Every peer's tiles, from its slots into its columns of the output (a ``receive.Part``).
+
+    Tiles are taken in the order in which the sources compute them, of all sources in turn, beginning with
+    the next rank.
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        op: for failure records.
+        transport: how tiles arrive.
+    """
+
+    config: GemmConfig
+    order: Any
+    op: int
+    transport: Transport
+
+    def tiles(self, given: ReceiveContext) -> Any:
+        """As many of each source that has columns as the first one has."""
+        return self._others(given) * Int32(self._slots(given))
+
+    @cute.jit
+    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
+        """The source's tile, if it has that many."""
+        source, tile = self._locate(given, index)
+        if tile < shard_tiles(self.config, self._list(given, source)):
+            self.transport.await_result(given.call, self.op, tile, tile, source)
+
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
+        """Where it is, and where it goes."""
+        cfg, call, out = self.config, given.call, given.out
+        source, tile = self._locate(given, index)
+        whole = self._list(given, source)
+        at = CtaTile.numbered(cfg, self.order, whole, tile)
+        first, columns = self._columns(given, source)
+        window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
+        slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
+        exists = (tile < shard_tiles(cfg, whole)) & unit_exists(cfg, unit, at, window)
+        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+
+    @cute.jit
+    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        """Copies one unit."""
+        if place.exists:
+            arrival = self.transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile)
+            copy_unit(self.config, self.transport, arrival, *place.copied)
+
+    def _grid(self, given: ReceiveContext, columns: Scalar) -> TileGrid:
+        """Cluster tiles of so many columns.
+
+        From the output's rows, not the cluster's work: epilogue warps would keep that in registers, which
+        they lack, through the mainloop.
+        """
+        tile_m, tile_n = self.config.cluster_tile
+        return TileGrid(ceil_div(cute.size(given.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
+
+    def _slots(self, given: ReceiveContext) -> Any:
+        """Slots of each source: `Work.slots`."""
+        grid = self._grid(given, given.call.exchange.shard_rows)
+        return grid.rows * grid.cols * self.config.cluster_size
+
+    def _sources(self, given: ReceiveContext) -> Any:
+        """Ranks that have columns."""
+        return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
+
+    def _others(self, given: ReceiveContext) -> Any:
+        """Of these, all but this rank; no two of ``rank + 1, ...`` are the same modulo the sources then."""
+        sources = self._sources(given)
+        return sources - (given.call.exchange.rank < sources) * 1
+
+    def _locate(self, given: ReceiveContext, index: Scalar) -> tuple[Any, Any]:
+        """(source, its tile) of the part's tile ``index``."""
+        others = self._others(given)
+        source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
+        return source, index // others
+
+    def _columns(self, given: ReceiveContext, source: Scalar) -> tuple[Any, Any]:
+        """(first, number) of the source's columns of the output."""
+        chunk = given.call.exchange.shard_rows
+        first = source * chunk
+        return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
+
+    def _list(self, given: ReceiveContext, source: Scalar) -> WorkList:
+        """The source's work list."""
+        _, columns = self._columns(given, source)
+        return WorkList(self._grid(given, columns), 0, 1)
+
+
+@dataclass(frozen=True)
+class ResultCopies:
+    """The other owners' sums, from this rank's result slots into their rows (a ``receive.Part``).
+
+    Units are awaited one by one, of all owners in turn, in the order in which they sum.
+
+    Attributes:
+        results: where sums lie.
+        order: the op's order.
+        op: for failure records.
+    """
+
+    results: Results
+    order: Any
+    op: int
+
+    def tiles(self, given: ReceiveContext) -> Any:
+        """The tiles of every other rank that owns some."""
+        return self._others(given) * Int32(given.work.slots)
+
+    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
+        """Each unit has its own flag."""
+
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
+        """Where it is, and where it goes."""
+        call, work, cfg = given.call, given.work, self.results.config
+        others = self._others(given)
+        tile, rank = index // others, work.whole.rank
+        owner = (rank + 1 + index % others) % work.whole.owners
+        at = CtaTile.numbered(cfg, self.order, work.whole, tile)
+        window = Window.shard(given.out, work, owner)
+        slot = call.base + self.results.slot(call, work, owner, tile)
+        return CopiedUnit(unit_exists(cfg, unit, at, window), slot, unit, at, window, owner, tile)
+
+    @cute.jit
+    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        """Waits for one unit, copies it."""
+        transport, wait = self.results.transport, partial(self._await_unit, given, place)
+        if place.exists:
+            wait()
+            arrival = transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile, SHOTS)
+            copy_unit(self.results.config, transport, arrival, *place.copied)
+        transport.if_absent(place.exists, wait)
+
+    def _await_unit(self, given: ReceiveContext, place: CopiedUnit) -> None:
+        flag = self.results.flag(given.work, place.tile, place.unit)
+        transport = self.results.transport
+        transport.await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
+
+    def _others(self, given: ReceiveContext) -> Any:
+        """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
+        whole = given.work.whole
+        return whole.owners - (whole.rank < whole.owners) * 1
+
+
+class ResultLane(NamedTuple):
+    """Where one lane's sums of a unit go.
+
+    Attributes:
+        call: the call's run-time values.
+        offset: ``Int64``: in every workspace, of the lane's first chunk.
+    """
+
+    call: Any
+    offset: Address
+
+
+@dataclass(frozen=True)
+class Results:
+    """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
+
+    To ranks beyond reach they are put from the own result slot, unit by unit.
+
+    A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
+    would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
+    the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
+
+    Result slots lie after the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
+    type where `StageChunks` has the partials'. Flags lie after the partial tiles' flags.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: stores at peers.
+    """
+
+    config: GemmConfig
+    transport: Transport
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return StageChunks(self.config).elements * (DTYPES[self.config.out_dtype].width // 8)
+
+    def slot(self, call: Call, work: Work, owner: Scalar, tile: Scalar) -> Any:
+        """Byte offset of a summed tile's slot in every workspace."""
+        partials = Int64(call.exchange.world) * work.slots * self.config.tile_bytes
+        return call.buffer + partials + (Int64(owner) * work.slots + tile) * self.config.result_bytes
+
+    def flag(self, work: Work, tile: Scalar, unit: Scalar) -> Any:
+        """The number that `Call.flag` takes for a unit."""
+        return work.slots + tile * self.config.units + unit
+
+    def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
+        """Where the calling lane's sums go, the first of which is chunk ``first`` of an own tile."""
+        own = self.slot(call, work, call.exchange.rank, tile)
+        return ResultLane(call, own + first * self.chunk_bytes)
+
+    def send(self, lane: ResultLane, chunk: Scalar, values: cute.Tensor) -> None:
+        """One lane stores a chunk, ``chunk`` after its first, at every peer."""
+        self.transport.store_to_all(lane.call.exchange, lane.offset + chunk * self.chunk_bytes, values)
+
+    @cute.jit
+    def pad(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
+        """One lane stores zeros for a chunk outside the output."""
+        values.fill(0.0)
+        self.send(lane, chunk, values)
+
+    @cute.jit
+    def publish(
+        self, call: Call, work: Work, tile: Int32, unit: Int32, exists: cutlass.Constexpr = True
+    ) -> None:
+        """All lanes, after their stores: each releases the unit's flag at a peer.
+
+        Of a unit that does not exist nothing is put.
+        """
+        call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
+        cute.arch.sync_warp()
+        (peers, rank, world, *_), base = call.exchange, call.base
+        unit_bytes = self.config.result_bytes // self.config.units
+        slot = self.slot(call, work, rank, tile) + unit * unit_bytes
+        flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
+        for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
+            if peer != rank:
+                route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
+                self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)

@@ -1,0 +1,286 @@
+"""Where things lie in a rank's symmetric workspace: control words, flags and slots.
+
+One statement of the layout for the kernel, the host and the tests. All offsets are bytes from the workspace's
+base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
+
+    0                 control words (local to the rank)
+    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and after them as many again, of this rank's own
+                      staged tiles (transport ``staged``)
+    slots_offset      slot buffer of even epochs: ``[source][tile]``, with room for own ones, and after them
+                      (two-shot all-reduce) ``[owner][summed tile]``
+    + buffer_bytes    slot buffer of odd epochs
+    + 2, 3 x          staging buffers, even and odd, if some peer has no address: ``[owner][tile]``
+
+``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
+a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
+shapes. How a call divides the buffer of its epoch is its own affair: no other call uses it at the same time.
+A flag's writer is its index modulo the number of ranks, whatever the call: a later epoch in it is that
+rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import lcm
+from typing import Any, NamedTuple
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import TileGrid
+from overlap_gemm.config.rules import MAX_WORLD as MAX_WORLD
+from overlap_gemm.config.scale_blocks import Blocks
+from overlap_gemm.device.traced import Scalar
+from overlap_gemm.spec import PATTERNS, PatternSpec
+from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
+
+CONTROL_BYTES = 4096
+"""Control words and what peers tell a rank of whole calls, rounded up; see the offsets below."""
+
+EPOCH_OFFSET = 0
+"""``uint64``: the last finished call's epoch. Zero-initialised; every call adds one."""
+
+RELAY_EPOCH_OFFSET = 8
+"""``uint64``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
+
+COMING_OFFSET = 16
+"""``uint64``: the coming call's epoch, one above the last finished one's, so 1 at birth: what a copy engine
+copies as the flag after a shard, since it can add nothing itself."""
+
+TICKET_OFFSET = 24
+"""``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
+
+CLAIM_OFFSET = 28
+"""``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
+
+READERS_OFFSET = 32
+"""``uint32``: the running call's warps that read the gather buffer no more; the last one resets it."""
+
+
+FLAG_BYTES = 8
+"""A flag is 64 bits, the only width of an NVSHMEM signal: an epoch, see :mod:`overlap_gemm.device.flags`."""
+
+ENTERED_OFFSET = 128
+"""``uint64[2][MAX_WORLD]``, by the epoch's parity: the call that each peer has entered: the low half of its
+epoch, and above it the call's signature (`exchange.call.Call.identity`)."""
+
+READ_OFFSET = ENTERED_OFFSET + 2 * MAX_WORLD * FLAG_BYTES
+"""``uint64[MAX_WORLD]``: flags: the call in which each peer has read all that it was sent to gather."""
+
+SENDERS_OFFSET = READ_OFFSET + MAX_WORLD * FLAG_BYTES
+"""``uint32[MAX_WORLD]``: the running call's warps that have sent their part of the own shard to each peer;
+the last one resets it."""
+
+SENDER_BYTES = 4
+"""Of a counter of senders."""
+
+FLAG_ALIGN = 1024
+"""Slots begin at a multiple of this many bytes."""
+
+SLOT_BUFFERS = 2
+STAGING_BUFFERS = 2
+"""Equal buffers after the flags: slots always, staging where some peer is beyond reach."""
+
+
+OWNED = 64
+"""Columns of a two-shot's shards come in multiples of this: the narrowest tile, which then has one owner."""
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Sizes of one call: a product of global ``rows`` x ``cols``, exchanged between ``world`` ranks.
+
+    Attributes:
+        rows: M of a rank's product, of a full shard where ranks multiply rows of their own; at least 1.
+        cols: N of the product over all ranks.
+        world: ranks.
+        shard: rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
+        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
+    """
+
+    rows: int
+    cols: int
+    world: int
+    shard: int
+    pattern: str = "reduce_scatter"
+
+    @classmethod
+    def even(
+        cls,
+        rows: int,
+        cols: int,
+        world: int,
+        pattern: str = "reduce_scatter",
+        blocks: Blocks | None = None,
+    ) -> ExchangeShape:
+        """Rows (or columns) cut as ``torch.chunk`` does.
+
+        Where sums return, columns in multiples of `OWNED`, and of those that share a scale of ``blocks``: a
+        tile's first column is a block's.
+        """
+        spec = PATTERNS[pattern]
+        shard = shard_rows(cols if spec.cut == "columns" else rows, world)
+        unit = lcm(OWNED, blocks[1] if blocks else 1) if spec.returns else 1
+        return cls(rows, cols, world, ceil_div(shard, unit) * unit, pattern)
+
+    @property
+    def spec(self) -> PatternSpec:
+        """The pattern."""
+        return PATTERNS[self.pattern]
+
+    @property
+    def is_by_columns(self) -> bool:
+        """Whether shards are cut along the columns."""
+        return self.spec.cut == "columns"
+
+    @property
+    def owners(self) -> int:
+        """Ranks that own a shard."""
+        return num_owners(self.cols if self.is_by_columns else self.rows, self.shard)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """(rows, columns) of what each source has slots for in a buffer."""
+        if self.is_by_columns:
+            return self.rows, self.shard
+        return (self.shard if self.spec.cut else self.rows), self.cols
+
+    def grid(self, config: GemmConfig) -> TileGrid:
+        """Cluster tiles of a block."""
+        (rows, cols), (tile_m, tile_n) = self.block, config.cluster_tile
+        return TileGrid(ceil_div(rows, tile_m), ceil_div(cols, tile_n))
+
+    def cta_tiles(self, config: GemmConfig) -> int:
+        """CTA tiles of a block: the tile index of slots and flags counts these."""
+        grid = self.grid(config)
+        return grid.rows * grid.cols * config.cluster_size
+
+    def num_flags(self, config: GemmConfig) -> int:
+        """Arrival flags of a rank: one per (tile, source), and two-shot one per (unit of a sum, owner)."""
+        units = config.units if self.spec.returns else 0
+        return self.cta_tiles(config) * (1 + units) * self.world
+
+    def buffer_bytes(self, config: GemmConfig) -> int:
+        """Bytes of one slot buffer: a slot per (source, tile), and two-shot one per (owner, summed tile)."""
+        result = config.result_bytes if self.spec.returns else 0
+        return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
+
+    def num_computed(self, config: GemmConfig) -> int:
+        """Cluster tiles that a rank computes."""
+        grid = self.grid(config)
+        return (self.owners if self.spec.cut and not self.spec.to_all else 1) * grid.rows * grid.cols
+
+    def num_clusters(self, config: GemmConfig) -> int:
+        """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
+        grid = self.grid(config)
+        return (self.owners if self.spec.cut else 1) * grid.rows * grid.cols
+
+
+def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
+    """Returns the facts that place each element, unit and flag of a call's tiles in every workspace.
+
+    Ranks with equal facts write and read the same places. The call's signature is made of them.
+
+    Args:
+        config: Configuration of the kernel.
+        shape: Sizes of the call.
+    """
+    names = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
+    return {
+        **{field.name: getattr(shape, field.name) for field in fields(shape)},
+        **{name: getattr(config, name) for name in (*names, "unit_bytes")},
+        "tiles": shape.cta_tiles(config),
+        "flags": shape.num_flags(config),
+        "buffer_bytes": shape.buffer_bytes(config),
+    }
+
+
+def slots_offset(max_flags: int) -> int:
+    """Byte offset of the first slot buffer in a workspace with room for ``max_flags`` flags."""
+    return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
+
+
+def staged_flags_offset(slots: Scalar) -> Any:
+    """Byte offset of the flags of staged tiles, from that of the slots (a host integer or an ``Int64``)."""
+    return (CONTROL_BYTES + slots) // 2
+
+
+class Puts(NamedTuple):
+    """What a relay kernel puts to ranks beyond reach: equal pieces, each of them to every such rank.
+
+    All integers. Offsets are bytes in a workspace, the same in every rank's, in the call's buffer unless it
+    says otherwise.
+
+    Attributes:
+        nbytes: of all pieces that go to one rank; the last may be shorter than the others.
+        piece: bytes of a piece, a multiple of 16.
+        ranks: ranks that get them: the first so many.
+        source: where the first piece for rank 0 is put from.
+        source_pitch: from there to that of rank 1, and so on; 0: all ranks get the same.
+        target: where the first piece goes to.
+        staged: from the workspace's base: the own flag that the first piece for rank 0 is complete, those of
+            the next pieces one per rank after; 0: all are complete when the relay starts.
+        staged_pitch: as ``source_pitch``.
+        flag: number of the first piece's arrival flag, as `exchange.call.Call.flag` counts.
+    """
+
+    nbytes: int = 0
+    piece: int = 16
+    ranks: int = 1
+    source: int = 0
+    source_pitch: int = 0
+    target: int = 0
+    staged: int = 0
+    staged_pitch: int = 0
+    flag: int = 0
+
+
+def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, buffer: int) -> list[Puts]:
+    """What ``rank`` puts in a call: tiles, then (two-shot) the sums of those that it owns.
+
+    Args:
+        config: the kernel's configuration.
+        shape: of the call.
+        rank: the putting one.
+        slots: `slots_offset` of the workspace.
+        buffer: bytes of one slot buffer.
+    """
+    tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
+    own = rank * tiles * tile
+    if shape.spec.to_all:  # from the own slots
+        if shape.is_by_columns:
+            columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
+            tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
+        return [Puts(tiles * tile, tile, world, own, 0, own, CONTROL_BYTES + FLAG_BYTES * rank)]
+    owners, staging = shape.owners, SLOT_BUFFERS * buffer
+    staged = staged_flags_offset(slots)
+    partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, own, staged, FLAG_BYTES)
+    if not shape.spec.returns:
+        return [partials]
+    result = config.result_bytes
+    sums = (world * tile + rank * result) * tiles
+    summed = CONTROL_BYTES + FLAG_BYTES * (tiles * world + rank)
+    nbytes = tiles * result if rank < owners else 0
+    return [partials, Puts(nbytes, result // config.units, world, sums, 0, sums, summed, 0, tiles)]
+
+
+END = -1
+"""For a gate (:mod:`overlap_gemm.gather.gate`), in place of whose shard it waits for: it ends the call."""
+
+SCALE_BYTES = 16
+"""After each row of a gathered operand with scales: the row's, float32, and what makes a whole 16 bytes."""
+
+SHARD_PIECES = 8
+"""Pieces in which a shard of a gathered operand is put at most, each with a flag."""
+
+PIECE_ALIGN = 1024
+"""A piece of a shard is a multiple of this many bytes; the last has the rest."""
+
+
+def shard_piece(nbytes: Scalar) -> Any:
+    """Bytes of a piece of a shard, of which a full one has ``nbytes``."""
+    return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
+
+
+def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:
+    """What ``rank`` puts of its shard, of ``own`` bytes where a full one has ``full``: from its place."""
+    place = rank * full
+    return [Puts(own, shard_piece(full), world, source=place, target=place)]

@@ -1,0 +1,217 @@
+"""The receive role: finishes what has arrived, alongside the mainloop.
+
+What there is to finish is one *part* or several, one after the other (:mod:`overlap_gemm.exchange.sums`,
+:mod:`overlap_gemm.exchange.copies`). A part is a list of CTA tiles, dealt to the CTAs in the order in which
+they come, whoever computes them, and cut into units of at most 4 KiB of a slot. The warps of a CTA take its
+units one by one: the receive warps from the start, and the epilogue warps once they have written their last
+tile, since what is left then is the tail of the call.
+
+Protocol of a unit, by one warp:
+
+    waits on    the flags of those who send what it needs (acquire, system scope, bounded), or, where data is
+                its own flag (:mod:`overlap_gemm.device.ll`), for the data; each lane for what it takes
+    produces    complete values in the caller's output, clipped
+    signals     nobody; but sums that go on to other ranks release a flag in each of them
+    freed by    the call's end: `exchange.call`
+
+A warp takes no unit of a part before all of the parts before it are taken. So a unit may wait for units of
+earlier parts, of any rank: whoever took those waits for no later part.
+
+Whoever takes a unit, what it produces is the same: results are bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.memory import DTYPES, LANES, store_run
+from overlap_gemm.device.traced import Address, Extras, Scalar
+from overlap_gemm.exchange.call import Call
+from overlap_gemm.kernel.epilogue import StageChunks, has_empty_subtiles
+from overlap_gemm.kernel.shared_words import Tally, count
+from overlap_gemm.kernel.work import CtaTile, Work, cta_number, num_ctas
+
+
+class ReceiveContext(NamedTuple):
+    """What every unit of a call is finished with.
+
+    Attributes:
+        call: the call's run-time values.
+        work: this cluster's work.
+        out: the output.
+        extras: what the epilogue's visitors read, or None.
+    """
+
+    call: Any
+    work: Any
+    out: Any
+    extras: Extras
+
+
+class Part(Protocol):
+    """One kind of units; each method is called by all lanes of a warp."""
+
+    def tiles(self, given: ReceiveContext) -> Any:
+        """CTA tiles of the part, of all CTAs together."""
+
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
+        """All that `finish` needs to know of a unit of the part's tile ``index`` before the tile is there."""
+
+    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
+        """Waits for what all units of the part's tile ``index`` need."""
+
+    def finish(self, given: ReceiveContext, place: Any) -> None:
+        """Finishes the unit that was located, as soon after the wait as can be."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """The receive role of an op: see the module.
+
+    Attributes:
+        config: the kernel's configuration.
+        parts: what there is to finish.
+    """
+
+    config: GemmConfig
+    parts: tuple[Part, ...]
+
+    with_epilogue = True
+
+    @cute.jit
+    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Extras) -> None:
+        """One warp's loop over the units that it takes."""
+        if cutlass.const_expr(len(self.parts) > 1):
+            call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
+        given = ReceiveContext(call, work, out, extras)
+        unit, first = count(tally.taken), Int32(0)
+        for part in self.parts:
+            unit, first = self._finish(part, given, tally, unit, first)
+
+    @cute.jit
+    def _finish(
+        self,
+        part: cutlass.Constexpr,
+        given: ReceiveContext,
+        tally: Tally,
+        unit: Int32,
+        first: Int32,
+    ) -> tuple[Int32, Int32]:
+        """The units of one part, numbered from ``first``; returns the one taken last and the end of these."""
+        cfg = self.config
+        cta, ctas = cta_number(), num_ctas()
+        end = first + (part.tiles(given) - cta + ctas - 1) // ctas * cfg.units
+        arrived = Int32(-1)
+        while unit < end:
+            index = cta + (unit - first) // cfg.units * ctas
+            place = part.locate(given, index, (unit - first) % cfg.units)
+            if index != arrived:
+                part.await_tile(given, index)
+                arrived = index
+            part.finish(given, place)
+            unit = count(tally.taken)
+        return unit, end
+
+
+class Window(NamedTuple):
+    """What the tiles of one source fill in the output.
+
+    Attributes:
+        address: ``Int64``: of its first element.
+        rows: its rows.
+        columns: its columns, a multiple of a chunk's.
+        pitch: elements from row to row.
+        row: which of the output's rows its first one is.
+        column: which of the output's columns its first one is.
+    """
+
+    address: Address
+    rows: Scalar
+    columns: Scalar
+    pitch: Any
+    row: Scalar
+    column: Scalar
+
+    @staticmethod
+    def of(out: cute.Tensor, row: Scalar, column: Scalar, rows: Scalar, columns: Scalar) -> Window:
+        """``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
+        offset = (Int64(row) * out.stride[0] + column) * (out.element_type.width // 8)
+        return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
+
+    @staticmethod
+    def whole(out: cute.Tensor) -> Window:
+        """All of ``out``."""
+        return Window.of(out, 0, 0, cute.size(out, mode=[0]), cute.size(out, mode=[1]))
+
+    @staticmethod
+    def shard(out: cute.Tensor, work: Work, rank: Scalar) -> Window:
+        """What of ``out`` ``rank`` owns; it owns some."""
+        shards = work.shards
+        row, column = rank * shards.row_step, rank * shards.col_step
+        rows = cutlass.min(shards.rows, cute.size(out, mode=[0]) - row)
+        return Window.of(out, row, column, rows, cutlass.min(shards.cols, cute.size(out, mode=[1]) - column))
+
+    def store(self, row: Scalar, column: Scalar, values: cute.Tensor) -> None:
+        """Stores neighbouring values of a row, inside."""
+        width = values.element_type.width // 8
+        store_run(self.address + (Int64(row) * self.pitch + column) * width, values)
+
+
+def unit_exists(config: GemmConfig, unit: Scalar, tile: CtaTile, window: Window) -> Any:
+    """Whether the unit has a row, its subtile a column in the window: no other is sent (`Destination`)."""
+    chunks, first = StageChunks(config), unit * (config.lane_chunks * LANES)
+    row, _ = chunks.locate(first)
+    exists = tile.row + row < window.rows
+    if has_empty_subtiles(config):
+        exists = exists & (chunks.first_column(first) < window.columns - tile.column)
+    return exists
+
+
+@cute.jit
+def copy_unit(
+    config: cutlass.Constexpr,
+    transport: cutlass.Constexpr,
+    arrival: Any,
+    address: Int64,
+    unit: Int32,
+    tile: CtaTile,
+    window: Window,
+    source: Int32,
+) -> None:
+    """All lanes: stores a unit of complete values into the output.
+
+    Args:
+        config: the kernel's configuration.
+        transport: how they have come.
+        arrival: see there.
+        address: of the tile's slot: chunks of the output's type where `StageChunks` has them.
+        unit: which of the tile's.
+        tile: where it lies in ``window``.
+        window: of the output.
+        source: whose values.
+    """
+    chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
+    chunk_bytes = chunks.elements * dtype.width // 8
+    number = config.lane_chunks
+    first = unit * (number * LANES) + cute.arch.lane_idx()
+    loaded = cute.make_rmem_tensor((chunks.elements, number), dtype)
+    for c in cutlass.range_constexpr(number):
+        transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
+    places = partial(_chunks, address, first, chunk_bytes, number)
+    transport.take(arrival, places, loaded, [source] * number)
+    for c in cutlass.range_constexpr(number):
+        row, column = chunks.locate(first + c * LANES)
+        row, column = tile.row + row, tile.column + column
+        if row < window.rows and column < window.columns:
+            window.store(row, column, loaded[(None, c)])
+
+
+def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:
+    """Where a lane's chunks of a unit lie."""
+    return [address + (first + c * LANES) * chunk_bytes for c in range(number)]

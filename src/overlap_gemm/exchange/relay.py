@@ -1,0 +1,141 @@
+"""The relay kernel: puts what a GEMM has staged to peers that loads and stores do not reach, alongside it.
+
+The GEMM kernel (transport ``staged``) leaves what goes to such a peer in its own workspace and releases a
+local flag; one warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked
+into the GEMM, which on sm_90 keeps ``setmaxnreg`` and its wgmma unserialised.
+
+What there is to put is told at the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay
+serves every op, shape and configuration. The words by which the GEMM says that it has entered the call, and
+that it has read what it was sent, are passed on by a warp of its own.
+
+Launch one per call on the workspace, on another stream than the GEMM, neither after the other. Progress:
+
+- Everything but sums and the word that a GEMM has read is staged without waiting for a peer, and put by a
+  warp that waits for nothing else. So all of it arrives.
+- A sum waits for partials, which are in the first list; a warp takes nothing from the second before its share
+  of the first is put. So every sum is made, staged, put, and arrives.
+- The word that it has read waits for a GEMM that has all its shards; it has a warp of its own.
+- Both kernels become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one
+  CTA, which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the
+  GEMM takes all its registers.) If this kernel starts later, what is staged lies until then.
+
+The stream goes on after both, so the next GEMM finds this kernel ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, Uint64, cute
+
+from overlap_gemm.device.failure import FailureSite, Role
+from overlap_gemm.device.flags import wait_flag, wait_identity
+from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.device.route import Route
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.geometry import FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
+from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
+
+WARPS = 8
+"""Puts under way at once: a warp waits for its put to be handed over."""
+
+
+@dataclass(frozen=True)
+class Relay:
+    """One CTA, whose warps share the pieces.
+
+    Attributes:
+        transport: puts what is staged (``relay``) and signals a peer (``signal``), by NVSHMEM.
+    """
+
+    transport: Any
+
+    @cute.jit
+    def __call__(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange, stream: CUstream) -> None:
+        """Launches the kernel for a call of ``op`` (`OpSpec.code`)."""
+        self.kernel(op, puts, exchange).launch(grid=(1, 1, 1), block=(32 * (WARPS + 1), 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange) -> None:
+        """Puts both lists, and passes on the GEMM's word."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        call = Call.begin(exchange, RELAY_EPOCH_OFFSET)
+        # What this kernel waits for may wait for every peer.
+        timeout_ns = call.bound.timeout_ns * (exchange.world + 1)
+        call = call._replace(bound=call.bound._replace(timeout_ns=timeout_ns))
+        if warp < WARPS:
+            for each in puts:
+                self._put_all(call, op, each, warp)
+        elif cute.arch.lane_idx() == 0:
+            self._pass_on(call, op)
+        cute.arch.sync_threads()  # all warps have read the epoch
+        if warp == 0 and cute.arch.lane_idx() == 0:
+            # Puts may still be under way: `transports.nvshmem` says when their source is used again.
+            cute.arch.store(global_pointer(Uint64, call.last, 8), call.epoch)
+
+    @cute.jit
+    def _pass_on(self, call: Call, op: Int32) -> None:
+        """Once the GEMM has said that it has entered, or read, tells the ranks beyond reach."""
+        rank = call.exchange.rank
+        site = FailureSite(rank, op, int(Role.RELAY_STAGED), 0, rank, rank)
+        if self._has_far_peers(call) != 0:
+            wait_identity(call.base + call.entered(rank), call.identity, call.bound, site)
+            self._tell(call, call.entered(rank), call.identity)
+            if op == ALL_GATHER_GEMM.code:
+                wait_flag(call.base + call.has_read(rank), call.epoch, call.bound, site)
+                self._tell(call, call.has_read(rank), call.epoch)
+
+    @cute.jit
+    def _has_far_peers(self, call: Call) -> Int32:
+        found = Int32(0)
+        for peer in cutlass.range(call.exchange.world, unroll=1):
+            if call.exchange.peers[peer] < 0:
+                found = Int32(1)
+        return found
+
+    @cute.jit
+    def _tell(self, call: Call, offset: Int64, word: Uint64) -> None:
+        """Every rank beyond reach."""
+        exchange = call.exchange
+        for peer in cutlass.range(exchange.world, unroll=1):
+            if exchange.peers[peer] < 0:
+                self.transport.signal(exchange.peers, exchange.rank, peer, offset, word)
+
+    @cute.jit
+    def _put_all(self, call: Call, op: Int32, puts: Puts, warp: Int32) -> None:
+        """This warp's pieces of a list: each to its ranks in turn, beginning with the next one."""
+        exchange, ranks = call.exchange, Int32(puts.ranks)
+        total = Int32(ceil_div(puts.nbytes, puts.piece)) * ranks
+        for t in cutlass.range(warp, total, WARPS, unroll=1):
+            to, piece = (exchange.rank + 1 + t) % ranks, t // ranks
+            if exchange.peers[to] < 0:
+                self._put(call, op, puts, piece, to)
+
+    @cute.jit
+    def _put(self, call: Call, op: Int32, puts: Puts, piece: Int32, to: Int32) -> None:
+        exchange = call.exchange
+        start = piece * puts.piece
+        num_bytes = Int64(cutlass.min(puts.piece, puts.nbytes - start))
+        flag = Int32(puts.flag) + piece
+        staged = call.base + puts.staged + puts.staged_pitch * to + FLAG_BYTES * Int64(piece * exchange.world)
+        if puts.staged != 0:
+            if cute.arch.lane_idx() == 0:
+                site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), piece, to, flag)
+                wait_flag(staged, call.epoch, call.bound, site)
+            cute.arch.sync_warp()
+            num_bytes = self.transport.staged_bytes(staged)
+        route = Route(
+            exchange.peers,
+            exchange.rank,
+            to,
+            call.buffer + puts.target + start,
+            call.base + call.buffer + puts.source + puts.source_pitch * to + start,
+            call.flag(Int64(0), flag, exchange.rank),
+            staged,
+        )
+        self.transport.relay(route, num_bytes, call.epoch)

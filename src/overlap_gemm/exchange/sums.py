@@ -1,0 +1,235 @@
+"""The part of a receive role that sums: of an own tile, the partials of all ranks.
+
+waits on    every source's flag of the tile, or, where data is its own flag, for each partial
+produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
+signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
+and peer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
+from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
+from overlap_gemm.exchange.receive import ReceiveContext, Window, unit_exists
+from overlap_gemm.exchange.send import place_of
+from overlap_gemm.kernel.epilogue import StageChunks, Visits
+from overlap_gemm.kernel.work import CtaTile, shard_tiles
+from overlap_gemm.transports.base import Transport
+
+
+class Lane(NamedTuple):
+    """One lane's part of a unit.
+
+    Attributes:
+        address: of its first chunk in the first source's slot; the next is 32 chunks further on.
+        source_bytes: bytes from one source's slots to the next one's.
+        world: sources.
+        first: the first chunk's number in the tile.
+        row: the tile's first row in the window.
+        column: the tile's first column.
+        window: of the output.
+        arrival: see `Transport.take`.
+        result: where sums go on to: see `copies.Results.lane`; None where they do not.
+    """
+
+    address: Address
+    source_bytes: Any
+    world: Scalar
+    first: Scalar
+    row: Scalar
+    column: Scalar
+    window: Any
+    arrival: Any
+    result: Any
+
+
+class SummedUnit(NamedTuple):
+    """A unit to be summed.
+
+    Attributes:
+        index: of its tile.
+        unit: which of the tile's.
+        exists: whether it has partials.
+        lane: the calling lane's part.
+    """
+
+    index: Scalar
+    unit: Scalar
+    exists: Predicate
+    lane: Lane
+
+
+def _last_again(lane: Lane, source: Scalar) -> Any:
+    """Beyond the last rank the last one's is loaded again, and not added."""
+    return cutlass.min(source, lane.world - 1)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of the own tiles: see the module (a ``receive.Part``).
+
+    Attributes:
+        config: the kernel's configuration.
+        order: the op's order.
+        op: for failure records.
+        transport: how partials arrive.
+        results: how sums go on to the other ranks, or None. With it the output is that of all owners.
+    """
+
+    config: GemmConfig
+    order: Any
+    op: int
+    transport: Transport
+    results: Any = None
+
+    @cute.jit
+    def tiles(self, given: ReceiveContext) -> Int32:
+        """The tiles that this rank owns."""
+        work = given.work
+        own = Int32(shard_tiles(self.config, work.whole))
+        if work.whole.rank >= work.whole.owners:
+            own = Int32(0)
+        return own
+
+    @cute.jit
+    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
+        """Then the warp may read every slot of the tile."""
+        self.transport.await_partials(given.call, self.op, index)
+
+    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> SummedUnit:
+        """Where its partials are, and where its sums go."""
+        call, work, out, _ = given
+        tile = CtaTile.numbered(self.config, self.order, work.whole, index)
+        window = Window.whole(out)
+        if self.results is not None:
+            window = Window.shard(out, work, call.exchange.rank)
+        exists = unit_exists(self.config, unit, tile, window)
+        source_bytes = Int64(work.slots) * self.config.tile_bytes
+        first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
+        address = call.base + place_of(self.config, call, work.slots, index, 0) + first * CHUNK_BYTES
+        result = None if self.results is None else self.results.lane(call, work, index, first)
+        arrival = self.transport.arrival(call, self.op, Role.RECEIVE_PARTIAL, index)
+        lane = Lane(
+            address, source_bytes, call.exchange.world, first, tile.row, tile.column, window, arrival, result
+        )
+        return SummedUnit(index, unit, exists, lane)
+
+    @cute.jit
+    def finish(self, given: ReceiveContext, place: SummedUnit) -> None:
+        """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
+        if place.exists:
+            self._sum(place.lane, given.extras)
+            if cutlass.const_expr(self.results is not None):
+                self.transport.publish_unit(partial(self._publish, given, place))
+        if cutlass.const_expr(self.results is not None):
+            self.transport.if_absent(place.exists, partial(self._publish, given, place, exists=False))
+
+    def _publish(self, given: ReceiveContext, place: SummedUnit, exists: bool = True) -> None:
+        self.results.publish(given.call, given.work, place.index, place.unit, exists)
+
+    @cute.jit
+    def _sum(self, lane: Lane, extras: Extras) -> None:
+        world = lane.world
+        if cutlass.const_expr(self.config.receives_with_few and self.results is not None):
+            self._sum_many(lane, extras)  # with a loop for each number of ranks it spills
+        elif world <= 2:
+            self._sum_few(lane, extras, 2)
+        elif world <= min(4, self._in_flight):
+            self._sum_few(lane, extras, min(4, self._in_flight))
+        elif world <= self._in_flight:
+            self._sum_few(lane, extras, self._in_flight)
+        else:
+            self._sum_many(lane, extras)
+
+    @cute.jit
+    def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
+        """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
+        chunks = self.config.lane_chunks
+        window = min(self._in_flight // sources, chunks)
+        loaded = self._registers(sources, window)
+        for c in cutlass.range_constexpr(window):
+            self._load(lane, c, 0, loaded[(None, None, c)])
+        for i in cutlass.range(0, chunks, window, unroll=1):
+            for c in cutlass.range_constexpr(window):
+                total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
+                total.fill(0.0)
+                self._add(total, lane, i + c, 0, loaded[(None, None, c)])
+                if i + window < chunks:
+                    self._load(lane, i + window + c, 0, loaded[(None, None, c)])
+                self._store(lane, i + c, total, extras)
+
+    @cute.jit
+    def _sum_many(self, lane: Lane, extras: Extras) -> None:
+        """Any number of ranks, as many of them at a time as loads are under way."""
+        for i in cutlass.range(self.config.lane_chunks, unroll=1):
+            total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
+            total.fill(0.0)
+            for first in cutlass.range(0, lane.world, self._in_flight, unroll=1):
+                loaded = self._registers(self._in_flight, 1)[(None, None, 0)]
+                self._load(lane, i, first, loaded)
+                self._add(total, lane, i, first, loaded)
+            self._store(lane, i, total, extras)
+
+    @property
+    def _in_flight(self) -> int:
+        """With as many of 32-bit partials, or with few registers, kernels spill on sm_90a."""
+        loads = self.transport.loads_in_flight(returns=self.results is not None)
+        share = 2 if self.config.receives_with_few else 1
+        return loads * 16 // DTYPES[self.config.slot_dtype].width // share
+
+    def _registers(self, sources: int, window: int) -> Any:
+        return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
+
+    def _load(self, lane: Lane, chunk: Scalar, first: Scalar, loaded: Fragment) -> None:
+        """Starts the loads of a chunk from as many sources after ``first`` as ``loaded`` has room for."""
+        for s in range(cute.size(loaded, mode=[1])):
+            at = self._at(lane, chunk, _last_again(lane, first + s))
+            self.transport.load(at, loaded[(None, s)])
+
+    def _at(self, lane: Lane, chunk: Scalar, source: Scalar) -> Any:
+        return lane.address + chunk * (LANES * CHUNK_BYTES) + lane.source_bytes * source
+
+    def _places(self, lane: Lane, chunk: Scalar, sources: Sequence[Any]) -> list[Any]:
+        return [self._at(lane, chunk, source) for source in sources]
+
+    @cute.jit
+    def _add(self, total: cute.Tensor, lane: Lane, chunk: Int32, first: Int32, loaded: cute.Tensor) -> None:
+        """Adds a chunk's partials in rank order."""
+        sources = [_last_again(lane, first + s) for s in range(cute.size(loaded, mode=[1]))]
+        places = partial(self._places, lane, chunk, sources)
+        self.transport.take(lane.arrival, places, loaded, sources)
+        for s in cutlass.range_constexpr(len(sources)):
+            if first + s < lane.world:
+                total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
+
+    @cute.jit
+    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Extras) -> None:
+        """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
+        row, column = self.chunks.locate(lane.first + chunk * LANES)
+        row, column = lane.row + row, lane.column + column
+        dtype = DTYPES[self.config.out_dtype]
+        rounded = cute.make_rmem_tensor(values.shape, dtype)
+        if row < lane.window.rows and column < lane.window.columns:
+            visits = Visits(self.config, ("complete",))
+            visits.on_chunk(values, lane.window.row + row, lane.window.column + column, extras)
+            rounded.store(values.load().to(dtype))
+            lane.window.store(row, column, rounded)
+            if cutlass.const_expr(self.results is not None):
+                self.results.send(lane.result, chunk * LANES, rounded)
+        elif cutlass.const_expr(self.results is not None):
+            self.transport.pad(partial(self.results.pad, lane.result, chunk * LANES, rounded))
+
+    @property
+    def chunks(self) -> StageChunks:
+        """The wire format of partials."""
+        return StageChunks(self.config)

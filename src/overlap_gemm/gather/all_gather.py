@@ -1,0 +1,282 @@
+"""All-gather GEMM as an op of the fused kernel.
+
+Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
+columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
+``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`), by the kernel's own warps (``peer_bulk``)
+or, to peers beyond reach, by a relay kernel alongside (``staged``: :mod:`overlap_gemm.exchange.relay`), which
+puts the own shard from its place in this rank's buffer, where the host's copy has taken it, in pieces that
+have a flag each.
+
+    load role       own shard first, read where it lies; then the others in the order in which they are
+                    sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
+                    bounded), fences the asynchronous proxy. The grid's last reader tells every peer that
+                    this rank *has read*: after it nothing is under way to this rank, since every shard has
+                    a tile here, for which somebody waited
+    shard role      the receive warps. ``peer_bulk``: send their units of the own shard to one peer after the
+                    other; the last to have sent to a peer releases the flag there. ``keep``: copy every shard
+                    to a tensor that is the caller's, and count as readers
+    comm lane       TMA stores of the output. The grid's first, at its end, waits until every peer has read
+
+Progress. Sending waits for nobody: copy engines take no SM, a sending warp is of a resident CTA that
+stores and counts, and a relay has a place of its own. So every shard arrives, every gate opens, every tile is
+loaded, and every rank tells that it has read; the wait for that comes after all else.
+
+**Reuse.** There is one gather buffer, not one for each parity: where copy engines write is fixed on the host,
+and in a captured graph for all its replays, while the parity is the device's. The rule of
+:mod:`overlap_gemm.exchange.call` holds with a distance of one call: a rank's call ``e`` ends after every
+peer's "has read ``e``", and its copies and puts of call ``e + 1`` begin after its call ``e``; so does what
+overwrites a put's source, of which a peer that has read it has everything. The flags' values come from the
+word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
+the arrival of this rank's flags, so copied from.
+
+**Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
+are readers of the gather buffer, too. Those of blocks (:mod:`overlap_gemm.mainloop.blocks`,
+:mod:`overlap_gemm.mainloop.mx`) travel after all rows of their shard; the load role reads them with its
+tiles.
+
+**Several weights** share one gather: they are launches of one call, one after the other; the first sends,
+the last one tells and ends the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+
+from overlap_gemm.config.orders import OwnShardFirst, Place
+from overlap_gemm.device.memory import global_pointer, order_async_writes
+from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.exchange.call import Call, await_peers, await_readers, begin_warp, end_warp
+from overlap_gemm.exchange.geometry import SCALE_BYTES
+from overlap_gemm.gather.gathering import (
+    GatherCall,
+    Gathering,
+    ShardRole,
+    await_shard,
+    has_read,
+    readers,
+)
+from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.plain_gemm import OutputSender, store_subtile
+from overlap_gemm.kernel.product import OutputOp, output_store
+from overlap_gemm.kernel.work import CtaTile, Share, Work, cta_number
+from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.transports.base import Transport
+
+
+class Shards(NamedTuple):
+    """TMA views of the gather buffer, and of the output by shards.
+
+    Attributes:
+        tma: atom.
+        tensor: coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
+        scales: atom and coordinate tensor of scales of blocks, or None.
+    """
+
+    tma: Any
+    tensor: Any
+    scales: Any = None
+
+
+class GatherOutput(NamedTuple):
+    """The output, cut into shards, so that a tile is clipped where its shard ends.
+
+    Attributes:
+        full: all shards but the last, which may be shorter.
+        last: that one.
+    """
+
+    full: Shards
+    last: Shards
+
+
+@dataclass(frozen=True)
+class AllGather(OutputOp):
+    """``out = concatenation of the ranks' a @ b.T (+ bias)``.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: raises flags at peers.
+        push: whether the kernel's warps send the own shard; else copy engines do.
+        keep: whether the gathered operand is copied to a tensor of the caller's.
+    """
+
+    transport: Transport
+    push: bool = False
+    keep: bool = False
+
+    @property
+    def order(self) -> OwnShardFirst:
+        """Whole shards in the order of their arrival."""
+        return OwnShardFirst(self.config.raster_group)
+
+    @property
+    def gate(self) -> ArrivalGate:
+        """Opens for a shard when it has arrived."""
+        return ArrivalGate(self)
+
+    @property
+    def receive(self) -> ShardRole | None:
+        """Sends the own shard, keeps all."""
+        if not (self.push or self.keep):
+            return None
+        return ShardRole(self.config, self.transport, self.push, self.keep)
+
+    def begin(self, given: Gathering, near: Any) -> GatherCall:
+        """Reads the epoch."""
+        return GatherCall(Call.begin(given.exchange, near=near), given)
+
+    def share(self, given: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """All rows, by shards; A is the own one here."""
+        return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
+
+    def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
+        """The gather buffer."""
+        scales = None if given.scales is None else mainloop.tma_of_scales(given.scales)
+        tma, tensor = mainloop.tma_of_a(given.gathered)
+        return Shards(tma, tensor, scales)
+
+    def output(self, out: cute.Tensor, given: Gathering) -> GatherOutput:
+        """By TMA, from the ring's stages."""
+        cfg, shard = self.config, given.exchange.shard_rows
+        columns, pitch = cute.size(out, mode=[1]), out.stride[0]
+        last = (given.rows + shard - 1) // shard - 1
+        offset = cute.assume(Int64(last) * shard * pitch, divby=128 // out.element_type.width)
+        between = cute.assume(Int64(shard) * pitch, divby=128 // out.element_type.width)
+        full = cute.make_layout((shard, columns, cutlass.max(last, 1)), stride=(pitch, 1, between))
+        rest = cute.make_layout((given.rows - last * shard, columns, 1), stride=(pitch, 1, between))
+
+        def stores(tensor: cute.Tensor) -> Shards:
+            return Shards(*output_store(cfg, self.stage_dtype, tensor))
+
+        return GatherOutput(
+            stores(cute.make_tensor(out.iterator, full)),
+            stores(cute.make_tensor(out.iterator + offset, rest)),
+        )
+
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
+        """All lanes of the comm warp: one stores every tile; the grid's first warp then waits for readers."""
+        is_first = cta_number() == 0
+        begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
+        if cute.arch.lane_idx() == 0:
+            ring.drain(ring.consumer_state(), self.config.subtiles, ShardSender(self, work, output, stages))
+        cute.arch.sync_warp()
+        if is_first and call.given.is_last != 0:
+            await_peers(call.call, ALL_GATHER_GEMM.code)
+            await_readers(call.call, ALL_GATHER_GEMM.code)
+
+    @cute.jit
+    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
+        """See `KernelOp.end`."""
+        if call.given.is_last != 0:
+            end_warp(call.call, tally, warps)
+
+
+@dataclass(frozen=True)
+class ArrivalGate:
+    """What the load role does before a tile of A, and after the last: see the module.
+
+    Attributes:
+        op: the op.
+    """
+
+    op: AllGather
+
+    @cute.jit
+    def load(
+        self,
+        mainloop: cutlass.Constexpr,
+        res: Any,
+        ops: Operands,
+        buffer: Shards,
+        state: pipeline.PipelineState,
+        place: Place,
+        call: GatherCall,
+        opened: Int32,
+        early: Any,
+    ) -> tuple[pipeline.PipelineState, Int32]:
+        """Loads the tile at ``place``, once its shard has arrived.
+
+        Args:
+            mainloop: loads.
+            res: its resources.
+            ops: A is the own shard.
+            buffer: the gather buffer.
+            state: of the load pipeline.
+            place: of the tile.
+            call: the call's values.
+            opened: the shard for which the gate was opened last; -1 before the first.
+            early: see `loads.load_k_tiles`.
+
+        Returns:
+            ``state`` after the tile, and ``opened``.
+        """
+        tile_m, tile_n = self.op.config.cluster_tile
+        row, column = place.m * tile_m, place.n * tile_n
+        if place.shard == call.call.exchange.rank:
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
+        else:
+            if place.shard != opened:
+                await_shard(call, place.shard, self.op.transport)
+                order_async_writes()
+            arrived = buffer.tensor[(None, None, place.shard)]
+            gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
+            if cutlass.const_expr(buffer.scales is not None):
+                tma, scales = buffer.scales
+                came = ops.scales.with_gathered((tma, scales[(None, None, place.shard)]))
+                gathered = gathered._replace(scales=came)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
+        return state, Int32(place.shard)
+
+    @cute.jit
+    def open(self, call: GatherCall, shard: Int32, opened: Int32) -> Int32:
+        """All lanes of an epilogue warp, before they visit rows of ``shard``; returns that.
+
+        It has arrived, or there were no sum. But the word that there is one, on sm_100 a commit's, orders
+        nothing that others stored.
+        """
+        if shard != opened and shard != call.call.exchange.rank:
+            await_shard(call, shard, self.op.transport)
+        return Int32(shard)
+
+    def with_rows(self, tile: CtaTile, extras: Extras, call: GatherCall) -> Any:
+        """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard."""
+        return (self._row_scales(tile.owner, call), *extras[1:])
+
+    def _row_scales(self, shard: Scalar, call: GatherCall) -> cute.Tensor:
+        """Those that came with the rows of a shard: one for each."""
+        given, exchange = call.given, call.call.exchange
+        offset, nbytes = call.shard(shard)
+        base = cutlass.select_(shard == exchange.rank, given.own, call.buffer + offset)
+        depth = cute.size(given.gathered, mode=[1])
+        first = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
+        rows, pitch = Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
+        return cute.make_tensor(first, cute.make_layout(rows, stride=pitch))
+
+    @cute.jit
+    def end(self, call: GatherCall) -> None:
+        """After a warp's last load, or last visit of rows."""
+        if call.given.is_last != 0:
+            has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
+
+
+class ShardSender(OutputSender):
+    """The same of an output by shards: `GatherOutput`."""
+
+    @cute.jit
+    def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
+        """One TMA tensor store; rows past the shard's end are clipped by the hardware."""
+        cfg, stages = self.op.config, self.stages
+        if place.owner == self.work.whole.owners - 1:
+            last = self.output.last
+            store_subtile(cfg, last.tma, last.tensor[(None, None, 0)], stages, place, subtile, stage)
+        else:
+            full = self.output.full
+            store_subtile(
+                cfg, full.tma, full.tensor[(None, None, place.owner)], stages, place, subtile, stage
+            )

@@ -1,0 +1,74 @@
+"""The gate kernel: what a stream waits with, between products of somebody else's kernels.
+
+A rank's shard comes by copy engines (:mod:`overlap_gemm.backends.by_shards`); the product of each shard is a
+kernel that knows nothing of it. So a launch of this one, a single warp, stands in front of each product, and
+one after them all. The driver's own way, ``cuStreamWaitValue32``, has no bound, and its value is fixed when
+a graph is captured, while an epoch is not.
+
+Protocol, in the gather buffer of :mod:`overlap_gemm.gather.all_gather`, among whose calls it may stand:
+
+    waits on    ``source >= 0``: that rank's entry into the call, and the flag of its shard (acquire, system
+                scope, bounded)
+    produces    nothing; what is launched after it on the stream may read the shard, by any proxy, since a
+                kernel's end comes before all that the next one does
+    signals     at the call's first launch, and at its last: tells every peer that this rank has entered it.
+                `geometry.END`, after all reads of the call: tells every peer that this rank *has read*, and
+                waits until each of them has entered and read
+    freed by    that last launch, which ends the call: `exchange.call.finish`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, cute
+
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.call import (
+    Call,
+    announce_read,
+    await_entry,
+    await_peers,
+    await_readers,
+    begin_warp,
+    finish,
+)
+from overlap_gemm.gather.gathering import await_piece
+from overlap_gemm.spec import ALL_GATHER_GEMM
+
+
+@dataclass(frozen=True)
+class GateKernel:
+    """One warp, launched in front of each shard's product and after the last.
+
+    Attributes:
+        transport: raises flags at peers.
+    """
+
+    transport: Any
+
+    @cute.jit
+    def __call__(self, source: Int32, is_first: Int32, exchange: Exchange, stream: CUstream) -> None:
+        """Launches the kernel: waits for the shard of ``source``, or ends the call (`geometry.END`).
+
+        ``is_first``: whether nothing of the call has been launched before it.
+        """
+        self.kernel(source, is_first, exchange).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, source: Int32, is_first: Int32, exchange: Exchange) -> None:
+        """See the module."""
+        call = Call.begin(exchange)
+        begin_warp(call, ALL_GATHER_GEMM.code, self.transport, is_first != 0 or source < 0)
+        if source >= 0:
+            if cute.arch.lane_idx() == 0:
+                await_entry(call, ALL_GATHER_GEMM.code, source)
+                await_piece(call, source, 0)
+        else:
+            announce_read(call, self.transport)
+            await_peers(call, ALL_GATHER_GEMM.code)
+            await_readers(call, ALL_GATHER_GEMM.code)
+            cute.arch.sync_warp()
+            finish(call)

@@ -1,0 +1,266 @@
+"""What an all-gather GEMM's roles share: its arguments, its waits, and the role that moves shards.
+
+The protocol is :mod:`overlap_gemm.gather.all_gather`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, Uint32, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
+from overlap_gemm.device.traced import Address, Extras, Scalar
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.call import (
+    Call,
+    announce_read,
+    await_entry,
+    count_grid,
+)
+from overlap_gemm.exchange.geometry import (
+    READERS_OFFSET,
+    SENDER_BYTES,
+    SENDERS_OFFSET,
+    shard_piece,
+)
+from overlap_gemm.kernel.work import Work, cta_number, num_ctas
+from overlap_gemm.spec import ALL_GATHER_GEMM
+from overlap_gemm.spec.sharding import ceil_div
+from overlap_gemm.transports.base import Transport
+
+
+class Gathering(NamedTuple):
+    """The run-time arguments of an all-gather GEMM.
+
+    Attributes:
+        exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete; where
+            it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
+        rows: ``Int32``: M, rows of all shards together.
+        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16. Where
+            each has one scale, with `geometry.SCALE_BYTES`.
+        own: ``Int64``: address of the own shard.
+        kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
+        gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
+        is_first: ``Int32``: whether this is the first launch of the call: it sends.
+        is_last: ``Int32``: whether it is the last one: it ends the call.
+        scales: of blocks: those of the shards in the gather buffer, a matrix as `mx` or `blocks` has it and
+            ``owners``: after as many rows as a full shard has. Else None.
+    """
+
+    exchange: Exchange
+    rows: Int32
+    row_bytes: Int64
+    own: Int64
+    kept: Any
+    gathered: cute.Tensor
+    is_first: Int32
+    is_last: Int32
+    scales: Any = None
+
+
+class GatherCall(NamedTuple):
+    """Run-time values that every role of a call shares.
+
+    Attributes:
+        call: those of every op.
+        given: the arguments.
+    """
+
+    call: Call
+    given: Gathering
+
+    @property
+    def buffer(self) -> Any:
+        """Address of the own gather buffer."""
+        return self.call.base + self.call.exchange.slots_offset
+
+    def shard(self, source: Scalar) -> tuple[Any, Any]:
+        """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
+        offset, nbytes = self.rows(source)
+        if self.given.scales is None:
+            return offset, nbytes
+        return (
+            offset + Int64(source) * self._scale_bytes,
+            cutlass.select_(nbytes > 0, self.full_bytes, Int64(0)),
+        )
+
+    def rows(self, source: Scalar) -> tuple[Any, Any]:
+        """(bytes of the rows in front of a shard's, bytes of these)."""
+        given, rows = self.given, self.call.exchange.shard_rows
+        first = Int32(source) * rows
+        held = cutlass.min(given.rows - first, rows)
+        return Int64(first) * given.row_bytes, Int64(held) * given.row_bytes
+
+    @property
+    def full_bytes(self) -> Any:
+        """Of a full shard."""
+        rows = Int64(self.call.exchange.shard_rows) * self.given.row_bytes
+        return rows if self.given.scales is None else rows + self._scale_bytes
+
+    @property
+    def _scale_bytes(self) -> Any:
+        lines, width, _ = self.given.scales.shape
+        return Int64(lines) * width * (self.given.scales.element_type.width // 8)
+
+    @property
+    def owners(self) -> Any:
+        """Ranks that have rows."""
+        return (self.given.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
+
+
+@cute.jit
+def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -> None:
+    """All lanes: waits until the shard of ``source`` has arrived: its flag, or those of its pieces.
+
+    And that it is of this call: copy engines send whatever this rank is in.
+    """
+    if cute.arch.lane_idx() == 0:
+        await_entry(call.call, ALL_GATHER_GEMM.code, source)
+    pieces = Int32(ceil_div(call.shard(source)[1], shard_piece(call.full_bytes)))
+    transport.await_pieces(pieces, partial(await_piece, call.call, source))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
+    """One lane: waits for the flag of a piece of a shard of ``source``; of a whole one, 0."""
+    site = call.site(ALL_GATHER_GEMM.code, Role.LOAD_GATE, source, source, source)
+    wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
+
+
+def readers(config: GemmConfig, keep: bool) -> int:
+    """Warps of a CTA that read the gather buffer: load, with ``keep`` receive warps, and who visits rows."""
+    visiting = config.visits_rows * config.epilogue_groups * config.epilogue_threads // 32
+    return 1 + keep * config.receive_warps + visiting
+
+
+@cute.jit
+def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
+    """One warp's last word on the gather buffer; the grid's last of ``warps`` per CTA tells the peers.
+
+    All lanes. Every shard has a tile, whose CTA waited for it: so after the last word nothing is under way
+    to this rank any more.
+    """
+    if count_grid(call.call, READERS_OFFSET, warps) != 0:
+        announce_read(call.call, transport)
+
+
+@dataclass(frozen=True)
+class ShardRole:
+    """What the receive warps do: see the module.
+
+    Attributes:
+        config: the kernel's configuration.
+        transport: raises flags at peers.
+        push: whether it sends.
+        keep: whether it keeps.
+    """
+
+    config: GemmConfig
+    transport: Transport
+    push: bool
+    keep: bool
+
+    with_epilogue = False
+
+    @cute.jit
+    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Extras) -> None:
+        """One warp's part."""
+        warps = self.config.receive_warps
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
+        first, stride = cta_number() * warps + warp, num_ctas() * warps
+        if cutlass.const_expr(self.push):  # noqa: SIM102
+            if call.given.is_first != 0:
+                self._send(call, first, stride)
+        if cutlass.const_expr(self.keep):  # noqa: SIM102
+            if call.given.is_last != 0:
+                self._keep(call, first, stride)
+                has_read(call, self.transport, readers(self.config, True))
+
+    @cute.jit
+    def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Stores this warp's units of the own shard in one peer's buffer after the other.
+
+        The last to have sent to a peer raises the flag there: the first peer has its shard when a part of the
+        sending is done that no other peer waits for.
+        """
+        exchange, epoch = call.call.exchange, call.call.epoch
+        (peers, rank, world, *_), warps = exchange, self.config.receive_warps
+        (offset, nbytes), size = call.shard(rank), self.config.copied_bytes
+        if rank < call.owners:
+            flag = call.call.flag(Int64(0), 0, rank)
+            for i in cutlass.range(1, world, unroll=1):
+                peer = (rank + world - i) % world
+                copy_units(
+                    size,
+                    peers[peer] + exchange.slots_offset + offset,
+                    call.given.own,
+                    nbytes,
+                    first,
+                    stride,
+                )
+                if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
+                    if cute.arch.lane_idx() == 0:
+                        self.transport.signal(peers, rank, peer, flag, epoch)
+
+    @cute.jit
+    def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Copies this warp's units of every shard, in the order of arrival."""
+        exchange, owners = call.call.exchange, call.owners
+        for i in cutlass.range(owners, unroll=1):
+            source = (exchange.rank + i) % owners
+            if source != exchange.rank:
+                await_shard(call, source, self.transport)
+            offset, nbytes = call.shard(source)
+            kept = offset
+            if cutlass.const_expr(call.given.scales is not None):
+                kept, nbytes = call.rows(source)
+            origin = cutlass.select_(source == exchange.rank, call.given.own, call.buffer + offset)
+            copy_units(
+                self.config.copied_bytes,
+                call.given.kept.iterator.toint() + kept,
+                origin,
+                nbytes,
+                first,
+                stride,
+            )
+
+
+@cute.jit
+def copy_units(
+    size: cutlass.Constexpr, target: Int64, source: Int64, nbytes: Int64, first: Int32, stride: Int32
+) -> None:
+    """All lanes: copies units ``first, first + stride, ...``, all loads of one under way at once.
+
+    Args:
+        size: bytes of a unit.
+        target: address, a multiple of 16.
+        source: likewise.
+        nbytes: likewise.
+        first: this warp's first unit.
+        stride: warps that share the copy.
+    """
+    width, chunks = size // CHUNK_BYTES, Int32(nbytes // CHUNK_BYTES)
+    for unit in cutlass.range(first, (chunks + (width - 1)) // width, stride, unroll=1):
+        loaded = cute.make_rmem_tensor((CHUNK_WORDS, width // LANES), cutlass.Uint32)
+        start = unit * width + cute.arch.lane_idx()
+        for c in cutlass.range_constexpr(width // LANES):
+            # After the end the last chunk is loaded again, and not stored.
+            at = cutlass.min(start + c * LANES, chunks - 1)
+            cute.autovec_copy(chunk_at(source + Int64(at) * CHUNK_BYTES), loaded[(None, c)])
+        for c in cutlass.range_constexpr(width // LANES):
+            at = start + c * LANES
+            if at < chunks:
+                cute.autovec_copy(loaded[(None, c)], chunk_at(target + Int64(at) * CHUNK_BYTES))
+
+
+def chunk_at(address: Address) -> cute.Tensor:
+    """16 bytes."""
+    return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_WORDS))

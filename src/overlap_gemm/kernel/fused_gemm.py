@@ -1,0 +1,214 @@
+"""The kernel: a mainloop, an op and a ring, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cutlass
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64, cute, memory
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.rules import CONTROL_WORDS
+from overlap_gemm.device.traced import Extras, Stages
+from overlap_gemm.kernel.dependent_launch import (
+    let_next_kernel_go,
+    load_weights_early,
+    wait_for_kernel_before,
+)
+from overlap_gemm.kernel.epilogue import allocate_stages
+from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.roles import epilogue_role, load_role
+from overlap_gemm.kernel.shared_words import Tally, near_table
+from overlap_gemm.kernel.split import end_together, sent_of
+from overlap_gemm.kernel.surface import KernelOp, Mainloop
+from overlap_gemm.kernel.work import plan_work
+from overlap_gemm.pipelines import EpilogueRing
+
+
+@dataclass(frozen=True)
+class FusedGemm:
+    """A persistent, warp-specialised GEMM whose subtiles leave through a ring emptied by a comm lane.
+
+    Attributes:
+        mainloop: :class:`MainloopSm90` or :class:`MainloopSm100`.
+        op: :class:`PlainGemm`, :class:`ReduceScatter` or another.
+        cooperative: whether the launch is refused unless all its CTAs are resident at once.
+    """
+
+    mainloop: Mainloop
+    op: KernelOp
+    cooperative: bool = False
+
+    @property
+    def config(self) -> GemmConfig:
+        """The kernel's configuration."""
+        return self.mainloop.config
+
+    @property
+    def name(self) -> str:
+        """Of the entry: the op and the configuration."""
+        return f"overlap_gemm_{type(self.op).__name__}_{self.config.name}"
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        out: cute.Tensor,
+        extras: tuple[cute.Tensor, ...] | None,
+        exchange: Any,
+        num_clusters: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
+        cfg = self.config
+        ops = self.mainloop.operands(a, b, extras)
+        more = self.op.more_sources(self.mainloop, exchange)
+        self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
+            grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
+            block=(cfg.threads, 1, 1),
+            cluster=(*cfg.cluster, cfg.k_split),
+            min_blocks_per_mp=1,
+            stream=stream,
+            cooperative=self.cooperative,
+            use_pdl=cfg.is_dependent,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        ops: Operands,
+        more: Any,
+        output: Any,
+        out: cute.Tensor,
+        extras: Extras,
+        exchange: Any,
+    ) -> None:
+        """Sets up shared memory and pipelines, then gives each warp its role."""
+        cfg, mainloop, op = self.config, self.mainloop, self.op
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == mainloop.load_warp:
+            cpasync.prefetch_descriptor(ops.tma_a)
+            cpasync.prefetch_descriptor(ops.tma_b)
+        rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
+        work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
+        smem = memory.SmemAllocator()
+        near, call = near_table(smem), None
+        if cutlass.const_expr(not cfg.loads_weights_early):
+            wait_for_kernel_before(cfg)
+            call = op.begin(exchange, near)
+        res, ring, stages, tally = self._set_up(ops, smem)
+        receive: Any = op.receive
+        if cutlass.const_expr(self._is_counted):  # noqa: SIM102
+            if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
+                tally.clear()
+        # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
+        cluster = cute.make_layout((*cfg.cluster, cfg.k_split))
+        pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=False)
+        pipeline_init_wait(cluster_shape_mn=cluster)
+        if cutlass.const_expr(cfg.loads_weights_early):
+            if warp == mainloop.load_warp:
+                load_weights_early(mainloop, op, res, ops, work)
+            wait_for_kernel_before(cfg)
+            call = op.begin(exchange, near)
+            cute.arch.sync_threads()
+        sent = sent_of(cfg, work)
+        if _is_one_of(warp, self._other_warps):
+            mainloop.adjust_registers(is_epilogue=False)
+            if warp == mainloop.load_warp:
+                load_role(mainloop, op, res, ops, more, work, call)
+                if cutlass.const_expr(op.gate is not None):
+                    op.end(call, tally, self._ending_warps)
+            for private_warp, role in mainloop.private_roles():
+                if warp == private_warp:
+                    role(res, ops, work)
+            if warp == mainloop.comm_warp:
+                let_next_kernel_go(cfg)
+                op.comm_role(ring, stages, sent, call, output)
+                if cutlass.const_expr(self._is_counted):
+                    op.end(call, tally, self._ending_warps)
+            if cutlass.const_expr(receive is not None and not receive.with_epilogue):  # noqa: SIM102
+                if _is_one_of(warp, self._receiving_warps):
+                    receive(call, work, tally, out, extras)
+                    op.end(call, tally, self._ending_warps)
+        else:
+            mainloop.adjust_registers(is_epilogue=True)
+            group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
+            epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group, call)
+            if cutlass.const_expr(self._epilogue_ends):
+                cast(Any, op.gate).end(call)
+                op.end(call, tally, self._ending_warps)
+        # Once in the code, so with the registers of those that have the fewest: `sass` looks.
+        if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
+            if _is_one_of(warp, self._receiving_warps):
+                receive(call, work, tally, out, extras)
+                op.end(call, tally, self._ending_warps)
+        end_together(cfg)
+
+    def _set_up(self, ops: Operands, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
+        """The mainloop's resources, the ring, its stages, and the tally of warps that have ended, or None.
+
+        The caller synchronises the cluster afterwards. All that is no stage lies in the first
+        `BARRIER_BYTES`: what came after the stages would find no room.
+        """
+        cfg, mainloop = self.config, self.mainloop
+        ringed = 2 * cfg.ring_stages
+        words = mainloop.num_barriers + ringed
+        assert words + 1 <= 2 * (cfg.ab_stages + cfg.ring_stages) + CONTROL_WORDS
+        barriers = smem.allocate_array(Int64, words + 1, byte_alignment=8)
+        res = mainloop.setup(ops, barriers + ringed, smem)
+        ring = EpilogueRing.create(
+            num_stages=cfg.ring_stages,
+            inflight=cfg.inflight,
+            num_warps=cfg.epilogue_threads // 32,
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
+        stages = allocate_stages(cfg, self.op.stage_dtype, smem)
+        return res, ring, stages, Tally.at(barriers + words) if self._is_counted else None
+
+    @property
+    def _is_counted(self) -> bool:
+        """Whether the call's end is what a CTA's last warp says."""
+        return self.op.receive is not None or self.op.gate is not None
+
+    @property
+    def _epilogue_ends(self) -> bool:
+        """Whether the epilogue reads what peers write: what comes with the rows that a gate is for."""
+        return self.op.gate is not None and self.config.visits_rows
+
+    @property
+    def _epilogue_warps(self) -> range:
+        """The mainloop's epilogue warps."""
+        first = self.mainloop.first_epilogue_warp
+        return range(first, first + self.mainloop.num_epilogue_warps)
+
+    @property
+    def _other_warps(self) -> set[int]:
+        """All but those: load, comm, the mainloop's private ones, receive."""
+        return set(range(self.config.threads // 32)).difference(self._epilogue_warps)
+
+    @property
+    def _receiving_warps(self) -> list[int]:
+        """Warps that finish what arrives: those of their own, and the epilogue's after their last tile."""
+        first, receive = self.config.first_receive_warp, self.op.receive
+        if receive is None:
+            return []
+        joining = self._epilogue_warps if receive.with_epilogue else ()
+        return [*range(first, first + self.config.receive_warps), *joining]
+
+    @property
+    def _ending_warps(self) -> int:
+        """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
+        warps = 1 + (self.op.gate is not None) + len(self._receiving_warps)
+        return warps + self._epilogue_ends * self.mainloop.num_epilogue_warps
+
+
+def _is_one_of(warp: Int32, warps: Iterable[int]) -> Any:
+    """Whether a warp is one of these, fewer than 32 of a CTA."""
+    return ((Int32(sum(1 << number for number in warps)) >> warp) & 1) != 0

@@ -1,0 +1,123 @@
+"""The load warp's TMA loads of one tile, as every mainloop makes them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.kernel.operand_views import Operands
+
+
+class OperandLoads(NamedTuple):
+    """The loads of one operand's k tiles into the stages, by this CTA.
+
+    Attributes:
+        atom: TMA load atom.
+        source: ``(tile, k tiles)`` of the operand.
+        stages: ``(tile, stages)`` in shared memory.
+        mask: CTAs of the cluster that receive what this one loads; None for itself alone.
+    """
+
+    atom: Any
+    source: Scalar
+    stages: Stages
+    mask: Any
+
+    @staticmethod
+    def shared(
+        atom: Any, sharer: Any, sharers: int, stages: Stages, tiles: Scalar, mask: Any
+    ) -> OperandLoads:
+        """Loads that ``sharers`` CTAs, of which this is number ``sharer``, do for each other by multicast.
+
+        Args:
+            atom: TMA load atom.
+            sharer: this CTA's number.
+            sharers: CTAs along the cluster dimension in which the operand's tile is the same.
+            stages: shared memory, the stage as last mode.
+            tiles: the operand's tile, the k tile as last mode.
+            mask: as in the attributes.
+        """
+        stages, source = cpasync.tma_partition(
+            atom, sharer, cute.make_layout(sharers), _but_last(stages), _but_last(tiles)
+        )
+        return OperandLoads(atom, source, stages, mask)
+
+    def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
+        """Starts to load k tile ``k`` into an acquired stage."""
+        target, full = self.stages[(None, state.index)], ab.producer_get_barrier(state)
+        cute.copy(self.atom, self.source[(None, k)], target, tma_bar_ptr=full, mcast_mask=self.mask)
+
+
+class JointLoads(NamedTuple):
+    """The loads of an operand and of its scales, as one.
+
+    Attributes:
+        parts: `OperandLoads` of each, or `blocks.SharedBoxes`.
+    """
+
+    parts: tuple[Any, ...]
+
+    def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
+        """Starts them all."""
+        for part in self.parts:
+            part.load(ab, state, k)
+
+
+def tiles_at(ops: Operands, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int) -> tuple[Any, Any]:
+    """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
+    (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)
+    return (
+        cute.local_tile(cute.domain_offset(a, ops.a), (tile_m, tile_k), (0, None)),
+        cute.local_tile(cute.domain_offset(b, ops.b), (tile_n, tile_k), (0, None)),
+    )
+
+
+@cute.jit
+def load_k_tiles(
+    ab: Any,
+    state: pipeline.PipelineState,
+    a: OperandLoads,
+    b: OperandLoads,
+    first: Int32,
+    number: Int32,
+    early: Any = None,
+) -> pipeline.PipelineState:
+    """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros after K's end.
+
+    Of the first ``early`` k tiles B is under way (`load_first_weights`), to the same stages.
+
+    Returns:
+        The state after the last.
+    """
+    begin = first
+    if cutlass.const_expr(early is not None):
+        begin = first + early
+        for k in cutlass.range(first, begin, unroll=1):
+            a.load(ab, state, k)
+            state.advance()
+    for k in cutlass.range(begin, first + number, unroll=1):
+        ab.producer_acquire(state)
+        for loads in (a, b):
+            loads.load(ab, state, k)
+        state.advance()
+    return state
+
+
+@cute.jit
+def load_first_weights(
+    ab: Any, state: pipeline.PipelineState, b: OperandLoads, first: Int32, number: Int32
+) -> None:
+    """Loads ``number`` k tiles of B from ``first`` on, into stages that await A's, too."""
+    for k in cutlass.range(first, first + number, unroll=1):
+        ab.producer_acquire(state)
+        b.load(ab, state, k)
+        state.advance()
+
+
+def _but_last(tensor: Any) -> Any:
+    """All modes but the last as one."""
+    return cute.group_modes(tensor, 0, cute.rank(tensor) - 1)

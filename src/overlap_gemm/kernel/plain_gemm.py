@@ -1,0 +1,122 @@
+"""The plain GEMM as an op of the fused kernel: nothing is exchanged, the comm lane stores the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.memory import CHUNK_BYTES
+from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.kernel.product import OutputOp, output_store
+from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.work import CtaTile, Share, Work
+
+
+@dataclass(frozen=True)
+class PlainGemm(OutputOp):
+    """``out = a @ b.T (+ bias)`` on one rank.
+
+    Attributes:
+        config: the kernel's configuration.
+    """
+
+    gate = receive = None
+
+    def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """One rank computes everything."""
+        return Share.whole(rows, cols, cols)
+
+    def begin(self, exchange: Any, near: Any) -> None:
+        """There is no call to share."""
+
+    def end(self, call: Any, tally: Any, warps: int) -> None:
+        """Nobody ends a call."""
+
+    @cute.jit
+    def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Output) -> None:
+        """One lane: stores every tile to the output."""
+        if cute.arch.lane_idx() == 0:
+            sender = OutputSender(self, work, output, stages)
+            ring.drain(ring.consumer_state(), self.config.subtiles, sender)
+
+
+@dataclass(frozen=True)
+class OutputSender:
+    """One clipped TMA tensor store per subtile into the caller's output (a ``TileSender``).
+
+    Attributes:
+        op: configuration and order: this one, or another whose tiles are the output's.
+        work: this cluster's work.
+        output: the output's TMA atom and coordinate tensor (rows, cols), as `Output`.
+        stages: the ring's stages.
+    """
+
+    op: Any
+    work: Work
+    output: Any
+    stages: Stages
+
+    def has(self, tile: Scalar) -> Any:
+        """Whether this cluster has so many."""
+        return tile < self.work.num_tiles
+
+    def locate(self, tile: Scalar) -> CtaTile:
+        """The CTA tile's place."""
+        return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
+
+    @cute.jit
+    def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
+        """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
+        store_subtile(self.op.config, self.output.tma, self.output.tensor, self.stages, place, subtile, stage)
+
+    def publish(self, tile: Scalar, place: CtaTile) -> None:
+        """Nobody waits for the output but the kernel's end."""
+
+
+def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:
+    """Host side: the same of the columns of ``out`` that this rank owns, a shard of ``exchange``'s rows.
+
+    A rank without columns gets the last ones' descriptor, and stores nothing.
+    """
+    columns, shard = cute.size(out, mode=[1]), exchange.shard_rows
+    first = cutlass.min(exchange.rank, (columns - 1) // shard) * shard
+    first = cute.assume(first, divby=CHUNK_BYTES // 2)
+    own = cutlass.min(shard, columns - first)
+    layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
+    return output_store(config, dtype, cute.make_tensor(out.iterator + first, layout))
+
+
+@cute.jit
+def store_subtile(
+    config: cutlass.Constexpr,
+    tma: cute.CopyAtom,
+    tensor: cute.Tensor,
+    stages: Stages,
+    place: CtaTile,
+    subtile: Int32,
+    stage: Int32,
+) -> None:
+    """One thread: starts the TMA store of a ring stage to where its subtile lies in ``tensor``, clipped.
+
+    Args:
+        config: the kernel's configuration.
+        tma: the store's atom.
+        tensor: its coordinate tensor (rows, columns).
+        stages: the ring's stages.
+        place: of the tile in ``tensor``.
+        subtile: which of the tile's.
+        stage: where it is.
+    """
+    epi_m, epi_n = config.epi_tile
+    tiles = cute.zipped_divide(tensor, config.epi_tile)
+    source, target = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(stages.tiled, 0, 2), tiles
+    )
+    m = place.row // epi_m + subtile // config.epi_columns
+    n = place.column // epi_n + subtile % config.epi_columns
+    cute.copy(tma, source[(None, stage)], target[(None, (m, n))])

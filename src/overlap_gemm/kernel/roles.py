@@ -1,0 +1,138 @@
+"""The roles every fused GEMM shares. Each owns its loop and its pipeline states.
+
+A pipeline state advanced in a callee and not returned is silently lost, so functions that advance one return
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cutlass
+from cutlass import Int32, cute, pipeline
+
+from overlap_gemm.device.registers import computed_here
+from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.split import num_early
+from overlap_gemm.kernel.surface import KernelOp, Mainloop
+from overlap_gemm.kernel.work import CtaTile, Work
+
+
+@cute.jit
+def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, work: Work, call: Any) -> None:
+    """Waits on ``ab`` empty and, in an op with a gate, on that; produces this cluster's A and B tiles."""
+    tile_m, tile_n = mainloop.config.cluster_tile
+    gate: Any = op.gate
+    state, opened, early = mainloop.load_state(), Int32(-1), None
+    if cutlass.const_expr(mainloop.config.loads_weights_early):
+        early = num_early(mainloop.config, ops.a)
+    for j in cutlass.range(work.num_tiles, unroll=1):
+        place = work.place(op.order, j)
+        if cutlass.const_expr(gate is not None):
+            state, opened = gate.load(mainloop, res, ops, more, state, place, call, opened, early)
+        else:
+            row = place.shard * work.shards.row_step + place.m * tile_m
+            col = place.shard * work.shards.col_step + place.n * tile_n
+            given = ops.of_shard(place.shard, work)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, given, row, col), early)
+        if cutlass.const_expr(early is not None):
+            early = Int32(0)
+    mainloop.load_tail(res, state)
+    if cutlass.const_expr(gate is not None):
+        gate.end(call)
+
+
+@cute.jit
+def epilogue_role(
+    mainloop: Mainloop,
+    op: KernelOp,
+    res: Any,
+    ops: Any,
+    ring: Any,
+    stages: Stages,
+    work: Work,
+    extras: Extras,
+    group: Int32,
+    call: Any,
+) -> None:
+    """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
+
+    With two groups (ping-pong), each takes every other tile; the mainloop makes their turns at the ring
+    alternate, and each group's ring state jumps over the other's subtiles.
+    """
+    cfg, gate = mainloop.config, cast(Any, op.gate)
+    thread, _, _ = cute.arch.thread_idx()
+    thread = (thread - 32 * mainloop.first_epilogue_warp) % cfg.epilogue_threads
+    state = mainloop.epilogue_state(res, ops, group)
+    ring_state, opened = ring.producer_state(), Int32(-1)
+    if cutlass.const_expr(cfg.epilogue_groups > 1):
+        ring_state.advance(group * cfg.subtiles)
+    for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
+        tile = CtaTile.at(cfg, work.place(op.order, j))
+        acc, state = mainloop.accumulate(res, ops, state)
+        row = tile.owner * work.shards.row_step + tile.row
+        column = tile.owner * work.shards.col_step + tile.column
+        read: Any = extras
+        if cutlass.const_expr(gate is not None and cfg.visits_rows):
+            opened = gate.open(call, tile.owner, opened)
+            row, read = tile.row, gate.with_rows(tile, extras, call)
+        place = thread
+        if cutlass.const_expr(cfg.sum_parts > 1):  # else what follows from it takes the sums' registers
+            place = computed_here(thread)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
+        state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
+        if cutlass.const_expr(cfg.epilogue_groups > 1):
+            ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
+
+
+@dataclass(frozen=True)
+class SubtileWriter:
+    """Moves one subtile from registers to the ring: the op's epilogue, acquire a stage, write, commit.
+
+    Attributes:
+        mainloop: knows how its fragments lie.
+        op: decides what becomes of them.
+        res: the mainloop's resources.
+        ops: operands.
+        ring: the ring.
+        stages: the ring's stages.
+        extras: what the epilogue's visitors read, or None.
+        thread: index in the epilogue group.
+        row: the CTA tile's first row in the rank's product.
+        column: its first column there.
+    """
+
+    mainloop: Mainloop
+    op: KernelOp
+    res: Any
+    ops: Any
+    ring: Any
+    stages: Stages
+    extras: Extras
+    thread: Scalar
+    row: Scalar
+    column: Scalar
+
+    def visit(self, fragment: cute.Tensor, subtile: Scalar) -> None:
+        """Does to this thread's fp32 values of ``subtile`` what the op's visitors do to them."""
+        cfg = self.mainloop.config
+        row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
+        column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
+        self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
+
+    @cute.jit
+    def write(
+        self, fragment: cute.Tensor, subtile: Scalar, state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """Writes this thread's visited values of ``subtile``; returns the ring state after it."""
+        self.ring.acquire(state)
+        stage = self.stages.tiled[(None, None, state.index)]
+        self.mainloop.store_to_stage(self.res, self.ops, self.thread, fragment, stage)
+        self.ring.commit(state)
+        state.advance()
+        return state
+
+    def _own(self, subtile: Scalar) -> Any:
+        return self.mainloop.fragment_part(self.res, self.ops, self.thread, subtile)

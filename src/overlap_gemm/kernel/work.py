@@ -1,0 +1,187 @@
+"""One cluster's share of the work list, and where a CTA's part of a tile lies."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import Place, TileGrid, WorkList
+from overlap_gemm.device.traced import Scalar
+from overlap_gemm.spec.sharding import ceil_div, num_owners
+
+
+class Shards(NamedTuple):
+    """How what a rank computes is cut into shards, one per owner: along the rows, or along the columns.
+
+    Attributes:
+        rows: rows of a full shard.
+        cols: columns of a full shard, possibly 0.
+        row_step: rows from one shard to the next, 0 where they are cut along the columns.
+        col_step: columns from one shard to the next, 0 where they are cut along the rows.
+    """
+
+    rows: Scalar
+    cols: Scalar
+    row_step: Scalar
+    col_step: Scalar
+
+
+class Share(NamedTuple):
+    """What of the product a rank computes, and what each rank's tiles are counted in.
+
+    Attributes:
+        rows: rows of the product.
+        cols: its columns.
+        rank: this rank, among the owners.
+        owners: ranks that own a shard.
+        shards: how it is cut.
+        block_cols: columns that each source has slots for: of a full shard.
+    """
+
+    rows: Scalar
+    cols: Scalar
+    rank: Scalar
+    owners: Scalar
+    shards: Shards
+    block_cols: Scalar
+
+    @staticmethod
+    def by_rows(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
+        """All of it, in shards of ``shard`` rows."""
+        return Share(rows, cols, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
+
+    @staticmethod
+    def by_columns(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
+        """All of it, in shards of ``shard`` columns."""
+        return Share(rows, cols, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
+
+    @staticmethod
+    def whole(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
+        """``cols`` columns as one shard, of ``block_cols`` at most."""
+        return Share(rows, cols, 0, 1, Shards(rows, cols, 0, 0), block_cols)
+
+    @staticmethod
+    def of_own_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
+        """As one shard those columns of ``out`` that a rank owns, none or up to ``shard``."""
+        left = cute.size(out, mode=[1]) - rank * shard
+        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+
+
+class Work(NamedTuple):
+    """What one cluster computes: positions ``first, first + stride, ...`` of the order's work list.
+
+    Attributes:
+        first: first position.
+        stride: clusters in the grid.
+        num_tiles: this cluster's tiles.
+        whole: the list, of all clusters.
+        shards: how it is cut.
+        slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
+        rows: rows of the product.
+        cols: its columns.
+    """
+
+    first: Scalar
+    stride: Scalar
+    num_tiles: Scalar
+    whole: WorkList
+    shards: Shards
+    slots: Scalar
+    rows: Scalar
+    cols: Scalar
+
+    def place(self, order: Any, j: Scalar) -> Place:
+        """Place of this cluster's ``j``-th tile."""
+        return order.place(self.first + j * self.stride, self.whole)
+
+    def left(self, at: CtaTile) -> tuple[Any, Any]:
+        """(rows, columns) of its owner's shard from a tile's first ones on; 0 or less where it has none."""
+        shards = self.shards
+        rows = cutlass.min(shards.rows, self.rows - at.owner * shards.row_step)
+        columns = cutlass.min(shards.cols, self.cols - at.owner * shards.col_step)
+        return rows - at.row, columns - at.column
+
+
+def cta_number() -> Any:
+    """This CTA's number in the grid."""
+    x, y, z = cute.arch.block_idx()
+    width, height, _ = cute.arch.grid_dim()
+    return (z * height + y) * width + x
+
+
+def num_ctas() -> Any:
+    """CTAs of the grid."""
+    width, height, depth = cute.arch.grid_dim()
+    return width * height * depth
+
+
+def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
+    """This cluster's part, from run-time values and the launch's grid.
+
+    Args:
+        config: the kernel's configuration.
+        order: the op's order.
+        share: of the product, this rank's.
+    """
+    block, _, _ = cute.arch.block_idx()
+    blocks, _, _ = cute.arch.grid_dim()
+    first, stride = block // config.cluster[0], blocks // config.cluster[0]
+    whole = WorkList(_grid(config, share.shards.rows, share.shards.cols), share.rank, share.owners)
+    slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
+    total = Int32(order.num_tiles(whole))
+    # Not negative, also where there are more clusters than tiles: ``first < stride``.
+    num_tiles = (total - first + stride - 1) // stride
+    return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows, share.cols)
+
+
+def _grid(config: GemmConfig, rows: Scalar, cols: Scalar) -> TileGrid:
+    return TileGrid(ceil_div(rows, config.cluster_tile[0]), ceil_div(cols, config.cluster_tile[1]))
+
+
+def shard_tiles(config: GemmConfig, work: WorkList) -> Any:
+    """CTA tiles of one shard."""
+    return work.grid.rows * work.grid.cols * config.cluster_size
+
+
+class CtaTile(NamedTuple):
+    """One CTA's part of a cluster tile.
+
+    Attributes:
+        index: index in the shard, counted in CTA tiles: names its slot and flag.
+        row: first row in the shard.
+        column: first column.
+        owner: rank that owns the shard.
+    """
+
+    index: Scalar
+    row: Scalar
+    column: Scalar
+    owner: Scalar
+
+    @staticmethod
+    def at(config: GemmConfig, place: Place) -> CtaTile:
+        """The calling CTA's part of the cluster tile at ``place``."""
+        x, y, _ = cute.arch.block_idx()
+        return CtaTile.of(config, place, x % config.cluster[0], y)
+
+    @staticmethod
+    def of(config: GemmConfig, place: Place, x: Any, y: Any) -> CtaTile:
+        """The part of the CTA at ``(x, y)`` of its cluster."""
+        return CtaTile(
+            place.index * config.cluster_size + y * config.cluster[0] + x,
+            (place.m * config.cluster[0] + x) * config.cta_tile[0],
+            (place.n * config.cluster[1] + y) * config.cta_tile[1],
+            place.shard,
+        )
+
+    @staticmethod
+    def numbered(config: GemmConfig, order: Any, work: WorkList, index: Scalar) -> CtaTile:
+        """The CTA tile with this index in this rank's shard, whichever CTA computes it."""
+        inside = index % config.cluster_size
+        tile = index // config.cluster_size
+        m, n = order.tile(tile, work)
+        place = Place(work.rank, tile, m, n)
+        return CtaTile.of(config, place, inside % config.cluster[0], inside // config.cluster[0])

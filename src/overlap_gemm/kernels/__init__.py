@@ -1,1 +1,0 @@
-"""The fused GEMM kernels. Never imports torch or nvshmem."""

@@ -1,0 +1,1 @@
+"""Mainloops of the fused GEMM kernel, one an architecture. Imports no torch."""

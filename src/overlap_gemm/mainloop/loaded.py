@@ -1,0 +1,61 @@
+"""What mainloops have in common: which operand is whose part in the MMA, its stages, its part of K."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.kernel import split
+from overlap_gemm.kernel.operand_views import Operands
+
+
+@dataclass(frozen=True)
+class LoadedMainloop:
+    """A mainloop (`surface.Mainloop`) whose A and B one warp loads, by TMA, into stages of a pipeline ``ab``.
+
+    Attributes:
+        config: the kernel's configuration.
+    """
+
+    config: GemmConfig
+
+    @property
+    def majors(self) -> tuple[OperandMajorMode, OperandMajorMode]:
+        """Of the MMA's operands, in its order."""
+        given = self.config.a_major, self.config.b_major
+        first, second = (
+            OperandMajorMode.K if given[operand] == "k" else OperandMajorMode.MN
+            for operand in self.config.mma_order
+        )
+        return first, second
+
+    @property
+    def mma_tile(self) -> tuple[int, int]:
+        """(M, N) of the MMA."""
+        first, second = self.config.mma_order
+        return self.config.tile[first], self.config.tile[second]
+
+    def allocate(self, smem: Any, layouts: tuple[Any, Any]) -> list[Any]:
+        """Stages of A and of B."""
+        return [
+            smem.allocate_tensor(DTYPES[dtype], layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for dtype, layout in zip(self.config.in_dtypes, layouts, strict=True)
+        ]
+
+    def load_state(self) -> pipeline.PipelineState:
+        """State of the load warp at the start."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
+
+    def load_tail(self, res: Any, state: pipeline.PipelineState) -> None:
+        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
+        res.ab.producer_tail(state)
+
+    def part_of_k(self, ops: Operands) -> tuple[Any, Any]:
+        """The first k tile of this CTA's, and how many they are."""
+        number = split.num_k_tiles(self.config, ops.a)
+        return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

@@ -1,0 +1,130 @@
+"""Sums of 8-bit products promoted to fp32: wgmma, on Hopper, keeps 14 bits of what it adds.
+
+So the sum of each k tile (128 elements of K, 4 instructions) is added to fp32 registers. A thread's part of
+it takes as many registers as one instruction adds up, 64; the tile's own take 64 or, of wide tiles, 128:
+
+- 64, without scales of blocks: two k tiles' sums are under way, one is promoted during the other's products.
+- else one sum is under way, of all columns or of one half after the other: while a warp group promotes, the
+  tensor cores are at the other's, which is why these tiles are for cooperative kernels. What the next k tile
+  waits for is waited for during the last products of this one: earlier it keeps this one's sums waiting, too.
+
+With scales of blocks the sum is multiplied by them as it is added (`mainloop.blocks`). Where 32 elements of K
+share a scale, the sum of each instruction is promoted, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+
+from overlap_gemm.mainloop.blocks import promote, share_of
+
+
+@cute.jit
+def accumulate_promoted(
+    config: cutlass.Constexpr,
+    mma: Any,
+    acc: cute.Tensor,
+    operands: tuple[Any, Any],
+    ab: Any,
+    read: pipeline.PipelineState,
+    first: Int32,
+    k_tiles: Int32,
+    scales: Callable[[Any, Any, int], Any] | None,
+) -> pipeline.PipelineState:
+    """All threads of the warp groups of a tile: waits for its k tiles, promotes their sums, releases them.
+
+    Args:
+        config: the kernel's configuration.
+        mma: ``cute.TiledMma``.
+        acc: fp32 registers: overwritten.
+        operands: fragments of the stages of A and B.
+        ab: their pipeline.
+        read: its state at the tile's first k tile.
+        first: the number of the first along K.
+        k_tiles: how many there are.
+        scales: of the tile's blocks, of a stage, a k tile and a part of it (`StageScales.factors`), or None.
+
+    Returns:
+        The state after the last k tile.
+    """
+    acc.fill(0.0)
+    num_blocks = cute.size(operands[0], mode=[2])
+    if cutlass.const_expr(config.sums == 1):
+        parts, halves, read_scales = config.k_parts, config.sum_parts, cast(Any, scales)
+        shape = mma.partition_shape_C((config.tile[0], config.tile[1] // halves))
+        done = cute.make_rmem_tensor(shape, Float32)
+        ab.consumer_wait(read)
+        for step in cutlass.range(k_tiles, unroll=1):
+            following = read.clone()
+            following.advance()
+            for number in cutlass.range_constexpr(parts):
+                blocks = range(number * num_blocks // parts, (number + 1) * num_blocks // parts)
+                factors: Any = None
+                for column in cutlass.range_constexpr(halves):
+                    mma = multiply(mma, done, operands, blocks, read, column=column)
+                    is_last = number == parts - 1 and column == halves - 1
+                    if cutlass.const_expr(is_last):  # noqa: SIM102
+                        if step + 1 < k_tiles:  # this stage is held meanwhile, and there are two at least
+                            ab.consumer_wait(following)
+                    if cutlass.const_expr(column == 0 and scales is not None):
+                        factors = read_scales(read.index, first + step, number)
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(is_last):
+                        ab.consumer_release(read)
+                    promote(acc[(None, 0, column)], done, share_of(factors, column, halves))
+            read.advance()
+    else:
+        # Both sums begin and end in one turn of the loop, or ptxas takes them one after the other (C7514).
+        sums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(config.sums)]
+        freed, is_full = read.clone(), _is_full(ab, read)
+        for _ in cutlass.range(k_tiles // config.sums, unroll=1):
+            for number, under_way in enumerate(sums):
+                ab.consumer_wait(read, is_full if number == 0 else None)
+                mma = multiply(mma, under_way, operands, range(num_blocks), read)
+                read.advance()
+            is_full = _is_full(ab, read)
+            for number, done in enumerate(sums):
+                warpgroup.wait_group(config.sums - 1 - number)
+                ab.consumer_release(freed)
+                freed.advance()
+                promote(acc, done, None)
+    return read
+
+
+def multiply(
+    mma: Any,
+    into: cute.Tensor,
+    operands: tuple[Any, Any],
+    blocks: range,
+    read: Any,
+    adds: bool = False,
+    column: int | None = None,
+) -> Any:
+    """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
+
+    Returns ``mma``, whose field it sets: a loop around the call sees that by the name's being bound again.
+    """
+    a, b = operands
+    warpgroup.fence()
+    if not adds:
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+    for block in blocks:
+        at = (None, None, block, read.index)
+        columns = b[at]
+        if column is not None:
+            columns = cute.append_ones(b[(None, column, block, read.index)], up_to_rank=2)
+        cute.gemm(mma, into, a[at], columns, into)
+        if not adds:
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+    return mma
+
+
+def _is_full(ab: Any, state: pipeline.PipelineState) -> Any:
+    """Whether a stage is full, asked without waiting."""
+    return cute.arch.mbarrier_test_wait(ab.producer_get_barrier(state), state.phase)

@@ -1,0 +1,399 @@
+"""The Blackwell mainloop: tcgen05.mma by one warp, fp32 accumulators double buffered in tensor memory.
+
+    load warp          per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
+    MMA warp           per tile:    acc.acquire; per k tile: ab.wait -> mma -> ab.release; acc.commit
+    4 epilogue warps   per tile:    acc.wait -> subtiles from tensor memory -> acc.release
+
+| pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                   | stages   |
+|----------|---------------------------------|-------------------------------------------------|----------|
+| ab       | load warp: 1 + bytes of A and B | tcgen05.commit of every CTA that reads the tile | what fits |
+| acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2, or 1  |
+
+Scales that the MMA multiplies with come with A and B, in the same stages: :mod:`overlap_gemm.mainloop.mx`.
+
+In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
+rows.
+
+Swapped: 1-CTA, with the operands' parts in the MMA exchanged: the rows of B (a weight's output features) are
+the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. An accumulator is
+the tile's transpose; that is undone on the way into the stage. (:mod:`overlap_gemm.mainloop.sm90` has
+the same, and why.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute, memory, pipeline, utils
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.tensor_utils import LayoutEnum
+
+from overlap_gemm.config.gemm_config import TMEM_COLUMNS
+from overlap_gemm.config.scale_blocks import MX, NUM_MATRICES
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
+from overlap_gemm.kernel import split
+from overlap_gemm.kernel.loads import OperandLoads, tiles_at
+from overlap_gemm.kernel.operand_views import Operands, as_accumulated
+from overlap_gemm.kernel.roles import SubtileWriter
+from overlap_gemm.kernel.split import part_of_k
+from overlap_gemm.kernel.work import Work
+from overlap_gemm.mainloop import mx
+from overlap_gemm.mainloop.loaded import LoadedMainloop
+
+EPILOGUE_WARPS = 4
+MMA_WARP = 4
+LOAD_WARP = 5
+COMM_WARP = 6
+TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory allocated
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the roles share: pipelines, tensor memory, stages of A and B, a split tile's, stages of scales."""
+
+    ab: Any
+    acc: Any
+    tmem: Any
+    sA: Any
+    sB: Any
+    parts: Any
+    scales: Any
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """One thread's view of a finished accumulator: TMEM source per subtile, and how to load it."""
+
+    copy: Any
+    tmem: Any  # ((T2R), 1, 1, subtiles)
+    shape: Any
+
+
+@dataclass(frozen=True)
+class MainloopSm100(LoadedMainloop):
+    """tcgen05 mainloop: the tiles of `arch.ARCHS`.
+
+    Attributes:
+        config: the kernel's configuration; ``config.mma`` is one of sm_100's.
+    """
+
+    load_warp = LOAD_WARP
+    comm_warp = COMM_WARP
+    first_epilogue_warp = 0
+    num_epilogue_warps = EPILOGUE_WARPS
+
+    # -- host side of the launch
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """One MMA instruction over the whole tile."""
+        cfg, (first, second) = self.config, self.config.mma_order
+        if cfg.blocks == MX:
+            return mx.tiled_mma(cfg, *self.majors)
+        return utils.sm100.make_trivial_tiled_mma(
+            DTYPES[cfg.in_dtypes[first]],
+            DTYPES[cfg.in_dtypes[second]],
+            *self.majors,
+            cutlass.Float32,
+            mx.cta_group(cfg),
+            self.mma_tile,
+        )
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
+        return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
+
+    def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_a`."""
+        return self._tma(a, 0)
+
+    def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_scales`."""
+        return mx.tma_of(self.config, scales, self.config.scale_atoms[0])
+
+    def _tma(self, tensor: cute.Tensor, operand: int) -> tuple[Any, Any]:
+        """Atom and coordinate tensor of A (0) or B (1)."""
+        mma = self.tiled_mma()
+        make, op = cute.nvgpu.make_tiled_tma_atom_B, utils.sm100.cluster_shape_to_tma_atom_B
+        if operand == self.config.mma_order[0]:
+            make, op = cute.nvgpu.make_tiled_tma_atom_A, utils.sm100.cluster_shape_to_tma_atom_A
+        return make(
+            op(self.config.cluster, mma.thr_id),
+            tensor,
+            cute.slice_(self._smem_layouts(mma)[operand], (None, None, None, 0)),
+            (*self.mma_tile, self.config.tile_k),
+            mma,
+            self._cluster_layout(mma).shape,
+        )
+
+    # -- kernel prologue
+
+    @property
+    def num_barriers(self) -> int:
+        """8-byte words of barrier storage ``setup`` needs."""
+        split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
+        return 2 * self.config.ab_stages + 2 * self.config.acc_stages + 2 + split_barriers
+
+    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        cfg, mma = self.config, ops.mma
+        cluster = self._cluster_layout(mma)
+        multicast = cute.size(cluster, mode=[2]) + cute.size(cluster, mode=[1]) - 1
+        ab = pipeline.PipelineTmaUmma.create(
+            barrier_storage=barriers,
+            num_stages=cfg.ab_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, multicast),
+            tx_count=cfg.ab_loaded_bytes * cfg.cta_group,
+            cta_layout_vmnk=cluster,
+            defer_sync=True,
+        )
+        barriers = barriers + 2 * cfg.ab_stages
+        acc = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=cfg.acc_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * cfg.cta_group),
+            cta_layout_vmnk=cluster,
+            defer_sync=True,
+        )
+        barriers = barriers + 2 * cfg.acc_stages
+        tmem = memory.TmemAllocator(
+            cute.recast_ptr(barriers, dtype=Int32),
+            barrier_for_retrieve=pipeline.NamedBarrier(TMEM_BARRIER, 32 * (EPILOGUE_WARPS + 1)),
+            allocator_warp_id=MMA_WARP,
+            is_two_cta=cfg.cta_group == 2,
+            two_cta_tmem_dealloc_mbar_ptr=barriers + 1,
+        )
+        parts = split.setup(cfg, barriers + 2, smem) if cfg.k_split > 1 else None
+        sA, sB = self.allocate(smem, self._smem_layouts(mma))
+        scales = mx.setup(cfg, mma, smem) if cfg.blocks == MX else None
+        return Resources(ab, acc, tmem, sA, sB, parts, scales)
+
+    def adjust_registers(self, is_epilogue: bool) -> None:
+        """No register reallocation: 352 threads have enough each."""
+
+    # -- load role
+
+    def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """See `Mainloop.loads`."""
+        cfg, tile = self.config, self.config.tile
+        cluster = self._cluster_layout(ops.mma)
+        v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
+        part = ops.mma.get_slice(v)
+        mask_a, mask_b = self._multicast_masks(cluster)
+        gA, gB = tiles_at(ops, row + m * tile[0], col + n * tile[1], tile, cfg.tile_k)
+        columns, rows = cute.size(cluster, mode=[2]), cute.size(cluster, mode=[1])
+        roles, (of_a, of_b) = (part.partition_A, part.partition_B), cfg.mma_order
+        a: Any = OperandLoads.shared(ops.tma_a, n, columns, res.sA, roles[of_a](gA), mask_a)
+        b: Any = OperandLoads.shared(ops.tma_b, m, rows, res.sB, roles[of_b](gB), mask_b)
+        if cfg.blocks == MX:
+            first_row = row + m * tile[0] + v * cfg.cta_tile[0]
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, col + n * tile[1])
+        return a, b, *self.part_of_k(ops)
+
+    # -- MMA role
+
+    def private_roles(self) -> tuple[tuple[int, Any], ...]:
+        """Roles that only this mainloop has: (warp, role)."""
+        return ((MMA_WARP, self.mma_role),)
+
+    @cute.jit
+    def mma_role(self, res: Resources, ops: Operands, work: Work) -> None:
+        """Per tile: waits for a free accumulator and each k tile, accumulates, hands over.
+
+        Allocates tensor memory first, frees it when every epilogue warp has read its last accumulator.
+        """
+        mma = ops.mma
+        res.tmem.allocate(self._tmem_columns)
+        res.tmem.wait_for_alloc()
+        base = res.tmem.retrieve_ptr(cutlass.Float32)
+        accumulators = cute.make_tensor(base, self._accumulator_layout(mma))
+        scales: Any = None
+        if cutlass.const_expr(self.config.blocks == MX):
+            scales = mx.in_tmem(self.config, mma, res.scales, base + self._accumulator_columns)
+        stages, (first, second) = (res.sA, res.sB), self.config.mma_order
+        tCrA, tCrB = mma.make_fragment_A(stages[first]), mma.make_fragment_B(stages[second])
+        ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.acc_stages)
+        k_tiles, depth = split.num_k_tiles(self.config, ops.a), cute.size(ops.a, mode=[1])
+        if self._place_in_cluster % self.config.cta_group == 0:
+            for _ in cutlass.range(work.num_tiles, unroll=1):
+                tCtAcc = accumulators[(None, None, None, acc_state.index)]
+                res.acc.producer_acquire(acc_state)
+                mma.set(tcgen05.Field.ACCUMULATE, False)
+                for _k in cutlass.range(k_tiles, unroll=1):
+                    res.ab.consumer_wait(ab_state)
+                    if cutlass.const_expr(scales is not None):
+                        scales.copy(ab_state.index)
+                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                        at = (None, None, block, ab_state.index)
+                        if cutlass.const_expr(scales is not None):
+                            if MX[2] * block < depth - _k * self.config.tile_k:
+                                a, b = scales.scaled(tCrA[at], tCrB[at], block)
+                                cute.gemm(mma, tCtAcc, a, b, tCtAcc)
+                        else:
+                            cute.gemm(mma, tCtAcc, tCrA[at], tCrB[at], tCtAcc)
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    res.ab.consumer_release(ab_state)
+                    ab_state.advance()
+                res.acc.producer_commit(acc_state)
+                acc_state.advance()
+            for _ in cutlass.range_constexpr(self.config.acc_stages):
+                res.acc.producer_acquire(acc_state)
+                acc_state.advance()
+        res.tmem.relinquish_alloc_permit()
+        res.tmem.free(base)
+
+    # -- epilogue side
+
+    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> pipeline.PipelineState:
+        """State of an epilogue thread at the start; waits until tensor memory is allocated."""
+        res.tmem.wait_for_alloc()
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
+
+    def accumulate(
+        self, res: Resources, ops: Operands, state: pipeline.PipelineState
+    ) -> tuple[Accumulator, pipeline.PipelineState]:
+        """Waits for the next finished accumulator."""
+        copy, tmem, shape = self._accumulator_views(res, ops)
+        res.acc.consumer_wait(state)
+        tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
+        return Accumulator(copy, tmem, shape), state
+
+    @cute.jit
+    def drain(
+        self,
+        res: Resources,
+        acc: Accumulator,
+        state: pipeline.PipelineState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Hands the accumulator to ``writer`` by subtiles; frees it as soon as the last is in registers."""
+        subtiles = self.config.subtiles
+        for index in cutlass.range(subtiles, unroll=1):
+            fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+            cute.arch.fence_view_async_tmem_load()
+            if index == subtiles - 1:
+                with cute.arch.elect_one():
+                    res.acc.consumer_release(state)
+            if cutlass.const_expr(self.config.k_split > 1):
+                ring_state = self._write_split(res, fragment, state, writer, ring_state)
+            else:
+                writer.visit(fragment, index)
+                ring_state = writer.write(fragment, index, ring_state)
+        state.advance()
+        return state, ring_state
+
+    @cute.jit
+    def _write_split(
+        self,
+        res: Resources,
+        fragment: cute.Tensor,
+        state: pipeline.PipelineState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> pipeline.PipelineState:
+        """A split tile, which is one subtile, is the first part's to write, once it has added the others.
+
+        Tiles take turns at the accumulators, of which there are two: so at the phases of `split`'s barriers.
+        """
+        if part_of_k() == 0:
+            split.add(self.config, res.parts, fragment, state.index, writer.thread)
+            writer.visit(fragment, Int32(0))
+            ring_state = writer.write(fragment, Int32(0), ring_state)
+        else:
+            split.send(self.config, res.parts, fragment, state.index, writer.thread)
+        return ring_state
+
+    def store_to_stage(
+        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+    ) -> None:
+        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
+        copy, _, _ = self._accumulator_views(res, ops)
+        dtype, stage = stage.element_type, as_accumulated(self.config, stage)
+        atom = utils.sm100.get_smem_store_op(self._accumulated_major, dtype, cutlass.Float32, copy)
+        tiled = cute.make_tiled_copy_D(atom, copy)
+        converted = cute.make_rmem_tensor(fragment.shape, dtype)
+        converted.store(fragment.load().to(dtype))
+        cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
+
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
+        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        copy, _, _ = self._accumulator_views(res, ops)
+        return copy.get_slice(thread).partition_D(as_accumulated(self.config, subtile))
+
+    # -- which operand is whose part
+
+    @property
+    def _accumulated_major(self) -> LayoutEnum:
+        """How a subtile, row major, looks with the modes of the accumulator."""
+        return LayoutEnum.COL_MAJOR if self.config.is_swap_ab else LayoutEnum.ROW_MAJOR
+
+    @property
+    def _place_in_cluster(self) -> Any:
+        """This CTA's among those that have tiles of their own: the parts of K lie one after the other."""
+        place = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return place % self.config.cluster_size if self.config.k_split > 1 else place
+
+    # -- layouts
+
+    def _cluster_layout(self, mma: cute.TiledMma) -> cute.Layout:
+        return cute.tiled_divide(cute.make_layout((*self.config.cluster, 1)), (mma.thr_id.shape,))
+
+    def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
+        """Of A and of B."""
+        tiler, dtype = (*self.mma_tile, self.config.tile_k), DTYPES[self.config.in_dtype]
+        stages = self.config.ab_stages
+        layouts = (
+            utils.sm100.make_smem_layout_a(mma, tiler, dtype, stages),
+            utils.sm100.make_smem_layout_b(mma, tiler, dtype, stages),
+        )
+        first, second = self.config.mma_order
+        return layouts[first], layouts[second]
+
+    def _multicast_masks(self, cluster: cute.Layout) -> tuple[Any, Any]:
+        if self.config.cluster_size == 1:
+            return None, None
+        coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        return (
+            cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=2),
+            cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=1),
+        )
+
+    @property
+    def _accumulator_columns(self) -> int:
+        return self.config.acc_stages * self.mma_tile[1]
+
+    @property
+    def _tmem_columns(self) -> int:
+        return TMEM_COLUMNS if self.config.blocks == MX else self._accumulator_columns
+
+    def _accumulator_layout(self, mma: cute.TiledMma) -> Any:
+        shape = cute.append(mma.partition_shape_C(self.mma_tile), self.config.acc_stages)
+        return mma.make_fragment_C(shape).layout
+
+    def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:
+        """The load of one subtile, this thread's source for all subtiles and stages, and its shape."""
+        cfg = self.config
+        base = res.tmem.retrieve_ptr(cutlass.Float32)
+        acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))
+        # ((atom_m, atom_n), 1, 1, stage) -> (m, n, stage): one MMA instruction covers the tile
+        acc = acc[((None, None), 0, 0, None)]
+        first, second = self.config.mma_order
+        epi_tile = cfg.epi_tile[first], cfg.epi_tile[second]
+        subtiles = cute.flat_divide(acc, epi_tile)  # (epi_m, epi_n, rows, columns, stage)
+        atom = utils.sm100.get_tmem_load_op(
+            self.mma_tile, self._accumulated_major, DTYPES[cfg.half_dtype], cutlass.Float32, epi_tile, False
+        )
+        copy = tcgen05.make_tmem_copy(atom, subtiles[(None, None, 0, 0, 0)])
+        thread, _, _ = cute.arch.thread_idx()
+        part = copy.get_slice(thread)
+        source = part.partition_S(subtiles)
+        shape = part.partition_D(cute.make_identity_tensor(epi_tile)).shape
+        return copy, source, shape

@@ -1,0 +1,366 @@
+"""The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
+
+Ping-pong: each warp group computes whole tiles, alternately; one's epilogue is hidden by the other's wgmma.
+
+    load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
+    warp group g    tile j (j % 2 == g):
+        turn.wait(mma) -> per k tile: ab.wait, wgmma, ab.release of the k tile before -> turn.arrive(mma)
+        turn.wait(epilogue) -> subtiles to the ring -> turn.arrive(epilogue)
+
+Swapped: the same, with the operands' parts in the MMA exchanged. The rows of B (a weight's output features)
+are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. So a few tokens
+fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
+accumulator is the tile's transpose; that is undone on the way into the stage.
+
+8-bit operands: wgmma keeps 14 bits of what it adds, so by default sums are promoted (`mainloop.promotion`).
+
+Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
+
+| pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
+|----------|---------------------------------|---------------------------------------------------|-----------|
+| ab       | load warp: 1 + bytes of A and B | each warp that reads it, in every multicast CTA   | what fits |
+| turn     | 4 warps of the other group      | (waits only)                                      | 2         |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute, pipeline, utils
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.tensor_utils import LayoutEnum
+
+from overlap_gemm.config.scale_blocks import NUM_MATRICES
+from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.device.traced import Extras, Fragment, Scalar
+from overlap_gemm.kernel import split
+from overlap_gemm.kernel.loads import OperandLoads, tiles_at
+from overlap_gemm.kernel.operand_views import Operands, as_accumulated
+from overlap_gemm.kernel.roles import SubtileWriter
+from overlap_gemm.kernel.split import part_of_k
+from overlap_gemm.mainloop import blocks
+from overlap_gemm.mainloop.loaded import LoadedMainloop
+from overlap_gemm.mainloop.promotion import accumulate_promoted, multiply
+
+LOAD_WARP = 0
+COMM_WARP = 1
+FIRST_EPILOGUE_WARP = 4
+NUM_EPILOGUE_WARPS = 8
+GROUP_WARPS = 4
+PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
+CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
+PROMOTING_REGISTERS = (72, 216)
+VISITED = 4  # subtiles whose operands are loaded at once
+NUM_TURNS = 2  # per tile: the MMA, then the epilogue
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, stages of scales."""
+
+    ab: Any
+    turn: Scalar
+    sA: Any
+    sB: Any
+    parts: Any
+    scales: Any
+
+
+@dataclass(frozen=True)
+class ConsumerState:
+    """States of an epilogue thread: A/B stages, its group's turn, the first thread of its part of the MMA."""
+
+    ab: Any
+    turn: Scalar
+    first_thread: Any
+
+
+@dataclass(frozen=True)
+class MainloopSm90(LoadedMainloop):
+    """wgmma mainloop: the tiles of `arch.ARCHS`.
+
+    Attributes:
+        config: the kernel's configuration; ``config.mma`` is one of sm_90's.
+    """
+
+    load_warp = LOAD_WARP
+    comm_warp = COMM_WARP
+    first_epilogue_warp = FIRST_EPILOGUE_WARP
+    num_epilogue_warps = NUM_EPILOGUE_WARPS
+
+    # -- host side of the launch
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """64-row instructions, one or (cooperative) two warp groups along M."""
+        cfg, (first, second) = self.config, self.config.mma_order
+        return utils.sm90.make_trivial_tiled_mma(
+            DTYPES[cfg.in_dtypes[first]],
+            DTYPES[cfg.in_dtypes[second]],
+            *self.majors,
+            cutlass.Float32,
+            (cfg.epilogue_threads // 128, 1, 1),
+            (64, self.mma_tile[1] // cfg.sum_parts),
+        )
+
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        cfg = self.config
+        _, b_layout = self._smem_layouts()
+        scales = blocks.scales_of(cfg, *extras[:NUM_MATRICES]) if cfg.blocks else None
+        return Operands(
+            self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0]), scales
+        )
+
+    def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_a`."""
+        cfg = self.config
+        return self._tma(a, self._smem_layouts()[0], cfg.tile[0], cfg.cluster[1])
+
+    def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
+        """See `Mainloop.tma_of_scales`."""
+        return blocks.tma_of_a(self.config, scales)
+
+    def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp
+        return cpasync.make_tiled_tma_atom(
+            op(),
+            tensor,
+            cute.slice_(layout, (None, None, 0)),
+            (rows, self.config.tile_k),
+            num_multicast=multicast,
+        )
+
+    # -- kernel prologue
+
+    @property
+    def num_barriers(self) -> int:
+        """8-byte words of barrier storage ``setup`` needs."""
+        return 2 * self.config.ab_stages + NUM_TURNS * 2 + split.NUM_BARRIERS * (self.config.k_split > 1)
+
+    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        cfg = self.config
+        multicast = cfg.cluster[0] + cfg.cluster[1] - 1
+        ab = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=cfg.ab_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, multicast * cfg.epilogue_threads // 32
+            ),
+            tx_count=cfg.ab_loaded_bytes,
+            cta_layout_vmnk=cute.make_layout((1, *cfg.cluster, 1)),
+            defer_sync=True,
+        )
+        turn = None
+        if cfg.epilogue_groups > 1:
+            turn = pipeline.PipelineOrder.create(
+                barrier_storage=barriers + 2 * cfg.ab_stages,
+                depth=NUM_TURNS,
+                length=cfg.epilogue_groups,
+                group_id=(cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP)
+                // GROUP_WARPS,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, GROUP_WARPS),
+                defer_sync=True,
+            )
+        parts = None
+        if cfg.k_split > 1:
+            parts = split.setup(cfg, barriers + 2 * cfg.ab_stages + NUM_TURNS * 2, smem)
+        sA, sB = self.allocate(smem, self._smem_layouts())
+        scales = blocks.setup(cfg, smem) if cfg.blocks else None
+        return Resources(ab, turn, sA, sB, parts, scales)
+
+    def adjust_registers(self, is_epilogue: bool) -> None:
+        """Moves registers from the producer warp group to the two that hold accumulators.
+
+        Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
+        """
+        producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
+        if self.config.receives_with_few:
+            producer, consumer = PROMOTING_REGISTERS
+        elif self.config.is_swap_ab:
+            return
+        if is_epilogue:
+            cute.arch.setmaxregister_increase(consumer)
+        else:
+            cute.arch.setmaxregister_decrease(producer)
+
+    # -- load role
+
+    def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+        """See `Mainloop.loads`."""
+        cfg = self.config
+        cluster = cute.make_layout((*cfg.cluster, 1))
+        coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        m, n, _ = coord
+        mask_a = cute.make_layout_image_mask(cluster, coord, mode=1) if cfg.cluster[1] > 1 else None
+        mask_b = cute.make_layout_image_mask(cluster, coord, mode=0) if cfg.cluster[0] > 1 else None
+        gA, gB = tiles_at(ops, row + m * cfg.tile[0], col + n * cfg.tile[1], cfg.tile, cfg.tile_k)
+        a: Any = OperandLoads.shared(ops.tma_a, n, cfg.cluster[1], res.sA, gA, mask_a)
+        b: Any = OperandLoads.shared(ops.tma_b, m, cfg.cluster[0], res.sB, gB, mask_b)
+        if cfg.blocks is not None:
+            first_row, first_col = row + m * cfg.tile[0], col + n * cfg.tile[1]
+            a, b = ops.scales.joined(cfg, a, b, res.scales, first_row, first_col)
+        return a, b, *self.part_of_k(ops)
+
+    def private_roles(self) -> tuple[tuple[int, Any], ...]:
+        """None: the epilogue warps issue the MMA themselves."""
+        return ()
+
+    # -- epilogue side
+
+    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> ConsumerState:
+        """States of an epilogue thread at the start; the second ping-pong group skips the first tile."""
+        ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
+        turn = None
+        if self.config.epilogue_groups > 1:
+            ab.advance(group * split.num_k_tiles(self.config, ops.a))
+            turn = res.turn.state
+        first_thread = None
+        if self.config.promotes:
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_EPILOGUE_WARP
+            part = warp // GROUP_WARPS % (self.config.epilogue_threads // 128)
+            first_thread = part * 32 * GROUP_WARPS
+        return ConsumerState(ab, turn, first_thread)
+
+    @cute.jit
+    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
+        """Computes this group's next tile into registers, in its turn."""
+        cfg, mma = self.config, ops.mma
+        pingpong = cfg.epilogue_groups > 1
+        ab, turn, read = res.ab, res.turn, state.ab
+        thread, _, _ = cute.arch.thread_idx()
+        part = mma.get_slice((thread - 32 * FIRST_EPILOGUE_WARP) % cfg.epilogue_threads)
+        first, second = self.config.mma_order
+        stages = (res.sA, res.sB)
+        operands_of = part
+        if cutlass.const_expr(cfg.promotes):
+            # Descriptors, which a group shares, in uniform registers: less stands before the products.
+            operands_of = mma.get_slice(state.first_thread)
+        tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
+        tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C(self.mma_tile), cutlass.Float32)
+        first_k, k_tiles = self.part_of_k(ops)
+        operands, num_blocks = (tCrA, tCrB), cute.size(tCrA, mode=[2])
+        freed = read.clone()
+
+        if cutlass.const_expr(pingpong):
+            turn.wait(state.turn)
+        if cutlass.const_expr(cfg.promotes):
+            scales = None
+            if cutlass.const_expr(res.scales is not None):
+                scales = partial(res.scales.factors, cfg, blocks.rows_of(part, cfg.tile))
+            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, first_k, k_tiles, scales)
+        else:
+            ab.consumer_wait(read)
+            mma = multiply(mma, acc, operands, range(num_blocks), read)
+            read.advance()
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                ab.consumer_wait(read)
+                mma = multiply(mma, acc, operands, range(num_blocks), read, adds=True)
+                warpgroup.wait_group(1)
+                ab.consumer_release(freed)
+                freed.advance()
+                read.advance()
+        next_turn = state.turn
+        if cutlass.const_expr(pingpong):
+            next_turn = self._arrive(turn, next_turn)
+        if cutlass.const_expr(not cfg.promotes):
+            warpgroup.wait_group(0)
+            ab.consumer_release(freed)
+        if cutlass.const_expr(pingpong):
+            read.advance(k_tiles)
+            turn.wait(next_turn)
+        return acc, ConsumerState(read, next_turn, state.first_thread)
+
+    def drain(
+        self,
+        res: Resources,
+        acc: cute.Tensor,
+        state: ConsumerState,
+        writer: SubtileWriter,
+        ring_state: pipeline.PipelineState,
+    ) -> tuple[ConsumerState, pipeline.PipelineState]:
+        """Hands the accumulator's registers to ``writer`` by subtiles; then lets the other group in."""
+        cfg = self.config
+        if cfg.k_split > 1:
+            ring_state = self._drain_split(res, acc, writer, ring_state)
+        else:
+            ring_state = self._write(acc, writer, ring_state)
+        if cfg.epilogue_groups > 1:
+            state = ConsumerState(state.ab, self._arrive(res.turn, state.turn), state.first_thread)
+        return state, ring_state
+
+    @cute.jit
+    def _drain_split(
+        self, res: Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        """A split tile is the first part's to write, once it has added the others."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = (warp - FIRST_EPILOGUE_WARP) // 4
+        if part_of_k() == 0:
+            split.add(self.config, res.parts, acc, group, writer.thread)
+            ring_state = self._write(acc, writer, ring_state)
+        else:
+            split.send(self.config, res.parts, acc, group, writer.thread)
+        return ring_state
+
+    def _write(
+        self, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
+    ) -> pipeline.PipelineState:
+        cfg = self.config
+        values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
+        layout = cute.make_layout(((2, 2, values // 4), 1, 1))
+        # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's (swapped:
+        # its columns are the tile's rows).
+        fragments = [cute.make_tensor(acc.iterator + i * values, layout) for i in range(cfg.subtiles)]
+        for first in range(0, cfg.subtiles, VISITED):
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                writer.visit(fragments[index], index)
+            for index in range(first, min(first + VISITED, cfg.subtiles)):
+                ring_state = writer.write(fragments[index], index, ring_state)
+        return ring_state
+
+    def store_to_stage(
+        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+    ) -> None:
+        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
+        cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
+        matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swap_ab, 4), DTYPES[cfg.half_dtype])
+        wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
+        tiled = cute.make_tiled_copy_S(
+            matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
+        )
+        part = tiled.get_slice(thread)
+        converted = cute.make_rmem_tensor(part.partition_S(stage).shape, dtype)
+        converted.store(fragment.load().to(dtype).reshape(converted.shape))
+        cute.copy(tiled, converted, part.partition_D(stage))
+
+    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
+        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
+
+    # -- details
+
+    @cute.jit
+    def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
+        """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
+        after = state.clone()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            turn.arrive(state.clone())
+        after.advance()
+        return after
+
+    def _smem_layouts(self) -> tuple[Any, Any]:
+        cfg = self.config
+        tiler, dtype = (*cfg.tile, cfg.tile_k), DTYPES[cfg.in_dtype]
+        row, col = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        return (
+            utils.sm90.make_smem_layout_a(row if cfg.a_major == "k" else col, tiler, dtype, cfg.ab_stages),
+            utils.sm90.make_smem_layout_b(row if cfg.b_major == "k" else col, tiler, dtype, cfg.ab_stages),
+        )
