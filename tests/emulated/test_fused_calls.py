@@ -1,5 +1,7 @@
 """A fused call's host side, with a kernel that does nothing: what it costs, and when its plan is stale."""
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -191,3 +193,36 @@ def test_finalize_leaves_no_plan(world, launched):
     with mock.patch.object(fused, "plan_for", made):
         call(world)
     assert made.called and Fused.name == "fused"
+
+
+FIRST_CALL = """
+import sys
+import torch
+import overlap_gemm
+from cute_emulator import Emulator
+from overlap_gemm.backends import plans
+from overlap_gemm.runtime.virtual import VirtualWorld
+
+overlap_gemm.explain  # imports what calls need
+plans.compiled_kernel = lambda *given: lambda *operands: None
+x, weight = torch.zeros(64, 16).bfloat16(), torch.zeros(24, 16).bfloat16()
+entered = 0
+
+def note(frame, event, argument):
+    global entered
+    entered += event == "call"
+
+with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
+    sys.setprofile(note)
+    overlap_gemm.gemm_reduce_scatter(x, weight, group=ranks.names[0], backend="fused")
+    sys.setprofile(None)
+print(entered)
+"""
+
+
+def test_the_first_call_of_a_process_enters_few_python_functions():
+    """What is found out once must not be found out a thousand times."""
+    command = [sys.executable, "-c", FIRST_CALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 20_000

@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def configs():
-    return every_config(cuda_executor(0).arch) if torch.cuda.is_available() else []
+    return every_config(cuda_executor(0).arch) if torch.cuda.is_available() else ()
 
 
 def product(device, sizes, dtype, *, a_major="k", b_major="k", bias=True):

@@ -117,8 +117,8 @@ def checked_configs(arch: str) -> list[GemmConfig]:
     And, where there are kernels of them, with scales of blocks.
     """
     scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
-    blocked = [every_config(arch, "e4m3", blocks=blocks) for blocks in BLOCKS]
-    return sum(blocked, every_config(arch) + scaled)
+    blocked = [config for blocks in BLOCKS for config in every_config(arch, "e4m3", blocks=blocks)]
+    return [*every_config(arch), *scaled, *blocked]
 
 
 def compile_check(

@@ -6,6 +6,7 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 from overlap_gemm.config.arch import Arch, Mma, MmaKind, arch_of
@@ -93,37 +94,37 @@ class GemmConfig:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
         check(self)
 
-    @property
+    @cached_property
     def on(self) -> Arch:
         """The architecture."""
         return arch_of(self.arch)
 
-    @property
+    @cached_property
     def kind(self) -> Mma:
         """The kind of MMA, as the architecture has it."""
         return self.on.mma[self.mma]
 
-    @property
+    @cached_property
     def has_bytes(self) -> bool:
         """Whether A and B are of an 8-bit type."""
         return DTYPE_BYTES[self.in_dtype] == 1
 
-    @property
+    @cached_property
     def in_dtypes(self) -> tuple[str, str]:
         """A's and B's."""
         return self.in_dtype, self.b_dtype or self.in_dtype
 
-    @property
+    @cached_property
     def half_dtype(self) -> str:
         """A 16-bit type: what 16-bit stages are laid out for."""
         return "bf16" if self.has_bytes else self.in_dtype
 
-    @property
+    @cached_property
     def promotes(self) -> bool:
         """Whether the MMA's sums are added to fp32 registers after each k tile."""
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
 
-    @property
+    @cached_property
     def sums(self) -> int:
         """Where sums are promoted, of how many k tiles they are under way in a warp group at a time.
 
@@ -132,70 +133,70 @@ class GemmConfig:
         """
         return 1 if self.sum_parts > 1 or self.blocks in PROMOTED else 2
 
-    @property
+    @cached_property
     def sum_parts(self) -> int:
         """Parts of a tile's columns, of one instruction each, that are promoted one after the other."""
         return max(self.accumulators // PROMOTED_VALUES, 1) if self.promotes else 1
 
-    @property
+    @cached_property
     def receives_with_few(self) -> bool:
         """Whether receive and shard roles have few registers: consumers that promote have them."""
         under_way = self.accumulators // self.sum_parts * self.sums
         return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
 
-    @property
+    @cached_property
     def accumulators(self) -> int:
         """Of a thread."""
         return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
 
-    @property
+    @cached_property
     def gathers_rows(self) -> bool:
         """Whether its epilogue may wait for scales that come with rows: by halves it has no registers."""
         return self.sum_parts == 1 or not self.visits_rows
 
-    @property
+    @cached_property
     def keeping(self) -> GemmConfig:
         """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
         if self.sum_parts > 1:
             return replace(self, tile=(self.tile[0], self.tile[1] // self.sum_parts))
         return replace(self, cluster=(1, 1)) if self.receives_with_few else self
 
-    @property
+    @cached_property
     def k_step(self) -> int:
         """K tiles that the mainloop takes at a time."""
         return self.sums if self.promotes else 1
 
-    @property
+    @cached_property
     def tile_k(self) -> int:
         """K extent of one A/B stage, in elements."""
         return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
 
-    @property
+    @cached_property
     def is_dependent(self) -> bool:
         """Whether the kernel may be launched before the stream's kernel before it has ended."""
         return self.launch != "ordered"
 
-    @property
+    @cached_property
     def loads_weights_early(self) -> bool:
         """Whether B is read before that kernel has ended."""
         return self.launch == "dependent_weights"
 
-    @property
+    @cached_property
     def epilogue_operands(self) -> tuple[Operand, ...]:
         """Those of all visitors, in the order in which the kernel takes them."""
         return tuple(operand for visitor in self.epilogue for operand in visitor.operands)
 
-    @property
+    @cached_property
     def visits_rows(self) -> bool:
         """Whether an epilogue warp reads something of each row."""
         return any(operand.along == "rows" for operand in self.epilogue_operands)
 
-    @property
+    @cached_property
     def is_swap_ab(self) -> bool:
         """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
         return self.kind.swaps
 
-    @property
+    @cached_property
     def sends_ll(self) -> bool:
         """Whether tiles are sent as words that are their own flag, unless other ways are asked for.
 
@@ -204,67 +205,67 @@ class GemmConfig:
         """
         return self.is_swap_ab and self.tile[0] <= 64
 
-    @property
+    @cached_property
     def mma_order(self) -> tuple[int, int]:
         """Which operand is the MMA's first, which the second: 0 for A, 1 for B."""
         return (1, 0) if self.is_swap_ab else (0, 1)
 
-    @property
+    @cached_property
     def cta_group(self) -> int:
         """CTAs that share one MMA tile."""
         return self.kind.cta_group
 
-    @property
+    @cached_property
     def cta_tile(self) -> tuple[int, int]:
         """(M, N) whose accumulator one CTA holds."""
         return self.tile[0] // self.cta_group, self.tile[1]
 
-    @property
+    @cached_property
     def cluster_tile(self) -> tuple[int, int]:
         """(M, N) one cluster computes at a time: the unit of the tile order."""
         return self.cta_tile[0] * self.cluster[0], self.cta_tile[1] * self.cluster[1]
 
-    @property
+    @cached_property
     def cluster_size(self) -> int:
         """CTAs per cluster that have tiles of their own."""
         return self.cluster[0] * self.cluster[1]
 
-    @property
+    @cached_property
     def cluster_ctas(self) -> int:
         """CTAs per cluster."""
         return self.cluster_size * self.k_split
 
-    @property
+    @cached_property
     def split_bytes(self) -> int:
         """Bytes in which the first CTA of a split tile collects the accumulators of the others."""
         return (self.k_split - 1) * self.cta_tile[0] * self.cta_tile[1] * 4
 
-    @property
+    @cached_property
     def epilogue_groups(self) -> int:
         """Groups of epilogue warps that take turns on the tiles."""
         return self.kind.epilogue_groups
 
-    @property
+    @cached_property
     def epilogue_threads(self) -> int:
         """Threads of one epilogue group: those that share a subtile."""
         return self.kind.epilogue_threads
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Threads per CTA."""
         return self.on.threads
 
-    @property
+    @cached_property
     def first_receive_warp(self) -> int:
         """The first of the warps that are free for a receive role."""
         return self.on.first_receive_warp
 
-    @property
+    @cached_property
     def receive_warps(self) -> int:
         """How many they are."""
         return self.on.receive_warps
 
-    @property
+    @cached_property
     def epi_tile(self) -> tuple[int, int]:
         """(M, N) of a subtile: what one ring stage holds."""
         if self.is_swap_ab:
@@ -273,119 +274,119 @@ class GemmConfig:
             return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
         return 128, 32
 
-    @property
+    @cached_property
     def subtiles(self) -> int:
         """Subtiles per CTA tile."""
         return self.cta_tile[0] // self.epi_tile[0] * self.epi_columns
 
-    @property
+    @cached_property
     def epi_columns(self) -> int:
         """Subtiles side by side along N; subtile ``s`` is at (``s // epi_columns``, ``s % epi_columns``)."""
         return self.cta_tile[1] // self.epi_tile[1]
 
-    @property
+    @cached_property
     def slot_subtile_bytes(self) -> int:
         """Bytes of one partial subtile on the wire."""
         return self.epi_tile[0] * self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype]
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         """Bytes of one partial CTA tile on the wire: of its slot."""
         return self.subtiles * self.slot_subtile_bytes
 
-    @property
+    @cached_property
     def result_bytes(self) -> int:
         """Bytes of one summed CTA tile on the wire: of its result slot."""
         return self.tile_bytes // DTYPE_BYTES[self.slot_dtype] * DTYPE_BYTES[self.out_dtype]
 
-    @property
+    @cached_property
     def unit_bytes(self) -> int:
         """Part of a slot that a warp finishes at a time: divides every subtile."""
         return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
 
-    @property
+    @cached_property
     def copied_bytes(self) -> int:
         """Most that a warp loads at a time, all of it under way at once."""
         return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Parts into which the receive role cuts a CTA tile."""
         return self.tile_bytes // self.unit_bytes
 
-    @property
+    @cached_property
     def lane_chunks(self) -> int:
         """Chunks of 16 bytes of a unit that each lane of a warp finishes."""
         return self.unit_bytes // (32 * 16)
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         """Bytes of one ring stage: the larger of a partial and an output subtile."""
         wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
         return self.epi_tile[0] * self.epi_tile[1] * wide
 
-    @property
+    @cached_property
     def ab_stage_bytes(self) -> int:
         """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
         of_a, of_b = self.scale_bytes
         loaded = -(-(self.ab_loaded_bytes - of_a - of_b) // 1024) * 1024
         return loaded + of_a + -(-of_b // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
 
-    @property
+    @cached_property
     def ab_loaded_bytes(self) -> int:
         """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
         operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
         return operands + sum(self.scale_atoms) * ATOM_BYTES + sum(self.scale_bytes)
 
-    @property
+    @cached_property
     def block_rows(self) -> int:
         """Rows of B that share a scale of `PROMOTED`; 0: there is none."""
         return self.blocks[1] if self.blocks is not None and self.blocks in PROMOTED else 0
 
-    @property
+    @cached_property
     def column_blocks(self) -> int:
         """Blocks of B's rows in a CTA tile, of those that share a scale of `PROMOTED`."""
         return max(self.cta_tile[1] // self.block_rows, 1) if self.block_rows else 0
 
-    @property
+    @cached_property
     def k_parts(self) -> int:
         """Parts of a k tile that have scales of `PROMOTED` of their own: whose sums are promoted each."""
         return max(self.tile_k // self.blocks[2], 1) if self.blocks and self.blocks in PROMOTED else 1
 
-    @property
+    @cached_property
     def scale_bytes(self) -> tuple[int, int]:
         """Bytes of scales of `PROMOTED` that a CTA loads into a stage: of A's rows, of blocks of columns."""
         of_rows = 4 * self.k_parts * self.cta_tile[0] if self.column_blocks else 0
         return of_rows, 4 * TMA_SCALES * self.column_blocks
 
-    @property
+    @cached_property
     def scale_atoms(self) -> tuple[int, int]:
         """Atoms of scales of A and of B that a CTA has of a k tile."""
         if self.blocks != MX:
             return 0, 0
         return self.cta_tile[0] // ATOM_ROWS, self.cta_tile[1] // ATOM_ROWS
 
-    @property
+    @cached_property
     def acc_stages(self) -> int:
         """Accumulators in tensor memory: two, or one where two leave no room for scales."""
         columns = self.tile[self.mma_order[1]]
         return 2 if 2 * columns + sum(self.scale_atoms) * ATOM_BYTES // 128 <= TMEM_COLUMNS else 1
 
-    @property
+    @cached_property
     def ab_stages(self) -> int:
         """A/B stages that fit alongside the ring."""
         return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA: all that there is of it."""
         return self._smem_but_ab + self.ab_stages * self.ab_stage_bytes
 
-    @property
+    @cached_property
     def _smem_but_ab(self) -> int:
         return BARRIER_BYTES + self.ring_stages * self.stage_bytes + self.split_bytes
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
         return name_of(self)

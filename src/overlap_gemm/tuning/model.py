@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
@@ -59,12 +59,12 @@ class Facts:
     shard: int = 0
     blocks: Blocks | None = None
 
-    @property
+    @cached_property
     def spec(self) -> OpSpec:
         """The op."""
         return OPS[self.op]
 
-    @property
+    @cached_property
     def extents(self) -> tuple[int, int, int]:
         """(M, N, K), an unknown N or K taken as `UNKNOWN` times the other: so no choice depends on it."""
         n = UNKNOWN * self.k if self.n is None and self.k is not None else self.n
@@ -72,17 +72,17 @@ class Facts:
         assert n is not None and k is not None, f"{self.op} travels with N or K, so one of them is known"
         return self.m, n, k
 
-    @property
+    @cached_property
     def local(self) -> tuple[int, int, int]:
         """(M, N, K) of the product that a rank multiplies."""
         return self.spec.product(*self.extents, self.world)
 
-    @property
+    @cached_property
     def result_bytes(self) -> int:
         """Of an element of the result, and of the partial sums that travel."""
         return max(DTYPE_BYTES[self.dtype], 2)
 
-    @property
+    @cached_property
     def bytes_out(self) -> float:
         """Bytes that each rank sends at least (all-reduce: in two shots)."""
         size = DTYPE_BYTES[self.dtype] if self.spec.gathers_operand else self.result_bytes

@@ -47,10 +47,15 @@ def candidates(
     timed = None if machine.why_as_rows(blocks) else blocks
     known = machine.efficiencies(timed)
     every = every_config(arch, dtype, blocks=blocks)
-    return [config for config in every if efficiency_key(replace(config, blocks=timed)) in known]
+    return [config for config in every if _key(config, timed) in known]
 
 
-def every_config(arch: str, dtype: str = "bf16", **fields: Any) -> list[GemmConfig]:
+def _key(config: GemmConfig, blocks: Blocks | None) -> str:
+    return efficiency_key(config if config.blocks == blocks else replace(config, blocks=blocks))
+
+
+@lru_cache
+def every_config(arch: str, dtype: str = "bf16", **fields: Any) -> tuple[GemmConfig, ...]:
     """Every combination of MMA kind, tile, cluster and cut of K of an architecture.
 
     Args:
@@ -58,14 +63,14 @@ def every_config(arch: str, dtype: str = "bf16", **fields: Any) -> list[GemmConf
         dtype: of A and B.
         **fields: other fields; what no kernel has with these is left out.
     """
-    return [
-        replace(config, k_split=split)
+    return tuple(
+        config if split == 1 else replace(config, k_split=split)
         for mma, kind in arch_of(arch).mma.items()
         for tile in kind.tiles
         for cluster in kind.clusters
         if (config := _config(arch, mma, tile, cluster, dtype, **fields)) is not None
         for split in (K_SPLITS if may_split(mma, tile) else (1,))
-    ]
+    )
 
 
 def _config(
