@@ -1,4 +1,4 @@
-"""Figures in docs/design and the emulator's page are computed, or stand in the record that is linked."""
+"""Figures in docs/design and on the emulator's page are computed, or in the data file that is named there."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from .test_figures_in_docs import LOOKS_MEASURED, ROOT, report, said, words
 
 FOLDER = ROOT / "docs" / "design"
 PAGES = [f"docs/design/{page.name}" for page in sorted(FOLDER.glob("*.md"))] + ["emulator/docs/design.md"]
-RECORD = re.compile(r"\]\((?:\.\./)?notes/([^)#]+\.md)\)")
+DATA = re.compile(r"`([a-z0-9-]+)\.json`")
 MORE = re.compile(
     r"\d[\d.,]* (?:us )?(?:for|to|against) \d+(?:\.\d+)?(?![\d.]* ?(?:rows|ranks|GPUs|elements))|"
     r"(?<![\w.-])(?<!torch )(?<!cuDNN )\d+\.\d+(?![\w.])"
 )
 """What looks measured on these pages, in addition: either number of a pair, and every decimal."""
-NOTES = [*(ROOT / "docs" / "notes").glob("*.md"), *(ROOT / "emulator" / "docs" / "notes").glob("*.md")]
-KEPT_AS_IT_WAS = {"index.md"}
-"""Of docs/notes: no record."""
+RESULTS = ROOT / "benchmarks" / "results"
+PROVENANCE = {"device", "date", "commit", "compared"}
+"""Fields of a data file whose `figures` pages quote, in addition to them."""
 
 
 def ratios(name, way, results="results", where=lambda _: True):
@@ -202,25 +202,32 @@ NOT_TIMED = {
 """What looks like a measured figure and is none, or is held by another test."""
 
 
+def numbers_in(data):
+    """Numbers anywhere in a tree of lists and dictionaries."""
+    if isinstance(data, dict | list):
+        for one in data.values() if isinstance(data, dict) else data:
+            yield from numbers_in(one)
+    elif isinstance(data, int | float):
+        yield float(data)
+
+
 @cache
-def record(name):
-    [found] = [path for path in NOTES if path.name == name]
-    return words(found.relative_to(ROOT))
+def quoted():
+    """Numbers of each data file that pages quote."""
+    files = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    return {name: set(numbers_in(file["figures"])) for name, file in files.items() if "figures" in file}
 
 
 def blocks(page):
-    """Paragraphs, items of lists and rows of tables: within one of them a record that is linked counts."""
+    """Paragraphs, items of lists and rows of tables: a figure's data file is named within the same one."""
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
     return re.split(r"\n\s*\n|\n(?=\s*(?:- |\| |\d\. ))", text)
 
 
-def is_recorded(figure, linked):
-    """Whether each number of it stands, as a number, in a record."""
-    numbers = re.findall(r"\d+(?:[.,]\d+)*", figure)
-    return any(
-        all(re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", record(name)) for one in numbers)
-        for name in linked
-    )
+def is_recorded(figure, names):
+    """Returns whether one of the data files has all numbers of a figure."""
+    numbers = {float(one.replace(",", "")) for one in re.findall(r"\d+(?:[.,]\d+)*", figure)}
+    return any(numbers <= quoted().get(name, set()) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -232,19 +239,19 @@ def test_a_figure_is_what_was_measured(page, number):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_figure_is_without_its_data_or_its_record(page):
+def test_no_figure_is_without_its_data(page):
     without = []
     for block in blocks(page):
-        text, linked = " ".join(block.split()), RECORD.findall(block)
+        text, names = " ".join(block.split()), DATA.findall(block)
         for figure in FIGURES.get(page, []):
             text = text.replace(figure(), "")
         without += [
             (found, text)
             for looks in (LOOKS_MEASURED, MORE)
-            for found in looks.findall(RECORD.sub("", text))
-            if (page, found) not in NOT_TIMED and not is_recorded(found, linked)
+            for found in looks.findall(DATA.sub("", text))
+            if (page, found) not in NOT_TIMED and not is_recorded(found, names)
         ]
-    assert not without, f"{page}: no test computes these, and no record that is linked has them: {without}"
+    assert not without, f"{page}: no test computes these, and no data file there has them: {without}"
 
 
 def test_what_is_no_measured_figure_is_there():
@@ -252,21 +259,17 @@ def test_what_is_no_measured_figure_is_there():
         assert figure in words(page), (page, figure)
 
 
-def test_every_record_is_quoted_and_every_data_file_that_is_named_exists():
-    pages = {page: (ROOT / page).read_text() for page in PAGES}
-    others = [
-        *(ROOT / "docs").glob("*.md"),
-        ROOT / "emulator" / "docs" / "public.md",
-        ROOT / "README.md",
-        ROOT / "benchmarks" / "README.md",
-        ROOT / "tests" / "emulated" / "test_mutations.py",
-    ]
-    everything = "".join([*pages.values(), *(file.read_text() for file in others)])
-    for note in NOTES:
-        assert note.name in everything or note.name in KEPT_AS_IT_WAS, f"no page quotes {note.name}"
-    for page, text in pages.items():
-        for name in re.findall(r"`([a-z0-9-]+\.json)`", text):
-            assert (ROOT / "benchmarks" / "results" / name).exists(), f"{page}: {name}"
+def test_every_measurement_has_its_provenance_and_is_quoted():
+    documents = [ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md"), *map(ROOT.joinpath, PAGES)]
+    named = {name for page in documents for name in DATA.findall(page.read_text())}
+    for name in quoted():
+        file = json.loads((RESULTS / f"{name}.json").read_text())
+        assert file.keys() == PROVENANCE | {"figures"}, name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", file["date"]) and re.fullmatch("[0-9a-f]{7}", file["commit"])
+        assert name in named, f"no page quotes {name}.json"
+    for page in PAGES:
+        for name in DATA.findall((ROOT / page).read_text()):
+            assert (RESULTS / f"{name}.json").exists(), f"{page}: {name}"
 
 
 def test_tests_and_files_that_are_named_exist():
@@ -282,20 +285,6 @@ def test_tests_and_files_that_are_named_exist():
             assert (ROOT / "src" / "overlap_gemm" / file).exists(), f"{page}: {file}"
 
 
-def test_no_file_names_a_record_that_is_gone():
-    folders = ("src", "tests", "docs", "benchmarks", "emulator", "examples", "launch")
-    files = [
-        file
-        for folder in folders
-        for ending in ("*.py", "*.md", "*.json", "*.sh")
-        for file in (ROOT / folder).rglob(ending)
-    ]
-    kept = {note.name for note in NOTES}
-    for file in [*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
-        gone = set(re.findall(r"20\d\d-\d\d-\d\d-[a-z0-9-]+\.md", file.read_text())) - kept
-        assert not gone, f"{file.relative_to(ROOT)} names {gone}"
-
-
 def test_the_pictures_are_the_same_in_both_places():
     """Of the architecture and of a call's timeline."""
     design, contributing = (
@@ -305,7 +294,7 @@ def test_the_pictures_are_the_same_in_both_places():
     assert len(design) == 3 and set(design) <= set(contributing)
 
 
-def test_the_timelines_figures_are_the_records():
+def test_the_timelines_figures_are_measured():
     [timeline] = re.findall(r"us after the first CTA.*?```", (FOLDER / "index.md").read_text(), re.S)
     found = re.findall(r"(\d+\.\d) +[a-z]", timeline)
-    assert len(found) == 6 and all(f"/ {one} /" in record("2026-11-22-tails.md") for one in found), found
+    assert len(found) == 6 and set(map(float, found)) <= quoted()["h200x2-tail"], found

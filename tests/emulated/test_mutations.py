@@ -1,8 +1,7 @@
 """Removes or weakens every synchronisation operation of the GEMM reduce-scatter kernels, one at a time.
 
 An hour or two per kernel on one core: `bash launch/test.sh -m slow -n auto tests/emulated/test_mutations.py`
-deals the parts of each run to all cores. What goes undetected must be explained here; results:
-docs/notes/2026-11-20-mutations.md.
+deals the parts of each run to all cores. What goes undetected must be explained here.
 """
 
 import pytest
