@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,35 @@ def layers() -> list[list[str]]:
     contract = r'containers = \["overlap_gemm"\]\nexhaustive = true\nlayers = \[(.*?)\]'
     [found] = re.findall(contract, (ROOT / "pyproject.toml").read_text(), re.DOTALL)
     return [floor.split(" | ") for floor in re.findall(r'"(.+)"', found)]
+
+
+def import_graph(package: str) -> grimp.ImportGraph:
+    """The imports of a package at run time, those inside functions among them."""
+    return grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
+
+
+def circle(graph: grimp.ImportGraph) -> list[str]:
+    """Modules that import each other in a circle; empty if there are none."""
+    try:
+        TopologicalSorter({m: graph.find_modules_directly_imported_by(m) for m in graph.modules}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("package", ["overlap_gemm", "cute_emulator"])
+def test_no_modules_import_each_other_in_a_circle(package):
+    graph = import_graph(package)
+    assert len(graph.modules) > 60
+    assert circle(graph) == []
+
+
+def test_a_circle_by_an_import_in_a_function_is_noticed():
+    graph = import_graph("overlap_gemm")
+    importer, imported = "overlap_gemm.parallel.model", "overlap_gemm.parallel.lora"
+    assert graph.direct_import_exists(importer=importer, imported=imported), "which it does in a function"
+    graph.add_import(importer=imported, imported=importer)
+    assert set(circle(graph)) == {importer, imported}
 
 
 def test_the_map_names_every_room():

@@ -26,9 +26,10 @@ from overlap_gemm.exchange.geometry import (
 )
 from overlap_gemm.integrations.cute_emulator import SECOND_STREAM
 from overlap_gemm.runtime import workspace
-from overlap_gemm.runtime.group import Group, add_virtual, find
+from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.peers import sides
-from overlap_gemm.runtime.virtual import VirtualSymmetric, VirtualWorld, _worlds
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.runtime.virtual_ranks import VirtualRanks, VirtualSymmetric
 from overlap_gemm.runtime.workspace import (
     CommTimeoutError,
     MismatchedCallsError,
@@ -129,17 +130,11 @@ class SubWorld(VirtualWorld):
     """A group of some of a world's ranks, on the same devices."""
 
     def __init__(self, world, ranks):
-        self.within, self.beyond_reach = ranks, world.beyond_reach
-        self._emulator, self._blocks = world._emulator, {}
-        self._executors = tuple(world.executor(rank) for rank in ranks)
-        label = "-".join(map(str, ranks))
-        self.ranks = tuple(
-            Group(f"{world.names[rank]}-of-{label}", place, len(ranks)) for place, rank in enumerate(ranks)
+        self.within, label = ranks, "-".join(map(str, ranks))
+        names = [f"{world.names[rank]}-of-{label}" for rank in ranks]
+        VirtualRanks.__init__(
+            self, names, [world.executor(rank) for rank in ranks], world._emulator, world.beyond_reach
         )
-        self.names = tuple(group.name for group in self.ranks)
-        for group in self.ranks:
-            add_virtual(group)
-            _worlds[group.name] = self
 
     has_nvshmem = False
 

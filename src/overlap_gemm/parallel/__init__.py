@@ -7,6 +7,7 @@ Parameters become DTensors, so optimizers, gradient clipping and distributed che
 unchanged.
 """
 
+from . import replacements  # noqa: F401 - registers its hook with torch
 from .export import exportable
 from .loading import from_pretrained, materialize
 from .model import parallelize

@@ -112,6 +112,15 @@ def why_not_peft(holder: nn.Module, role: str | None) -> str | None:
     return f"adapters of the kind {'.'.join(kind(holder))} are not carried, LoRA of linears is"
 
 
+def why_not_lora(layer: Any) -> str | None:
+    """Why the adapters of a layer of peft's, of a model not yet parallelized, cannot be carried; or None."""
+    for name, variant in layer.lora_variant.items():
+        return f"of the adapter {name!r} {type(variant).__name__} is not carried, LoRA is"
+    if layer.fan_in_fan_out:
+        return "fan_in_fan_out is for linears that lie otherwise"
+    return None
+
+
 def _must(role: str | None, what: str, roles: tuple[str, ...]) -> str:
     if role is None:
         return f"{what} is carried for no module of its kind, nor for a packed projection's part"

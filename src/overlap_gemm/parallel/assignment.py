@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora, why_not_peft
+from .adapters import ADAPTED, COPIED, bases, is_adapter, is_lora, why_not_lora, why_not_peft
 
 Role: TypeAlias = Literal[
     "decoder", "embedding", "layer", "attention", "mlp", "norm", "head norm", "final norm", "column",
@@ -195,9 +195,7 @@ def _check_adapter(name: str, module: Any, role: Role) -> None:
     if role not in (ADAPTED if is_lora(module) else COPIED):
         _refuse(name, module, f"no adapter of its kind is carried for a module that is {role!r}")
     if is_lora(module):
-        from .lora import why_not
-
-        why = why_not(module)
+        why = why_not_lora(module)
         if why is not None:
             _refuse(name, module, why)
 

@@ -88,15 +88,6 @@ def take_over(layer: Any, base: nn.Module) -> None:
         _shard(layer, name)
 
 
-def why_not(layer: Any) -> str | None:
-    """Why the adapters of a layer of peft's, of a model not yet parallelized, cannot be carried; or None."""
-    for name, variant in layer.lora_variant.items():
-        return f"of the adapter {name!r} {type(variant).__name__} is not carried, LoRA is"
-    if layer.fan_in_fan_out:
-        return "fan_in_fan_out is for linears that lie otherwise"
-    return None
-
-
 @contextmanager
 def _as_local(layer: Any) -> Iterator[None]:
     """Within the block parameters are this rank's part. A DTensor's own `.data = ` would change nothing.

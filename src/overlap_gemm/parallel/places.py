@@ -1,8 +1,7 @@
-"""The modules of a parallelized model, and the refusal of what is put there afterwards and has no rule.
+"""Places of the modules of a parallelized model, and the refusal of hooks and forwards without a rule.
 
-What parallelize has understood stays so only while nothing else is put in its place. A module that somebody
-replaces, or wraps in an adapter, is looked at when that happens: torch calls `_registered` for every child
-that any module gets. Hooks and other forwards are looked at before each forward pass (`Watch`).
+What parallelize has understood stays so only while nothing else is put in its place. Hooks and other forwards
+are looked at before each forward pass (`Watch`), other modules when they are put there (`replacements`).
 """
 
 import functools
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime.group import group_name
@@ -245,46 +243,3 @@ def _unwrapped(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook
-
-
-def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Called by torch whenever any module is about to get a child."""
-    if child is None:
-        return
-    place, new = place_of(parent), place_of(child)
-    model = getattr(child, "model", child)
-    if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
-        from .state import save_adapters
-
-        parent.save_pretrained = functools.partial(save_adapters, parent)
-    if place is not None and name in place.children:
-        place.sharding.changes += 1
-        path = f"{place.name}.{name}" if place.name else name
-        if not _may_replace(place.children[name], child, path):
-            raise unknown(path, child, "it has been put into a model that is parallelized already")
-    if new is not None:
-        adapters.forbid_sums(parent)
-        if not new.name:
-            adapters.inject_or_restore(parent, child)
-    if new is not None and name in adapters.WRAPPED and type(parent).__module__.startswith("peft."):
-        why = adapters.why_not_peft(parent, new.role)
-        if why is not None:
-            raise unknown(new.name, child, why)
-        if adapters.is_lora(parent):
-            from .lora import take_over
-
-            take_over(parent, child)
-
-
-def _may_replace(old: nn.Module, new: nn.Module, name: str) -> bool:
-    if old in adapters.bases(new) or old is new:
-        return adapters.is_adapter(new) or old is new
-    place = place_of(new)
-    if place is not None and place.name == name:  # a copy: modules_to_save, merged
-        return True
-    origin = type(new).__module__
-    is_wrapper = origin.startswith("torch.") and not origin.startswith("torch.nn.")  # recomputes, compiles
-    return is_wrapper and old in new.modules()
-
-
-register_module_module_registration_hook(_registered)

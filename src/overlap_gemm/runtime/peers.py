@@ -22,7 +22,7 @@ from .agree import DisagreementError, differences, gather, together
 from .executor import Executor, cuda_executor
 from .group import Group
 from .order import forbid_capture, is_capturing
-from .virtual import virtual_world
+from .virtual_ranks import virtual_ranks
 
 if TYPE_CHECKING:
     from .workspace import SizeClass, Workspace
@@ -146,8 +146,8 @@ def forget(peers: Peers) -> None:
 
 def executor_for(group: Group, device: torch.device) -> Executor:
     """Where a rank's kernels run: with its virtual world, on its CUDA device, or in the open emulator."""
-    if (world := virtual_world(group)) is not None:
-        return world.executor(group.rank)
+    if (virtual := virtual_ranks(group)) is not None:
+        return virtual.executor(group.rank)
     if device.type == "cuda":
         return cuda_executor(torch.cuda.current_device() if device.index is None else device.index)
     assert executors.emulation is not None, "why_not excludes a CPU without an emulator"
@@ -155,10 +155,12 @@ def executor_for(group: Group, device: torch.device) -> Executor:
 
 
 def _meet(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
-    if (world := virtual_world(group)) is not None:
+    if (virtual := virtual_ranks(group)) is not None:
         reserve = reserved_sms()
-        everyone = [_own_terms(group, world.executor(rank), reserve, constants) for rank in range(group.size)]
-        return Peers(group, world.executor(group.rank), common(group, everyone), reserve)
+        everyone = [
+            _own_terms(group, virtual.executor(rank), reserve, constants) for rank in range(group.size)
+        ]
+        return Peers(group, virtual.executor(group.rank), common(group, everyone), reserve)
     found: list[tuple[Executor, int]] = []
 
     def own_terms() -> Agreed:

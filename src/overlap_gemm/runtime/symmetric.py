@@ -6,7 +6,7 @@ Three providers behind one surface, `SymmetricMemory`:
   process group; needs no further package. The default.
 - `NvshmemSymmetric`: nvshmem4py. Beyond peer access; world-collective (every rank of the job allocates
   together).
-- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator (`runtime.virtual`).
+- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator (`runtime.virtual_ranks`).
 
 Allocation and `close` are collective and explicit; nothing is freed by the garbage collector, because a free
 that one rank's collector starts alone hangs the others. Before any rank goes on, all ranks have agreed that

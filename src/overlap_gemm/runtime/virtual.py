@@ -19,40 +19,23 @@ GPU cannot show: ordering and visibility across NVLink (everything meets in one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from . import executor as executors
 from .executor import Executor, cuda_executor, cuda_order, cuda_record
-from .group import Group, add_virtual, remove_virtual
+from .virtual_ranks import VirtualRanks, virtual_ranks
+from .workspace import close_workspaces, raise_if_failed
 
 if TYPE_CHECKING:
     from cute_emulator import Emulator
 
 _numbers = itertools.count()
-_worlds: dict[str, VirtualWorld] = {}
 
 
-@dataclass
-class VirtualSymmetric:
-    """One rank's view of a block that every virtual rank has (`symmetric.SymmetricMemory`)."""
-
-    local: Tensor
-    bases: Tensor
-    by_put: Tensor | None
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Drops this rank's view; the memory goes with the last one."""
-        del self.local, self.bases, self.by_put
-        self.is_open = False
-
-
-class VirtualWorld:
+class VirtualWorld(VirtualRanks):
     """P ranks in this process.
 
     Args:
@@ -61,10 +44,6 @@ class VirtualWorld:
         device: a CUDA device that the ranks share.
         beyond_reach: no rank reaches a peer by loads and stores; NVSHMEM puts carry the tiles. For an
             emulator opened with ``network=True``.
-
-    Attributes:
-        ranks: a `Group` per rank.
-        names: their names, to be passed as ``group=`` of an op.
 
     Raises:
         ValueError: neither or both of emulator and device, an emulator that is not open, or a size that does
@@ -89,58 +68,9 @@ class VirtualWorld:
             )
         if beyond_reach and emulator is None:
             raise ValueError("only an emulator can put peers beyond the reach of loads and stores")
-        self.beyond_reach = beyond_reach
-        self._emulator = emulator
-        self._executors = _executors(size, emulator, device)
         number = next(_numbers)
-        self.ranks = tuple(Group(f"virtual-{number}-{rank}-of-{size}", rank, size) for rank in range(size))
-        self.names = tuple(group.name for group in self.ranks)
-        self._blocks: dict[Hashable, list[VirtualSymmetric]] = {}
-        for group in self.ranks:
-            add_virtual(group)
-            _worlds[group.name] = self
-
-    def executor(self, rank: int) -> Executor:
-        """Where ``rank``'s kernels run."""
-        return self._executors[rank]
-
-    def symmetric(
-        self, key: Hashable, rank: int, nbytes: int, prepare: Callable[[Tensor], None]
-    ) -> VirtualSymmetric:
-        """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks.
-
-        Every rank's block is prepared then, since from then on the first one's kernels may store into it.
-        """
-        if key not in self._blocks or not self._blocks[key][rank].is_open:
-            self._blocks[key] = self._allocate(nbytes)
-            for block in self._blocks[key]:
-                prepare(block.local)
-        view = self._blocks[key][rank]
-        assert view.local.numel() == nbytes, (
-            f"{key} has {view.local.numel()} bytes, rank {rank} wants {nbytes}"
-        )
-        return view
-
-    def _allocate(self, nbytes: int) -> list[VirtualSymmetric]:
-        size = len(self.ranks)
-        if self._emulator is not None:
-            blocks = list(self._emulator.symmetric((nbytes,), torch.uint8).tensors)
-        else:
-            device = self._executors[0].device
-            blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
-        views = []
-        for rank, block in enumerate(blocks):
-            near = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=block.device)
-            by_put = -1 - torch.arange(size, dtype=torch.int64, device=block.device)
-            by_put[rank] = near[rank]
-            bases = by_put if self.beyond_reach else near
-            views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None))
-        return views
-
-    @property
-    def has_nvshmem(self) -> bool:
-        """Whether the ranks' memory is NVSHMEM's, too: emulated."""
-        return self._emulator is not None
+        names = [f"virtual-{number}-{rank}-of-{size}" for rank in range(size)]
+        super().__init__(names, _executors(size, emulator, device), emulator, beyond_reach)
 
     def synchronize(self) -> None:
         """Runs or awaits everything the ranks have queued.
@@ -149,8 +79,6 @@ class VirtualWorld:
             CommTimeoutError: a wait in a kernel expired.
             EmulatorError: the emulator found something.
         """
-        from .workspace import raise_if_failed
-
         try:
             if self._emulator is not None:
                 self._emulator.run()
@@ -161,24 +89,16 @@ class VirtualWorld:
 
     def close(self) -> None:
         """Forgets the ranks; their groups are unknown afterwards. Closing twice does nothing more."""
-        from .workspace import close_workspaces
-
         for group in self.ranks:
-            if _worlds.pop(group.name, None) is not None:
+            if virtual_ranks(group) is self:
                 close_workspaces(group.name)
-                remove_virtual(group)
-        self._blocks.clear()
+        super().close()
 
     def __enter__(self) -> VirtualWorld:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def virtual_world(group: Group) -> VirtualWorld | None:
-    """The world a virtual rank belongs to, None for other groups."""
-    return _worlds.get(group.name)
 
 
 def _executors(size: int, emulator: Emulator | None, device: torch.device | None) -> tuple[Executor, ...]:

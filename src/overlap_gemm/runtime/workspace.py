@@ -37,7 +37,7 @@ from .symmetric import (
     TorchSymmetric,
     check_network_writes,
 )
-from .virtual import virtual_world
+from .virtual_ranks import virtual_ranks
 
 DEFAULT_LIMIT = 8 << 30
 """Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
@@ -242,9 +242,9 @@ def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetr
 
 def why_no_put_memory(group: Group) -> str | None:
     """Why NVSHMEM cannot put into the workspaces of a group, None if it can."""
-    world = virtual_world(group)
-    if world is not None:
-        return None if world.has_nvshmem else "virtual ranks on a GPU are one process, and have no NVSHMEM"
+    virtual = virtual_ranks(group)
+    if virtual is not None:
+        return None if virtual.has_nvshmem else "virtual ranks on a GPU are one process, and have no NVSHMEM"
     if _provider() is not NvshmemSymmetric:
         return "the workspaces must be NVSHMEM's memory: OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
     return NvshmemSymmetric.why_not(group)
@@ -262,12 +262,12 @@ def _check_limit(nbytes: int) -> None:
 def _make(peers: Peers, size: SizeClass) -> Workspace:
     """Finds out who reaches whom, and allocates accordingly."""
     group, device = peers.group, peers.executor.device
-    world = virtual_world(group)
-    if world is not None:
-        nbytes = size.nbytes(not world.beyond_reach)
+    virtual = virtual_ranks(group)
+    if virtual is not None:
+        nbytes = size.nbytes(not virtual.beyond_reach)
         _check_limit(nbytes)
-        view = world.symmetric(size, group.rank, nbytes, size.prepare)
-        return Workspace(group, size, view, not world.beyond_reach, peers.executor.record)
+        view = virtual.symmetric(size, group.rank, nbytes, size.prepare)
+        return Workspace(group, size, view, not virtual.beyond_reach, peers.executor.record)
     provider = _agreed_provider(group)
     reaches_all = provider.reaches_all(group, device)
     nbytes = size.nbytes(reaches_all)

@@ -1,0 +1,56 @@
+"""The refusal of modules that are put into a parallelized model afterwards and have no rule.
+
+A module that somebody replaces, or wraps in an adapter, is looked at when that happens: torch calls
+`_registered` for every child that any module gets.
+"""
+
+import functools
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from . import adapters
+from .assignment import unknown
+from .places import place_of
+from .state import save_adapters
+
+
+def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Called by torch whenever any module is about to get a child."""
+    if child is None:
+        return
+    place, new = place_of(parent), place_of(child)
+    model = getattr(child, "model", child)
+    if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
+        parent.save_pretrained = functools.partial(save_adapters, parent)
+    if place is not None and name in place.children:
+        place.sharding.changes += 1
+        path = f"{place.name}.{name}" if place.name else name
+        if not _may_replace(place.children[name], child, path):
+            raise unknown(path, child, "it has been put into a model that is parallelized already")
+    if new is not None:
+        adapters.forbid_sums(parent)
+        if not new.name:
+            adapters.inject_or_restore(parent, child)
+    if new is not None and name in adapters.WRAPPED and type(parent).__module__.startswith("peft."):
+        why = adapters.why_not_peft(parent, new.role)
+        if why is not None:
+            raise unknown(new.name, child, why)
+        if adapters.is_lora(parent):
+            from .lora import take_over
+
+            take_over(parent, child)
+
+
+def _may_replace(old: nn.Module, new: nn.Module, name: str) -> bool:
+    if old in adapters.bases(new) or old is new:
+        return adapters.is_adapter(new) or old is new
+    place = place_of(new)
+    if place is not None and place.name == name:  # a copy: modules_to_save, merged
+        return True
+    origin = type(new).__module__
+    is_wrapper = origin.startswith("torch.") and not origin.startswith("torch.nn.")  # recomputes, compiles
+    return is_wrapper and old in new.modules()
+
+
+register_module_module_registration_hook(_registered)
