@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
+    from .epilogues import epilogue
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
     from .runtime.order import CaptureError
@@ -35,6 +36,7 @@ HOMES = (
     "api.explanation",
     "api.functional",
     "api.quantization",
+    "epilogues",
     "runtime.agree",
     "runtime.bootstrap",
     "runtime.order",
@@ -55,6 +57,7 @@ __all__ = [
     "all_gather_gemm",
     "close_workspaces",
     "configured",
+    "epilogue",
     "explain",
     "finalize",
     "gemm_all_gather",

@@ -33,6 +33,9 @@ SIGNATURES = {
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "columns=None",
         "deterministic=None", "reserve_sms=None", *SCALED,
     ),
+    "epilogue": (
+        "function=None", "*", "inputs=None", "outputs=None", "of='complete'", "pairs=False", "gradient=None",
+    ),
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),
     "close_workspaces": ("group=None",),

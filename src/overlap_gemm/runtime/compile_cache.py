@@ -47,7 +47,7 @@ from .environment import nbytes
 logger = logging.getLogger(__name__)
 
 DEVICE_SOURCES = (
-    "build.py", "config", "device", "exchange", "gather",
+    "build.py", "config", "device", "epilogues", "exchange", "gather",
     "kernel", "mainloop", "pipelines", "spec", "transports",
 )  # fmt: skip
 """Files and folders of the package whose source text decides what a kernel compiles to."""

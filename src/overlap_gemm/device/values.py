@@ -1,0 +1,70 @@
+"""Values of an epilogue in a kernel: fp32 registers, with the operators and functions of `epilogues`.
+
+Functions are those of the special function units, none a call or a division: exp by ``ex2.approx``, a quotient
+and a sigmoid by ``rcp.approx`` (2 units in the last place), tanh by ``tanh.approx`` (relative error 2**-11).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, cute
+
+from overlap_gemm.epilogues import Value
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Register(Value):
+    """An fp32 value in a register.
+
+    Attributes:
+        raw: ``Float32``.
+    """
+
+    raw: Any
+
+    def unary(self, name: str) -> Register:
+        """Returns a function of the value, by torch's name."""
+        return Register(_UNARY[name](self.raw))
+
+    def binary(self, name: str, left: Any, right: Any) -> Register:
+        """Returns ``left name right``, by torch's name."""
+        return Register(_BINARY[name](raw(left), raw(right)))
+
+
+def raw(value: Any) -> Any:
+    """Returns the ``Float32`` of a value or number."""
+    return value.raw if isinstance(value, Register) else Float32(value)
+
+
+def _exp(x: Any) -> Any:
+    return cute.math.exp2(x * Float32(LOG2_E), approx=True)
+
+
+def _reciprocal(x: Any) -> Any:
+    return cute.math.rcp(x, approx=True)
+
+
+_UNARY = {
+    "neg": lambda x: -x,
+    "abs": cute.math.absf,
+    "exp": _exp,
+    "sqrt": lambda x: cute.math.sqrt(x, approx=True),
+    "rsqrt": lambda x: cute.math.rsqrt(x, approx=True),
+    "reciprocal": _reciprocal,
+    "sigmoid": lambda x: _reciprocal(_exp(-x) + Float32(1.0)),
+    "tanh": lambda x: cute.math.tanh(x, approx=True),
+    "erf": cute.math.erf,
+}
+
+_BINARY = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x * _reciprocal(y),
+    "maximum": lambda x, y: cute.math.max(x, y, propagate_nan=True),
+    "minimum": lambda x, y: cute.math.min(x, y, propagate_nan=True),
+}

@@ -1,0 +1,71 @@
+"""Functions that a GEMM applies to its sums before it stores them: how to define one, and ready ones.
+
+Standard library only.
+"""
+
+from .arithmetic import (
+    Value,
+    erf,
+    exp,
+    gelu,
+    gelu_tanh,
+    maximum,
+    minimum,
+    reciprocal,
+    relu,
+    rsqrt,
+    sigmoid,
+    silu,
+    sqrt,
+    tanh,
+)
+from .definition import PAIR, Applied, Epilogue, InputKind, OutputKind, Sum, epilogue, epilogue_of
+from .library import (
+    add_bias,
+    add_residual,
+    add_residual_squared,
+    apply_gelu,
+    apply_gelu_tanh,
+    apply_relu,
+    apply_silu,
+    geglu,
+    scale_rows,
+    scale_rows_and_columns,
+    swiglu,
+)
+
+__all__ = [
+    "PAIR",
+    "Applied",
+    "Epilogue",
+    "InputKind",
+    "OutputKind",
+    "Sum",
+    "Value",
+    "add_bias",
+    "add_residual",
+    "add_residual_squared",
+    "apply_gelu",
+    "apply_gelu_tanh",
+    "apply_relu",
+    "apply_silu",
+    "epilogue",
+    "epilogue_of",
+    "erf",
+    "exp",
+    "geglu",
+    "gelu",
+    "gelu_tanh",
+    "maximum",
+    "minimum",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "scale_rows",
+    "scale_rows_and_columns",
+    "sigmoid",
+    "silu",
+    "sqrt",
+    "swiglu",
+    "tanh",
+]

@@ -1,0 +1,97 @@
+"""Ready epilogues, each a function and its declaration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arithmetic import gelu, gelu_tanh, relu, silu
+from .definition import epilogue
+
+
+def _of_sum_and_bias(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    (gradient,) = gradients
+    return gradient, gradient.sum(0)
+
+
+@epilogue(inputs={"bias": "columns"}, gradient=_of_sum_and_bias)
+def add_bias(x: Any, bias: Any) -> Any:
+    """Returns x + bias."""
+    return x + bias
+
+
+@epilogue(inputs={"row": "rows", "column": "columns"}, of="partial")
+def scale_rows_and_columns(x: Any, row: Any, column: Any) -> Any:
+    """Returns x times the scales of its row and of its column: those of a rank's own operands."""
+    return x * (row * column)
+
+
+@epilogue(inputs={"scale": "rows"})
+def scale_rows(x: Any, scale: Any) -> Any:
+    """Returns x times the scale of its row."""
+    return x * scale
+
+
+def _of_sum_and_residual(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    (gradient,) = gradients
+    return gradient, gradient
+
+
+@epilogue(inputs={"residual": "element"}, gradient=_of_sum_and_residual)
+def add_residual(x: Any, residual: Any) -> Any:
+    """Returns x + residual."""
+    return x + residual
+
+
+def _of_stream(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    stream, _ = outputs
+    of_stream, of_squares = gradients
+    gradient = of_stream + 2.0 * stream * of_squares[:, None]
+    return gradient, gradient
+
+
+@epilogue(inputs={"residual": "element"}, outputs={"squares": "row_sum"}, gradient=_of_stream)
+def add_residual_squared(x: Any, residual: Any) -> Any:
+    """Returns x + residual, and of each row the sum of its squares: what an RMS norm after it divides by."""
+    stream = x + residual
+    return stream, stream * stream
+
+
+def _of_relu(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    (gradient,), (result,) = gradients, outputs
+    return (gradient * (result > 0),)
+
+
+@epilogue(gradient=_of_relu)
+def apply_relu(x: Any) -> Any:
+    """Returns relu(x)."""
+    return relu(x)
+
+
+@epilogue
+def apply_silu(x: Any) -> Any:
+    """Returns silu(x)."""
+    return silu(x)
+
+
+@epilogue
+def apply_gelu(x: Any) -> Any:
+    """Returns gelu(x)."""
+    return gelu(x)
+
+
+@epilogue
+def apply_gelu_tanh(x: Any) -> Any:
+    """Returns gelu_tanh(x)."""
+    return gelu_tanh(x)
+
+
+@epilogue(pairs=True)
+def swiglu(gate: Any, up: Any) -> Any:
+    """Returns silu(gate) * up."""
+    return silu(gate) * up
+
+
+@epilogue(pairs=True)
+def geglu(gate: Any, up: Any) -> Any:
+    """Returns gelu(gate) * up."""
+    return gelu(gate) * up

@@ -1,0 +1,165 @@
+"""`epilogue`: declarations, digests, and the functions on tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.epilogues import arithmetic
+
+ALPHA = 0.25
+
+
+def _scaled(x):
+    return ALPHA * x
+
+
+@epilogue(inputs={"residual": "element", "gamma": "columns", "rstd": "rows", "shift": "scalar"},
+          outputs={"squares": "row_sum", "largest": "row_max", "normed": "element"})  # fmt: skip
+def everything(x, residual, gamma, rstd, shift):
+    y = _scaled(x) + residual - shift
+    return y, y * y, abs(y), y * rstd * gamma
+
+
+def inputs_of(rows, columns, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    shapes = (rows, columns), (columns,), (rows,), (1,)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def test_an_epilogue_on_tensors_is_its_function_in_float32():
+    x = torch.randn(5, 64).bfloat16()
+    residual, gamma, rstd, shift = inputs_of(5, 64, torch.bfloat16)
+    result, squares, largest, normed = everything.on_tensors(x, (residual, gamma, rstd, shift))
+    expected = 0.25 * x.float() + residual.float() - shift.float()
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(squares, expected.square().sum(1))
+    torch.testing.assert_close(largest, expected.abs().amax(1))
+    torch.testing.assert_close(normed, expected * rstd.float()[:, None] * gamma.float())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (epilogues.apply_relu, F.relu),
+        (epilogues.apply_silu, F.silu),
+        (epilogues.apply_gelu, F.gelu),
+        (epilogues.apply_gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
+    ],
+    ids=["relu", "silu", "gelu", "gelu_tanh"],
+)
+def test_activations_are_those_of_torch(ours, theirs):
+    x = torch.cat([torch.linspace(-30, 30, 601, dtype=torch.float64), torch.tensor([torch.nan, 0.0])])[None]
+    torch.testing.assert_close(ours.on_tensors(x, ())[0], theirs(x), equal_nan=True)
+
+
+def test_pairs_are_of_32_columns_and_as_many_after_them():
+    x = torch.randn(3, 192, dtype=torch.float64)
+    gate = torch.cat([x[:, 64 * i : 64 * i + 32] for i in range(3)], 1)
+    up = torch.cat([x[:, 64 * i + 32 : 64 * i + 64] for i in range(3)], 1)
+    torch.testing.assert_close(epilogues.swiglu.on_tensors(x, ())[0], F.silu(gate) * up)
+    torch.testing.assert_close(epilogues.geglu.on_tensors(x, ())[0], F.gelu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    "one", [epilogues.add_bias, epilogues.add_residual, epilogues.add_residual_squared, epilogues.apply_relu]
+)
+def test_gradients_of_the_library_are_those_of_autograd(one):
+    shapes = {"element": (5, 8), "rows": (5,), "columns": (8,), "scalar": (1,)}
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    inputs = [torch.randn(shapes[kind], dtype=torch.float64, requires_grad=True) for _, kind in one.inputs]
+    outputs = one.on_tensors(x, inputs)
+    gradients = [torch.randn_like(output) for output in outputs]
+    expected = torch.autograd.grad(outputs, (x, *inputs), gradients)
+    for found, wanted in zip(one.gradient(gradients, outputs, inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_the_digest_follows_the_source_and_what_it_refers_to(monkeypatch):
+    def made():
+        return epilogue(everything.function, inputs=dict(everything.inputs), outputs=dict(everything.outputs))
+
+    assert made() == everything
+    assert hash(made()) == hash(everything)
+    assert epilogues.epilogue_of(everything.key) is everything
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "ALPHA", 0.5)
+        assert made().digest != everything.digest
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "_scaled", arithmetic.silu)
+        assert made().digest != everything.digest
+    assert epilogue(_scaled).digest != epilogue(_scaled, of="partial").digest
+    with pytest.raises(ValueError, match="no epilogue nothing:0 has been made in this process"):
+        epilogues.epilogue_of("nothing:0")
+
+
+def branching(x):
+    return x if x else -x
+
+
+def comparing(x):
+    return x if x > 0 else -x
+
+
+def of_torch(x):
+    return torch.exp(x)
+
+
+TABLE = torch.ones(3)
+
+
+def of_a_tensor(x):
+    return x * TABLE
+
+
+def doubled(x):
+    return x, x
+
+
+def with_bias(x, bias):
+    return x + bias
+
+
+@pytest.mark.parametrize(
+    ("function", "declared", "rule"),
+    [
+        (branching, {}, "cannot branch on one"),
+        (comparing, {}, "'>' not supported"),
+        (of_torch, {}, "functions of overlap_gemm.epilogues"),
+        (of_a_tensor, {}, "what else it reads is an input"),
+        (doubled, {}, r"must return \(result\)"),
+        (doubled, {"outputs": {"a": "element", "b": "element"}}, r"must return \(result, a, b\)"),
+        (with_bias, {}, r"must take the inputs \(\), in this order; it takes \(x, bias\)"),
+        (with_bias, {"inputs": {"gamma": "columns"}}, r"must take the inputs \(gamma\)"),
+        (with_bias, {"pairs": True, "inputs": {"bias": "columns"}}, "after a pair of sums"),
+    ],
+    ids=lambda given: given.__name__ if callable(given) else None,
+)
+def test_functions_that_are_no_epilogues_are_refused_with_the_rule(function, declared, rule):
+    with pytest.raises(TypeError, match=rule):
+        epilogue(function, **declared)
+
+
+@pytest.mark.parametrize(
+    ("declared", "rule"),
+    [
+        ({"inputs": {"bias": "column"}}, "input bias must be one of element, rows, columns, scalar"),
+        ({"outputs": {"a": "rows"}}, "output a must be one of element, row_sum, row_max"),
+        ({"of": "all"}, "of must be one of partial, complete"),
+        ({"of": "partial", "pairs": True}, "added up over the ranks"),
+        ({"of": "partial", "outputs": {"a": "element"}}, "added up over the ranks"),
+    ],
+)
+def test_declarations_that_do_not_exist_are_refused_with_the_rule(declared, rule):
+    with pytest.raises(ValueError, match=rule):
+        epilogue(with_bias, **declared)
+
+
+def test_inputs_are_passed_by_name():
+    bias = torch.ones(3)
+    assert epilogues.add_bias(bias=bias) == (epilogues.add_bias, (bias,))
+    with pytest.raises(TypeError, match=r"takes the inputs \(bias\), by name; got \(gamma\)"):
+        epilogues.add_bias(gamma=bias)
+    with pytest.raises(TypeError, match=r"takes the inputs \(bias\), by name; got \(\)"):
+        epilogues.add_bias()
