@@ -29,7 +29,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from overlap_gemm.backends.block_scales import layout_of
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import RowColumnScale
+from overlap_gemm.config.visitors import SCALES
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.tuning.space import every_config
 from overlap_gemm.tuning.timing import Replay, captured, measure
@@ -70,7 +70,7 @@ TURNS = 5
 
 def config_of(mma: Any, tile: tuple[int, int], cluster: tuple[int, int], fast: bool) -> GemmConfig:
     """The configuration of an e4m3 kernel with scales of rows and columns."""
-    scaled = (RowColumnScale(),)
+    scaled = (SCALES,)
     return GemmConfig("sm_90a", tile, cluster, mma, in_dtype="e4m3", epilogue=scaled, fast_accum=fast)
 
 

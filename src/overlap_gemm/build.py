@@ -21,8 +21,9 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
     of one row, which stays untouched.
 ``extras``
     A tuple: where operands have scales of blocks, these two matrices (`mainloop.blocks`, `mx`); then what the
-    epilogue's visitors read, in the order of ``config.epilogue_operands``: vectors, contiguous, 16-byte
-    aligned, along rows as many elements as there are rows, along columns as columns, a multiple of 8. None
+    epilogue's visitors read and write, in the order of ``config.epilogue_operands``: vectors, contiguous,
+    16-byte aligned, along rows as many elements as there are rows, along columns as columns, a multiple of 8;
+    matrices like ``out``, of row parts with a column for each ``config.epi_tile[1]`` of its columns. None
     where there is nothing.
 ``exchange``
     An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
@@ -144,11 +145,13 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     scales: tuple[Any, ...] = ()
     if cfg.blocks is not None:
         scales = tuple(scales_of(cfg.blocks).fake_scales() for _ in range(NUM_MATRICES))
-    vectors = tuple(
-        make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
+    operands = tuple(
+        matrix(operand.dtype, True)
+        if operand.is_matrix
+        else make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
         for operand in cfg.epilogue_operands
     )
-    extras = scales + vectors or None
+    extras = scales + operands or None
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
         exchange = _fake_gathering(cfg, kernel.op.keep)

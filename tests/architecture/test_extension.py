@@ -9,11 +9,12 @@ import torch
 from cutlass import cute
 
 from cute_emulator import Emulator
+from overlap_gemm import epilogue
 from overlap_gemm.backends.fused import Fused
 from overlap_gemm.config import arch as archs
 from overlap_gemm.config.arch import ARCHS, Mma, arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import Bias, Operand
+from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS, PATTERNS
@@ -39,31 +40,16 @@ def small_hopper(monkeypatch):
     return small
 
 
-@dataclass(frozen=True)
-class GatedSquare:
-    """Squares each complete sum, and multiplies it by a factor of its row."""
-
-    name = "gated_square"
-    of = "complete"
-    operands = (Operand("rows", "f32"),)
-
-    def apply(self, x, *values):
-        """``x`` squared, times the row's factor."""
-        (factor,) = values
-        return x * x * factor
+@epilogue(inputs={"factor": "rows"})
+def gated_square(x, factor):
+    """Returns the square of each complete sum, times a factor of its row."""
+    return x * x * factor
 
 
-@dataclass(frozen=True)
-class Halve:
-    """Halves each partial sum; reads nothing."""
-
-    name = "halve"
-    of = "partial"
-    operands = ()
-
-    def apply(self, x):
-        """Half of it."""
-        return x * 0.5
+@epilogue(of="partial")
+def halve(x):
+    """Returns half of each partial sum."""
+    return x * 0.5
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,11 @@ def run(config, transport, world, target=None):
 def test_another_epilogue(arch, transport, world):
     mma = next(iter(ARCHS[arch].mma))
     config = GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64))
-    run(replace(config, epilogue=(Halve(), GatedSquare(), Bias("bf16"))), transport, world)
+    run(
+        replace(config, epilogue=(Visitor(halve), Visitor(gated_square, ("f32",)), bias_of("bf16"))),
+        transport,
+        world,
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.cli.lint import inspect, ptx_findings, ptxas_findings, report_of
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.config.visitors import SCALES, bias_of
 from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import split
 from overlap_gemm.transports import PeerBulk
@@ -32,10 +32,10 @@ VARIANTS = [
     {"a_major": "m", "b_major": "n"},
     {"a_major": "m"},
     {"b_major": "n"},
-    {"epilogue": (Bias("bf16"),)},
+    {"epilogue": (bias_of("bf16"),)},
     {"out_dtype": "f32"},
     {"slot_dtype": "f32"},
-    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
+    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (bias_of("bf16"),)},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 6, "inflight": 5},
 ]
@@ -164,7 +164,7 @@ def test_all_lanes_are_after_what_the_last_of_the_grid_has_seen(arch):
 
 def test_who_reads_gathered_scales_acquires_them(monkeypatch):
     """No run tells: the load warp has acquired the same shard, and an emulated load sees all stores."""
-    scaled = (RowColumnScale(),)
+    scaled = (SCALES,)
     config = GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", epilogue=scaled)
 
     def acquires():

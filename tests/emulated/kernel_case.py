@@ -57,6 +57,11 @@ class KernelCase:
         self.extras = [self._extras(rank, generator) for rank in range(self.world)]
         self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
 
+    @property
+    def parts(self):
+        """Parts of a row, of a subtile's columns each."""
+        return -(-self.cols // self.config.epi_tile[1])
+
     def _scales(self, generator):
         """Of blocks: what the kernel reads."""
         if self.config.blocks is None:
@@ -80,16 +85,26 @@ class KernelCase:
         return found
 
     def _extras(self, rank, generator):
-        """What each visitor reads: of its own on every rank, or the same where sums are complete."""
+        """What each visitor reads and writes: each rank its own, or the same where sums are complete."""
         made = []
         for number, visitor in enumerate(self.config.epilogue):
             if visitor.of == "complete":
                 generator = torch.Generator().manual_seed(self.seed + number)
             made.append([])
-            for operand in visitor.operands:
-                extra = torch.randn(self.rows if operand.along == "rows" else self.cols, generator=generator)
-                if visitor.of == "complete" and operand.along == "rows":
+            for operand in visitor.reads:
+                shapes = {
+                    "rows": (self.rows,),
+                    "columns": (self.cols,),
+                    "scalar": (1,),
+                    "element": (self.rows, self.cols),
+                }
+                extra = torch.randn(shapes[operand.kind], generator=generator)
+                if visitor.of == "complete" and operand.kind in ("rows", "element"):
                     extra = extra[rank * self.shape.shard :][: max(self.own[rank], 1)].clone()
+                made[-1].append(extra.to(TORCH[operand.dtype]))
+            for operand in visitor.writes:
+                width = self.cols if operand.kind == "element" else self.parts + -self.parts % 4
+                extra = torch.full((max(self.own[rank], 1), width), torch.nan)
                 made[-1].append(extra.to(TORCH[operand.dtype]))
         return made
 
@@ -97,12 +112,21 @@ class KernelCase:
         """The reference's sums, visited."""
         for visitor, extras in zip(self.config.epilogue, self.extras[rank], strict=True):
             if visitor.of == of:
-                read = [
-                    extra.double()[:, None] if operand.along == "rows" else extra.double()
-                    for operand, extra in zip(visitor.operands, extras, strict=True)
-                ]
-                sums = visitor.apply(sums, *read)
+                read = [extra.double() for extra in extras[: len(visitor.reads)]]
+                sums, *_ = visitor.epilogue.on_tensors(sums, read)
         return sums
+
+    def _outputs(self, sums, rank):
+        """Each output of the last visitor, in float64: (kind, before its rows are reduced, as stored)."""
+        visitor, extras = self.config.epilogue[-1], self.extras[rank][-1]
+        number = len(visitor.reads)
+        wide = [
+            extra.double()[:, None] if operand.kind == "rows" else extra.double()
+            for operand, extra in zip(visitor.reads, extras[:number], strict=True)
+        ]
+        _, *values = visitor.epilogue.apply((sums,), wide)
+        kinds = [kind for _, kind in visitor.epilogue.outputs]
+        return list(zip(kinds, values, extras[number:], strict=True))
 
     def launch(self, emulator, compiled, exchanges=(None,), num_clusters=1000):
         """Queues the launch of every rank."""
@@ -122,8 +146,7 @@ class KernelCase:
                     _matrix(self.a[rank]),
                     _matrix(self.b[rank]),
                     _matrix(self.outs[rank]),
-                    scales + tuple(from_dlpack(x, assumed_align=16).mark_layout_dynamic() for x in extras)
-                    or None,
+                    scales + tuple(_extra(x) for x in extras) or None,
                     exchange,
                     clusters,
                     STREAM,
@@ -157,11 +180,30 @@ class KernelCase:
                 self._visited(total[mine] + sign * loss[mine], rank, "complete") for sign in (-1, 0, 1)
             )
             visited = torch.maximum((least - exact).abs(), (most - exact).abs())
-            error = (self.outs[rank].double() - exact).abs()
-            wrong = ~(error <= visited + 1.02 * out * exact.abs())  # NaN is wrong
-            assert not wrong.any(), (
-                f"rank {rank}: {int(wrong.sum())} of {wrong.numel()} wrong, at {wrong.nonzero()[0].tolist()}"
-            )
+            _check_within(self.outs[rank], exact, visited + 1.02 * out * exact.abs(), f"rank {rank}")
+            if cfg.epilogue and cfg.epilogue[-1].writes:
+                self._check_outputs(total[mine], loss[mine], rank)
+
+    def _check_outputs(self, total, loss, rank):
+        """The outputs of the last visitor, those of rows added up over the columns' parts."""
+        least, exact, most = (self._outputs(total + sign * loss, rank) for sign in (-1, 0, 1))
+        for (_, low, _), (kind, value, stored), (_, high, _) in zip(least, exact, most, strict=True):
+            bound = torch.maximum((low - value).abs(), (high - value).abs())
+            if kind == "element":
+                bound += 1.02 * torch.finfo(stored.dtype).eps / 2 * value.abs()
+            else:
+                parts = stored[:, : self.parts].double()
+                sums = kind == "row_sum"
+                value, stored = (one.sum(1) if sums else one.amax(1) for one in (value, parts))
+                bound = (bound.sum(1) if sums else bound.amax(1)) + 1e-6 * value.abs()
+            _check_within(stored, value, bound, f"rank {rank}, {kind}")
+
+
+def _check_within(found, exact, bound, where):
+    wrong = ~((found.double() - exact).abs() <= bound + 1e-6 * exact.abs())  # NaN is wrong
+    assert not wrong.any(), (
+        f"{where}: {int(wrong.sum())} of {wrong.numel()} wrong, at {wrong.nonzero()[0].tolist()}"
+    )
 
 
 class Workspaces:
@@ -225,6 +267,12 @@ def _atoms(scales, step):
     parts = [swizzle_scales(F.pad(part, full(part), value=torch.nan)) for part in scales.split(step)]
     words = torch.cat([part.view(torch.uint8).view(torch.int16) for part in parts])
     return _matrix(words.view(-1, -(-scales.shape[1] // 4) * 256))
+
+
+def _extra(tensor):
+    if tensor.ndim == 2:
+        return _matrix(tensor)
+    return from_dlpack(tensor, assumed_align=16).mark_layout_dynamic()
 
 
 def _matrix(tensor):

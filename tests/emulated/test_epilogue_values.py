@@ -3,8 +3,8 @@
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, cute
-from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator
 from overlap_gemm import epilogues
@@ -57,5 +57,10 @@ def test_functions_in_a_kernel_are_those_on_tensors(arch):
     for (name, function), found in zip(FUNCTIONS.items(), out, strict=True):
         wanted = function(x.double()).float()
         torch.testing.assert_close(
-            found, wanted, rtol=LOOSE.get(name, 4e-6), atol=4e-7, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            found,
+            wanted,
+            rtol=LOOSE.get(name, 4e-6),
+            atol=4e-7,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
         )

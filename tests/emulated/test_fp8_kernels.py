@@ -10,7 +10,7 @@ from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.config.visitors import SCALES, bias_of
 from overlap_gemm.mainloop import blocks
 from overlap_gemm.mainloop.blocks import StageScales, setup
 from overlap_gemm.transports import PeerBulk
@@ -18,7 +18,7 @@ from overlap_gemm.transports import PeerBulk
 from .chosen import in_turn
 from .kernel_case import KernelCase, launched
 
-SCALED = (RowColumnScale(),)
+SCALED = (SCALES,)
 CONFIGS = [
     GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED),
     GemmConfig("sm_90a", (128, 128), (2, 1), mma="cooperative", in_dtype="e4m3", epilogue=SCALED),
@@ -28,7 +28,7 @@ CONFIGS = [
     ),
     GemmConfig("sm_90a", (128, 128), mma="pingpong", in_dtype="e4m3", epilogue=SCALED, fast_accum=True),
     GemmConfig("sm_90a", (64, 128), mma="pingpong", in_dtype="e5m2", slot_dtype="f32", out_dtype="f32"),
-    GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", epilogue=(*SCALED, Bias("bf16"))),
+    GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", epilogue=(*SCALED, bias_of("bf16"))),
     GemmConfig("sm_100a", (256, 128), (2, 1), mma="2cta", in_dtype="e4m3", epilogue=SCALED),
     GemmConfig("sm_100a", (32, 64), mma="swap_ab", in_dtype="e4m3", b_dtype="e5m2", epilogue=SCALED),
 ]
@@ -60,7 +60,7 @@ BLOCKED = [
         "cooperative",
         in_dtype="e4m3",
         blocks=BLOCKS,
-        epilogue=(Bias("bf16"),),
+        epilogue=(bias_of("bf16"),),
     ),
     GemmConfig("sm_90a", (128, 256), (2, 1), "cooperative", in_dtype="e4m3", blocks=BLOCKS),
     GemmConfig("sm_90a", (64, 128), (2, 1), "pingpong", in_dtype="e4m3", blocks=(1, 32, 32)),

@@ -11,7 +11,7 @@ from cute_emulator import Emulator
 from overlap_gemm.build import compile_kernel, compile_relay, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import Bias, RowColumnScale
+from overlap_gemm.config.visitors import SCALES, bias_of
 from overlap_gemm.exchange.geometry import Puts, tile_puts
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
@@ -30,12 +30,12 @@ VARIANTS = [
     {"a_major": "m"},
     {"b_major": "n"},
     {"a_major": "m", "b_major": "n"},
-    {"epilogue": (Bias("bf16"),)},
+    {"epilogue": (bias_of("bf16"),)},
     {"out_dtype": "f32"},
     {"slot_dtype": "f32"},
-    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (Bias("bf16"),)},
-    {"epilogue": (RowColumnScale(),)},
-    {"epilogue": (RowColumnScale(), Bias("f32")), "out_dtype": "f32"},
+    {"out_dtype": "f32", "slot_dtype": "f32", "epilogue": (bias_of("bf16"),)},
+    {"epilogue": (SCALES,)},
+    {"epilogue": (SCALES, bias_of("f32")), "out_dtype": "f32"},
     {"in_dtype": "f16", "out_dtype": "f16", "slot_dtype": "f16"},
     {"ring_stages": 2, "inflight": 1},
     {"ring_stages": 6, "inflight": 5, "raster_group": 1},

@@ -11,7 +11,7 @@ from overlap_gemm.backends import mx
 from overlap_gemm.backends.plan import Copies
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX
-from overlap_gemm.config.visitors import Bias
+from overlap_gemm.config.visitors import bias_of
 from overlap_gemm.exchange.geometry import FLAG_BYTES
 from overlap_gemm.mainloop import mx as device
 from overlap_gemm.spec import OPS
@@ -24,7 +24,7 @@ from .op_runs import lagging, world_of
 
 RS, AR, AG, GATHER = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather", "all_gather_gemm"
 CONFIGS = [
-    GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", blocks=MX, epilogue=(Bias("bf16"),)),
+    GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", blocks=MX, epilogue=(bias_of("bf16"),)),
     GemmConfig("sm_100a", (128, 256), (1, 2), mma="1cta", in_dtype="e5m2", blocks=MX),
     GemmConfig("sm_100a", (256, 128), (2, 1), mma="2cta", in_dtype="e4m3", blocks=MX),
     GemmConfig("sm_100a", (256, 256), (2, 2), mma="2cta", in_dtype="e4m3", blocks=MX),

@@ -9,11 +9,11 @@ import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.backends import fused
 from overlap_gemm.backends.plan import Copies
-from overlap_gemm.config.visitors import RowColumnScale
+from overlap_gemm.config.visitors import Visitor
 from overlap_gemm.exchange.geometry import FLAG_BYTES, SCALE_BYTES
 from overlap_gemm.gather import all_gather
 from overlap_gemm.gather.all_gather import ArrivalGate
-from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel import epilogue
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
@@ -320,20 +320,20 @@ def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch)
 
 
 def without_a_scale(patch):
-    patch.setattr(RowColumnScale, "apply", lambda self, x, row, column: x * row)
+    patch.setattr(Visitor, "apply", lambda self, x, row, column: x * row)
 
 
 def with_the_next_rows(patch):
-    elements = Visits._elements
-    patch.setattr(Visits, "_elements", lambda self, operand, tensor, own, row, *at: elements(
-        self, operand, tensor, own, row + (operand.along == "rows"), *at
+    elements = epilogue._elements
+    patch.setattr(epilogue, "_elements", lambda operand, tensor, places, row, column: elements(
+        operand, tensor, places, row + (operand.kind == "rows"), column
     ))  # fmt: skip
 
 
 def with_the_next_shards(patch):
     rows = ArrivalGate.with_rows
-    patch.setattr(ArrivalGate, "with_rows", lambda self, tile, extras, call: rows(
-        self, tile._replace(owner=(tile.owner + 1) % call.call.exchange.world), extras, call
+    patch.setattr(ArrivalGate, "with_rows", lambda self, tile, *others: rows(
+        self, tile._replace(owner=(tile.owner + 1) % others[-1].call.exchange.world), *others
     ))  # fmt: skip
 
 

@@ -249,7 +249,7 @@ class Fused:
 def _vectors(
     plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor], blocks: Blocks | None
 ) -> tuple[Tensor, ...]:
-    """An element for each row and for each column of the product, as `RowColumnScale` reads them.
+    """An element for each row and for each column of the product, as `visitors.SCALES` reads them.
 
     Or those of blocks (`block_scales`); of MX types by the shards that a plan's tiles begin with.
     """

@@ -16,7 +16,7 @@ import torch
 
 from ..config.gemm_config import GemmConfig
 from ..config.scale_blocks import Blocks
-from ..config.visitors import Bias, RowColumnScale, Visitor
+from ..config.visitors import SCALES, Visitor, bias_of
 from ..exchange.geometry import (
     ExchangeShape,
     Puts,
@@ -123,9 +123,9 @@ def kind_of(
         blocks: which the scales are of, None: of rows.
         weight_dtype: of B, where the operands have scales; None: A's.
     """
-    epilogue: tuple[Visitor, ...] = () if out_dtype is None or blocks else (RowColumnScale(),)
+    epilogue: tuple[Visitor, ...] = () if out_dtype is None or blocks else (SCALES,)
     if bias:
-        epilogue += (Bias(DTYPES[out_dtype or dtype]),)
+        epilogue += (bias_of(DTYPES[out_dtype or dtype]),)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
     kind = DTYPES[out_dtype]

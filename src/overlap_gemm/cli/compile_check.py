@@ -17,7 +17,7 @@ from rich.table import Table
 from ..cli.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
 from ..config.gemm_config import GemmConfig
 from ..config.scale_blocks import BLOCKS
-from ..config.visitors import RowColumnScale
+from ..config.visitors import SCALES
 from ..spec import ALL_GATHER_GEMM, PATTERNS
 from ..tuning.space import every_config
 from .console import rank_zero_console
@@ -116,7 +116,7 @@ def checked_configs(arch: str) -> list[GemmConfig]:
 
     And, where there are kernels of them, with scales of blocks.
     """
-    scaled = [replace(config, epilogue=(RowColumnScale(),)) for config in every_config(arch, "e4m3")]
+    scaled = [replace(config, epilogue=(SCALES,)) for config in every_config(arch, "e4m3")]
     blocked = [config for blocks in BLOCKS for config in every_config(arch, "e4m3", blocks=blocks)]
     return [*every_config(arch), *scaled, *blocked]
 

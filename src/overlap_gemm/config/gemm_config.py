@@ -188,8 +188,9 @@ class GemmConfig:
 
     @cached_property
     def visits_rows(self) -> bool:
-        """Whether an epilogue warp reads something of each row."""
-        return any(operand.along == "rows" for operand in self.epilogue_operands)
+        """Whether an epilogue warp reads something of each row of A, which in a gather comes with the row."""
+        partial = [visitor for visitor in self.epilogue if visitor.of == "partial"]
+        return any(operand.kind == "rows" for visitor in partial for operand in visitor.operands)
 
     @cached_property
     def is_swap_ab(self) -> bool:

@@ -1,100 +1,97 @@
-"""What an epilogue does to sums before they are rounded: visitors, each with the operands that it declares.
+"""An epilogue in a kernel: the function, and the types of what it reads and writes.
 
-A product's sums are *partial* where other ranks have more to add, and *complete* after. A visitor says of
-which it is: scales of a rank's own operands belong to its partial sums, a bias to the complete ones. It says
-what it does to one element; whoever has the sums (the ring's writer in its fragments, the receive role in
-chunks of a row) loads the operands' elements for it.
+A product's sums are *partial* where other ranks have more to add, and *complete* after. An epilogue says of
+which it is a function: scales of a rank's own operands belong to its partial sums, a bias to the complete
+ones. The role that has the sums (the ring's writer in its fragments, the receive role in chunks of a row)
+loads and stores the operands' elements.
 
-A visitor is a frozen dataclass, part of `GemmConfig`, with
-
-- ``name``: short, for the kernel's name;
-- ``of``: ``"partial"`` or ``"complete"``;
-- ``operands``: a tuple of `Operand`; their tensors are arguments of the kernel, in order (`build`);
-- ``apply(x, *values)``: fp32 values in, fp32 values out, traced. ``x`` and ``values`` are scalars, or vectors
-  of neighbouring columns where a chunk is visited; operators and ``cute.math`` take both.
-
-Imports neither the DSL nor torch: one that needs the DSL imports it in ``apply``.
+Imports neither the DSL nor torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal
 
-from overlap_gemm.device.traced import Fragment
+from overlap_gemm.epilogues import Epilogue, InputKind, Sum, add_bias, scale_rows_and_columns
 
-Sum = Literal["partial", "complete"]
+OperandKind = Literal[InputKind, "row_parts"]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A vector that a visitor reads.
+    """A tensor that a visitor reads or writes, an argument of the kernel.
 
     Attributes:
-        along: ``"rows"``: an element for each row; ``"columns"``: for each column. Of partial sums the rows
-            and columns are those of the rank's product (A's rows, B's rows), of complete ones its output's.
+        kind: ``"rows"``, ``"columns"``: a vector with an element for each; ``"scalar"``: a vector of one;
+            ``"element"``: a matrix; ``"row_parts"``: a matrix with an element for each row and subtile's
+            columns, written. Of partial sums the rows and columns are those of the rank's product (A's rows,
+            B's rows), of complete ones its output's.
         dtype: element type, ``"bf16"``, ``"f16"`` or ``"f32"``.
     """
 
-    along: Literal["rows", "columns"]
+    kind: OperandKind
     dtype: str
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions, rows and columns."""
+        return self.kind in ("element", "row_parts")
 
-class Visitor(Protocol):
-    """See the module."""
+
+@dataclass(frozen=True)
+class Visitor:
+    """An epilogue and the element types of its tensors: part of `GemmConfig`.
+
+    Attributes:
+        epilogue: the function, with declared inputs and outputs.
+        dtypes: of each input, then of each output of each element, in order.
+    """
+
+    epilogue: Epilogue
+    dtypes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Short, for the kernel's name."""
+        return self.epilogue.name
 
     @property
     def of(self) -> Sum:
         """Which sums."""
+        return self.epilogue.of
+
+    @property
+    def reads(self) -> tuple[Operand, ...]:
+        """The inputs' tensors."""
+        return tuple(
+            Operand(kind, dtype) for (_, kind), dtype in zip(self.epilogue.inputs, self.dtypes, strict=False)
+        )
+
+    @property
+    def writes(self) -> tuple[Operand, ...]:
+        """The outputs' tensors."""
+        dtypes = iter(self.dtypes[len(self.epilogue.inputs) :])
+        return tuple(
+            Operand("element", next(dtypes)) if kind == "element" else Operand("row_parts", "f32")
+            for _, kind in self.epilogue.outputs
+        )
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """What it reads."""
+        """All of them, in the order in which the kernel takes them."""
+        return self.reads + self.writes
 
-    def apply(self, x: Any, *values: Fragment) -> Any:
-        """One element, or neighbouring ones of a row."""
-
-
-@dataclass(frozen=True)
-class Bias:
-    """Adds the bias of its column to each complete sum.
-
-    Attributes:
-        dtype: the bias' element type.
-    """
-
-    dtype: str
-
-    name: ClassVar[str] = "bias"
-    of: ClassVar[Sum] = "complete"
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """The bias."""
-        return (Operand("columns", self.dtype),)
-
-    def apply(self, x: Any, *values: Fragment) -> Any:
-        """Adds."""
-        (bias,) = values
-        return x + bias
+    def apply(self, x: Any, *values: Any) -> Any:
+        """Returns the result of one value; for functions without outputs."""
+        (result,) = self.epilogue.apply((x,), values)
+        return result
 
 
-@dataclass(frozen=True)
-class RowColumnScale:
-    """Multiplies each partial sum by the scale of its row and by that of its column, both fp32.
+def bias_of(dtype: str) -> Visitor:
+    """Returns the visitor that adds a bias of this type to complete sums."""
+    return Visitor(add_bias, (dtype,))
 
-    They are the scales of the rank's own operands, so each partial is scaled before it is rounded and added.
-    """
 
-    name: ClassVar[str] = "scale"
-    of: ClassVar[Sum] = "partial"
-    operands: ClassVar[tuple[Operand, ...]] = (Operand("rows", "f32"), Operand("columns", "f32"))
-
-    def apply(self, x: Any, *values: Fragment) -> Any:
-        """Multiplies, the column's scale first into the row's."""
-        row, column = values
-        return x * (row * column)
+SCALES = Visitor(scale_rows_and_columns, ("f32", "f32"))
+"""Multiplies partial sums by the scale of their row and by that of their column."""

@@ -1,7 +1,7 @@
 """Values of an epilogue in a kernel: fp32 registers, with the operators and functions of `epilogues`.
 
-Functions are those of the special function units, none a call or a division: exp by ``ex2.approx``, a quotient
-and a sigmoid by ``rcp.approx`` (2 units in the last place), tanh by ``tanh.approx`` (relative error 2**-11).
+Functions are those of the special function units, none a call: exp by ``ex2.approx``, a quotient and sigmoid
+by ``rcp.approx`` (2 units in the last place), tanh by ``tanh.approx`` (relative error 2**-11).
 """
 
 from __future__ import annotations

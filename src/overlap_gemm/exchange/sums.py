@@ -219,15 +219,18 @@ class Sums:
         row, column = lane.row + row, lane.column + column
         dtype = DTYPES[self.config.out_dtype]
         rounded = cute.make_rmem_tensor(values.shape, dtype)
+        visits = Visits(self.config, ("complete",))
+        parts, place = visits.row_parts(), (lane.window.row + row, lane.window.column + column)
         if row < lane.window.rows and column < lane.window.columns:
-            visits = Visits(self.config, ("complete",))
-            visits.on_chunk(values, lane.window.row + row, lane.window.column + column, extras)
+            visits.on_chunk(values, *place, extras, parts)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):
                 self.results.send(lane.result, chunk * LANES, rounded)
         elif cutlass.const_expr(self.results is not None):
             self.transport.pad(partial(self.results.pad, lane.result, chunk * LANES, rounded))
+        if cutlass.const_expr(len(parts) > 0):
+            visits.store_row_parts(parts, *place, self.chunks.per_row, extras, row < lane.window.rows)
 
     @property
     def chunks(self) -> StageChunks:

@@ -244,19 +244,27 @@ class ArrivalGate:
             await_shard(call, shard, self.op.transport)
         return Int32(shard)
 
-    def with_rows(self, tile: CtaTile, extras: Extras, call: GatherCall) -> Any:
-        """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard."""
-        return (self._row_scales(tile.owner, call), *extras[1:])
+    def with_rows(self, tile: CtaTile, first: Scalar, extras: Extras, call: GatherCall) -> Any:
+        """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard.
 
-    def _row_scales(self, shard: Scalar, call: GatherCall) -> cute.Tensor:
+        Args:
+            tile: the tile.
+            first: the output's row that is the shard's first: scales have the numbers of the output's rows.
+            extras: what the epilogue's visitors read.
+            call: the call's values.
+        """
+        return (self._row_scales(tile.owner, first, call), *extras[1:])
+
+    def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
         """Those that came with the rows of a shard: one for each."""
         given, exchange = call.given, call.call.exchange
         offset, nbytes = call.shard(shard)
         base = cutlass.select_(shard == exchange.rank, given.own, call.buffer + offset)
-        depth = cute.size(given.gathered, mode=[1])
-        first = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
-        rows, pitch = Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
-        return cute.make_tensor(first, cute.make_layout(rows, stride=pitch))
+        depth = cute.size(given.gathered, mode=[1]) * (given.gathered.element_type.width // 8)
+        base -= Int64(first) * given.row_bytes
+        scales = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
+        rows, pitch = first + Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
+        return cute.make_tensor(scales, cute.make_layout(rows, stride=pitch))
 
     @cute.jit
     def end(self, call: GatherCall) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import inf
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import cute, utils
+from cutlass import Int64, cute, utils
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import NUM_MATRICES
-from overlap_gemm.config.visitors import Sum
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES
-from overlap_gemm.device.traced import Extras, Fragment, Scalar
+from overlap_gemm.config.visitors import Operand, Visitor
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, store_run
+from overlap_gemm.device.traced import Extras, Fragment, Predicate, Scalar
+from overlap_gemm.device.values import Register, raw
+from overlap_gemm.epilogues import OutputKind, Sum, maximum
 
 
 class RingStages(NamedTuple):
@@ -105,7 +110,7 @@ class StageChunks:
 
 @dataclass(frozen=True)
 class Visits:
-    """Applies visitors to fp32 sums, in the two forms in which they come; loads what they read.
+    """Applies visitors to fp32 sums, in the two forms in which they come; loads and stores their operands.
 
     Attributes:
         config: the kernel's configuration.
@@ -115,7 +120,9 @@ class Visits:
     config: GemmConfig
     of: tuple[Sum, ...]
 
-    def on_chunk(self, values: Fragment, row: Scalar, column: Scalar, extras: Extras) -> None:
+    def on_chunk(
+        self, values: Fragment, row: Scalar, column: Scalar, extras: Extras, parts: Sequence[Any] = ()
+    ) -> None:
         """Visits ``values`` of neighbouring columns of ``row``, the first of which is ``column``, in range.
 
         Args:
@@ -123,16 +130,78 @@ class Visits:
             row: their row, see `visitors.Operand`.
             column: a multiple of their number.
             extras: the tensors of `GemmConfig.epilogue_operands`.
+            parts: from `row_parts`: each gets the chunk's part of its row's sum or maximum.
         """
+        size, parts = cute.size(values), list(parts)
         for visitor, tensors in self._visitors(extras):
-            read = []
-            for operand, tensor in zip(visitor.operands, tensors, strict=True):
-                if operand.along == "rows":
-                    read.append(tensor[row].to(cutlass.Float32))
+            inputs, outputs = _split(visitor, tensors)
+            read = [
+                _chunk(operand, tensor, row, column, size)
+                for operand, tensor in zip(visitor.reads, inputs, strict=True)
+            ]
+            made = [
+                visitor.epilogue.apply((Register(values[i]),), [Register(one[i]) for one in read])
+                for i in range(size)
+            ]
+            for (_, kind), tensor, of_output in zip(
+                visitor.epilogue.outputs, outputs, list(zip(*made, strict=True))[1:], strict=True
+            ):
+                if kind == "element":
+                    rounded = cute.make_rmem_tensor(size, tensor.element_type)
+                    for i, value in enumerate(of_output):
+                        rounded[i] = raw(value).to(tensor.element_type)
+                    store_run(_address(tensor, row, column), rounded)
                 else:
-                    loaded = _load_run(tensor, column, cute.size(values)).load()
-                    read.append(loaded.to(cutlass.Float32).reshape(values.shape))
-            values.store(visitor.apply(values.load(), *read))
+                    parts.pop(0)[0] = raw(reduce(_REDUCTIONS[kind], of_output))
+            for i, (result, *_) in enumerate(made):
+                values[i] = raw(result)
+
+    @property
+    def reductions(self) -> list[OutputKind]:
+        """The outputs that have a value for each row."""
+        return [
+            kind
+            for visitor in self.config.epilogue
+            for _, kind in visitor.epilogue.outputs
+            if visitor.of in self.of and kind != "element"
+        ]
+
+    def row_parts(self) -> list[Any]:
+        """Registers for a chunk's parts of the reductions of its row; a chunk out of range adds nothing."""
+        parts = [cute.make_rmem_tensor(1, cutlass.Float32) for _ in self.reductions]
+        for part, kind in zip(parts, self.reductions, strict=True):
+            part.fill(_NEUTRAL[kind])
+        return parts
+
+    def store_row_parts(
+        self, parts: list[Any], row: Scalar, column: Scalar, width: int, extras: Extras, exists: Predicate
+    ) -> None:
+        """All lanes, of which ``width`` neighbours have a row: stores each reduction of a subtile's columns.
+
+        In a fixed order: the results do not depend on which warp has the row, or when.
+
+        Args:
+            parts: this lane's, visited.
+            row: its row, see `visitors.Operand`.
+            column: the first column of its chunk.
+            width: a power of two.
+            extras: the tensors of `GemmConfig.epilogue_operands`.
+            exists: whether the row does.
+        """
+        outputs = [
+            tensor
+            for visitor, tensors in self._visitors(extras)
+            for operand, tensor in zip(visitor.operands, tensors, strict=True)
+            if operand.kind == "row_parts"
+        ]
+        subtile = column // self.config.epi_tile[1]
+        for part, kind, output in zip(parts, self.reductions, outputs, strict=True):
+            total, distance = Register(part[0]), 1
+            while distance < width:
+                other = cute.arch.shuffle_sync_bfly(total.raw, distance)
+                total = _REDUCTIONS[kind](total, Register(other))
+                distance *= 2
+            store_by_first(output, total.raw, row, subtile, width, exists)
 
     def on_fragment(self, fragment: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras) -> None:
         """Visits a thread's values of a subtile, loading once per run of neighbouring columns.
@@ -147,13 +216,17 @@ class Visits:
             extras: the tensors of `GemmConfig.epilogue_operands`: 16-byte aligned; the size of one along
                 columns is a multiple of 8.
         """
+        size = cute.size(fragment)
         for visitor, tensors in self._visitors(extras):
+            assert not visitor.writes, f"{visitor.name} has outputs, which the receive role alone stores"
+            places = self._places(own, size)
             read = [
-                self._elements(operand, tensor, own, row, column, cute.size(fragment))
+                _elements(operand, tensor, places, row, column)
                 for operand, tensor in zip(visitor.operands, tensors, strict=True)
             ]
-            for i, values in enumerate(zip(*read, strict=True) if read else [()] * cute.size(fragment)):
-                fragment[i] = visitor.apply(fragment[i], *values)
+            for i in range(size):
+                values = [Register(one[i]) for one in read]
+                fragment[i] = raw(visitor.apply(Register(fragment[i]), *values))
 
     def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
         """The visitors of these sums, each with its tensors."""
@@ -165,32 +238,107 @@ class Visits:
             first = end
         return found
 
-    def _elements(
-        self, operand: Any, tensor: Any, own: Any, row: Scalar, column: Scalar, size: int
-    ) -> list[Any]:
-        """An operand's value, fp32, for each element of a thread's fragment."""
-        along_rows, tile = operand.along == "rows", self.config.epi_tile
-        mode = 0 if along_rows else 1
-        first = (row if along_rows else column) + own(cute.make_identity_tensor(tile))[0][mode]
-        stride = (1, 0) if along_rows else (0, 1)
-        layout = own(cute.make_tensor(tensor.iterator, cute.make_layout(tile, stride=stride))).layout
-        offsets = [layout(i) for i in range(size)]
-        places = sorted(set(offsets))
-        # A size along rows need not be a multiple of anything, so one by one.
+    def _places(self, own: Any, size: int) -> Places:
+        """Where the elements of a thread's fragment lie in the subtile."""
+        tile = self.config.epi_tile
+        first = own(cute.make_identity_tensor(tile))[0]
+        zero = cute.make_ptr(cutlass.Float32, 0, cute.AddressSpace.gmem, assumed_align=16)
+
+        def offsets(stride: tuple[int, int]) -> list[int]:
+            layout = own(cute.make_tensor(zero, cute.make_layout(tile, stride=stride))).layout
+            return [layout(i) for i in range(size)]
+
+        return Places(first, offsets((1, 0)), offsets((0, 1)))
+
+
+class Places(NamedTuple):
+    """Where the elements of a thread's fragment lie in a subtile.
+
+    Attributes:
+        first: (row, column) of the first one.
+        rows: rows from there to each, known when the kernel is traced.
+        columns: columns likewise.
+    """
+
+    first: Any
+    rows: list[int]
+    columns: list[int]
+
+
+_REDUCTIONS: dict[str, Any] = {"row_sum": lambda a, b: a + b, "row_max": maximum}
+
+_NEUTRAL = {"row_sum": 0.0, "row_max": -inf}
+
+
+def _split(visitor: Visitor, tensors: Any) -> tuple[Any, Any]:
+    """Inputs and outputs."""
+    number = len(visitor.reads)
+    return tensors[:number], tensors[number:]
+
+
+def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int) -> Any:
+    """An input's values, fp32, for neighbouring columns of a row."""
+    if operand.kind in ("rows", "scalar"):
+        return [tensor[row if operand.kind == "rows" else 0].to(cutlass.Float32)] * size
+    vector = tensor if operand.kind == "columns" else _row(tensor, row)
+    return _load_run(vector, column, size).load().to(cutlass.Float32)
+
+
+def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column: Scalar) -> list[Any]:
+    """An input's value, fp32, for each element of a thread's fragment."""
+    first_row, first_column = row + places.first[0], column + places.first[1]
+    if operand.kind == "scalar":
+        return [tensor[0].to(cutlass.Float32)] * len(places.rows)
+    values: dict[tuple[int, int], Any] = {}
+    if operand.kind == "rows":  # a size along rows need not be a multiple of anything, so one by one
+        for one in sorted(set(places.rows)):
+            place = cutlass.min(first_row + one, cute.size(tensor) - 1)
+            values[one, 0] = tensor[place].to(cutlass.Float32)  # which may be apart
+        return [values[one, 0] for one in places.rows]
+    in_columns = operand.kind == "columns"
+    rows = [0] if in_columns else sorted(set(places.rows))
+    for one in rows:
+        vector = tensor
+        if not in_columns:
+            vector = _row(tensor, cutlass.min(first_row + one, cute.size(tensor, mode=[0]) - 1))
+        offsets = {c for r, c in zip(places.rows, places.columns, strict=True) if in_columns or r == one}
+        ordered = sorted(offsets)
         run = next(
             n
-            for n in ((1,) if along_rows else (8, 4, 2, 1))
-            if all(place - places[i - i % n] == i % n for i, place in enumerate(places))
+            for n in (8, 4, 2, 1)
+            if all(offset - ordered[i - i % n] == i % n for i, offset in enumerate(ordered))
         )
-        values: dict[int, Any] = {}
-        for start in places[::run]:
-            place = cutlass.min(first + start, cute.size(tensor) - run)
-            if along_rows:  # which may be apart
-                values[start] = tensor[place].to(cutlass.Float32)
-                continue
-            wide = _load_run(tensor, place, run).load().to(cutlass.Float32)
-            values |= {start + i: wide[i] for i in range(run)}
-        return [values[offset] for offset in offsets]
+        for start in ordered[::run]:
+            place = cutlass.min(first_column + start, cute.size(vector) - run)
+            wide = _load_run(vector, place, run).load().to(cutlass.Float32)
+            values |= {(one, start + i): wide[i] for i in range(run)}
+    return [values[0 if in_columns else r, c] for r, c in zip(places.rows, places.columns, strict=True)]
+
+
+def _row(matrix: Any, row: Scalar) -> Any:
+    """A row of a matrix whose rows begin at multiples of 16 bytes."""
+    whole = 128 // matrix.element_type.width
+    offset = cute.assume(Int64(row) * matrix.stride[0], divby=whole)
+    return cute.make_tensor(matrix.iterator + offset, cute.make_layout(cute.size(matrix, mode=[1])))
+
+
+def _address(matrix: Any, row: Scalar, column: Scalar) -> Any:
+    offset = Int64(row) * matrix.stride[0] + column
+    return matrix.iterator.toint() + offset * (matrix.element_type.width // 8)
+
+
+@cute.jit
+def store_by_first(
+    output: cute.Tensor,
+    value: cutlass.Float32,
+    row: Scalar,
+    subtile: Scalar,
+    width: cutlass.Constexpr,
+    exists: Predicate,
+) -> None:
+    """The first of every ``width`` lanes stores a row's value, if the row exists."""
+    if exists and cute.arch.lane_idx() % width == 0:
+        output[(row, subtile)] = value
 
 
 def _load_run(vector: Any, first: Scalar, run: int) -> Any:

@@ -77,7 +77,7 @@ def epilogue_role(
         read: Any = extras
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
-            row, read = tile.row, gate.with_rows(tile, extras, call)
+            read = gate.with_rows(tile, row - tile.row, extras, call)
         place = thread
         if cutlass.const_expr(cfg.sum_parts > 1):  # else what follows from it takes the sums' registers
             place = computed_here(thread)

@@ -1,0 +1,52 @@
+"""Epilogues in kernels: every kind of input and output, on complete and partial sums, against float64."""
+
+from dataclasses import replace
+
+import pytest
+
+from overlap_gemm import epilogue
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Visitor
+from overlap_gemm.transports import PeerBulk
+from tests.emulated.chosen import in_turn
+from tests.emulated.kernel_case import launched
+
+
+def affine(x, residual, gamma, rstd, alpha):
+    return alpha * x * rstd * gamma + residual
+
+
+KINDS = {"residual": "element", "gamma": "columns", "rstd": "rows", "alpha": "scalar"}
+
+READS = Visitor(epilogue(affine, inputs=KINDS), ("bf16", "f32", "f32", "f32"))
+
+
+@epilogue(inputs={"residual": "element"}, outputs={"twice": "element", "sums": "row_sum", "most": "row_max"})
+def stream(x, residual):
+    y = x + residual
+    return y, 2 * y, y * y, abs(y)
+
+
+WRITES = Visitor(stream, ("f32", "f16"))
+
+CONFIGS = [
+    GemmConfig("sm_90a", (64, 128), mma="pingpong"),
+    GemmConfig("sm_100a", (128, 64), mma="1cta"),
+    GemmConfig("sm_90a", (128, 128), mma="cooperative", cluster=(2, 1)),
+    GemmConfig("sm_100a", (256, 128), mma="2cta", cluster=(2, 1)),
+    GemmConfig("sm_90a", (16, 64), mma="swap_ab"),
+    GemmConfig("sm_90a", (64, 128), mma="pingpong", out_dtype="f32", slot_dtype="f32"),
+    GemmConfig("sm_100a", (32, 64), mma="swap_ab"),
+]
+SIZES = {"rows": 150, "cols": 152, "depth": 72}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_the_ring_reads_every_kind_of_input(config):
+    launched(replace(config, epilogue=(READS,)), None, 1, **SIZES).check()
+
+
+@pytest.mark.parametrize(("config", "world"), in_turn(CONFIGS, (2, 3, 4)), ids=str)
+@pytest.mark.parametrize("visitor", [READS, WRITES], ids=lambda visitor: visitor.name)
+def test_the_receive_role_reads_and_writes_every_kind(config, world, visitor):
+    launched(replace(config, epilogue=(visitor,)), PeerBulk(), world, **SIZES).check()
