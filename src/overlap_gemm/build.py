@@ -22,9 +22,8 @@ DSL's own calling path packs a plain ``int`` there wrongly, without a check.
 ``extras``
     A tuple: where operands have scales of blocks, these two matrices (`mainloop.blocks`, `mx`); then what the
     epilogue's visitors read and write, in the order of ``config.epilogue_operands``: vectors, contiguous,
-    16-byte aligned, along rows as many elements as there are rows, along columns as columns, a multiple of 8;
-    matrices like ``out``, of row parts with a column for each ``config.epi_tile[1]`` of its columns. None
-    where there is nothing.
+    16-byte aligned; matrices like ``out``: their extents are `visitors.Operand.shape`, columns a multiple of
+    8. None where there is nothing.
 ``exchange``
     An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
     workspace.
@@ -148,7 +147,9 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     operands = tuple(
         matrix(operand.dtype, True)
         if operand.is_matrix
-        else make_fake_compact_tensor(DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16)
+        else make_fake_compact_tensor(
+            Int32 if operand.dtype == "i32" else DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16
+        )
         for operand in cfg.epilogue_operands
     )
     extras = scales + operands or None

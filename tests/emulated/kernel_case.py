@@ -21,6 +21,7 @@ TORCH = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "f32": torch.float32,
+    "i32": torch.int32,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
@@ -57,11 +58,6 @@ class KernelCase:
         self.extras = [self._extras(rank, generator) for rank in range(self.world)]
         self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
 
-    @property
-    def parts(self):
-        """Parts of a row, of a subtile's columns each."""
-        return -(-self.cols // self.config.epi_tile[1])
-
     def _scales(self, generator):
         """Of blocks: what the kernel reads."""
         if self.config.blocks is None:
@@ -91,21 +87,16 @@ class KernelCase:
             if visitor.of == "complete":
                 generator = torch.Generator().manual_seed(self.seed + number)
             made.append([])
+            rows = max(self.own[rank], 1)
             for operand in visitor.reads:
-                shapes = {
-                    "rows": (self.rows,),
-                    "columns": (self.cols,),
-                    "scalar": (1,),
-                    "element": (self.rows, self.cols),
-                }
-                extra = torch.randn(shapes[operand.kind], generator=generator)
+                extra = torch.randn(operand.shape(self.config, self.rows, self.cols), generator=generator)
                 if visitor.of == "complete" and operand.kind in ("rows", "element"):
-                    extra = extra[rank * self.shape.shard :][: max(self.own[rank], 1)].clone()
+                    extra = extra[rank * self.shape.shard :][:rows].clone()
                 made[-1].append(extra.to(TORCH[operand.dtype]))
             for operand in visitor.writes:
-                width = self.cols if operand.kind == "element" else self.parts + -self.parts % 4
-                extra = torch.full((max(self.own[rank], 1), width), torch.nan)
-                made[-1].append(extra.to(TORCH[operand.dtype]))
+                begin = 0 if operand.kind == "row_counts" else torch.nan
+                shape = operand.shape(self.config, rows, self.cols)
+                made[-1].append(torch.full(shape, begin, dtype=TORCH[operand.dtype]))
         return made
 
     def _visited(self, sums, rank, of):
@@ -125,8 +116,10 @@ class KernelCase:
             for operand, extra in zip(visitor.reads, extras[:number], strict=True)
         ]
         _, *values = visitor.epilogue.apply((sums,), wide)
+        written = zip(visitor.writes, extras[number:], strict=True)
+        stored = [extra for operand, extra in written if operand.kind in ("element", "row_values")]
         kinds = [kind for _, kind in visitor.epilogue.outputs]
-        return list(zip(kinds, values, extras[number:], strict=True))
+        return list(zip(kinds, values, stored, strict=True))
 
     def launch(self, emulator, compiled, exchanges=(None,), num_clusters=1000):
         """Queues the launch of every rank."""
@@ -192,10 +185,7 @@ class KernelCase:
             if kind == "element":
                 bound += 1.02 * torch.finfo(stored.dtype).eps / 2 * value.abs()
             else:
-                parts = stored[:, : self.parts].double()
-                sums = kind == "row_sum"
-                value, stored = (one.sum(1) if sums else one.amax(1) for one in (value, parts))
-                bound = (bound.sum(1) if sums else bound.amax(1)) + 1e-6 * value.abs()
+                value, bound = (one.sum(1) if kind == "row_sum" else one.amax(1) for one in (value, bound))
             _check_within(stored, value, bound, f"rank {rank}, {kind}")
 
 

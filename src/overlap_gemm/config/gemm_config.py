@@ -306,6 +306,11 @@ class GemmConfig:
         return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
 
     @cached_property
+    def unit_rows(self) -> int:
+        """Rows of a subtile that a unit has."""
+        return self.unit_bytes // (self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype])
+
+    @cached_property
     def copied_bytes(self) -> int:
         """Most that a warp loads at a time, all of it under way at once."""
         return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES

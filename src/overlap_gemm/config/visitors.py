@@ -11,23 +11,38 @@ Imports neither the DSL nor torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from overlap_gemm.epilogues import Epilogue, InputKind, Sum, add_bias, scale_rows_and_columns
+from overlap_gemm.epilogues import (
+    Epilogue,
+    InputKind,
+    OutputKind,
+    Sum,
+    add_bias,
+    scale_rows_and_columns,
+)
+from overlap_gemm.spec.sharding import ceil_div
 
-OperandKind = Literal[InputKind, "row_parts"]
+if TYPE_CHECKING:
+    from overlap_gemm.config.gemm_config import GemmConfig
+
+OperandKind = Literal[InputKind, "row_values", "row_parts", "row_counts"]
 
 
 @dataclass(frozen=True)
 class Operand:
     """A tensor that a visitor reads or writes, an argument of the kernel.
 
+    Of partial sums the rows and columns are those of the rank's product (A's rows, B's rows), of complete
+    ones its output's.
+
     Attributes:
         kind: ``"rows"``, ``"columns"``: a vector with an element for each; ``"scalar"``: a vector of one;
-            ``"element"``: a matrix; ``"row_parts"``: a matrix with an element for each row and subtile's
-            columns, written. Of partial sums the rows and columns are those of the rank's product (A's rows,
-            B's rows), of complete ones its output's.
-        dtype: element type, ``"bf16"``, ``"f16"`` or ``"f32"``.
+            ``"element"``: a matrix. Written, for an output with a value for each row: ``"row_values"``: the
+            vector; ``"row_parts"``: a matrix with a row for the values of each subtile's columns;
+            ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, zeros between
+            calls.
+        dtype: element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
     """
 
     kind: OperandKind
@@ -35,8 +50,26 @@ class Operand:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dimensions, rows and columns."""
+        """Whether it has two dimensions."""
         return self.kind in ("element", "row_parts")
+
+    def shape(self, config: GemmConfig, rows: int, columns: int) -> tuple[int, ...]:
+        """Returns the extents of the tensor of a call.
+
+        Args:
+            config: the kernel's configuration.
+            rows: rows of the rank's output, at least 1.
+            columns: its columns.
+        """
+        return {
+            "element": (rows, columns),
+            "rows": (rows,),
+            "row_values": (rows,),
+            "columns": (columns,),
+            "scalar": (1,),
+            "row_parts": (ceil_div(columns, config.epi_tile[1]), ceil_div(rows, 4) * 4),
+            "row_counts": (ceil_div(rows, config.unit_rows),),
+        }[self.kind]
 
 
 @dataclass(frozen=True)
@@ -70,12 +103,19 @@ class Visitor:
 
     @property
     def writes(self) -> tuple[Operand, ...]:
-        """The outputs' tensors."""
-        dtypes = iter(self.dtypes[len(self.epilogue.inputs) :])
-        return tuple(
-            Operand("element", next(dtypes)) if kind == "element" else Operand("row_parts", "f32")
-            for _, kind in self.epilogue.outputs
-        )
+        """The outputs' tensors: of a value for each row the values and their parts; then the counts."""
+        dtypes, found = iter(self.dtypes[len(self.epilogue.inputs) :]), []
+        for _, kind in self.epilogue.outputs:
+            if kind == "element":
+                found.append(Operand("element", next(dtypes)))
+            else:
+                found += [Operand("row_values", "f32"), Operand("row_parts", "f32")]
+        return (*found, Operand("row_counts", "i32")) if self.reductions else tuple(found)
+
+    @property
+    def reductions(self) -> tuple[OutputKind, ...]:
+        """How each output that has a value for each row is made of its elements."""
+        return tuple(kind for _, kind in self.epilogue.outputs if kind != "element")
 
     @property
     def operands(self) -> tuple[Operand, ...]:

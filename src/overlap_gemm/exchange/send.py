@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
+from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.flags import release_fence
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.traced import Scalar, Stages
@@ -69,8 +69,7 @@ class Destination(NamedTuple):
         if has_empty_subtiles(config):
             # A column stands for more rows than a subtile has, none for none.
             rows = cutlass.min(rows, (self.columns - subtile % config.epi_columns * wide) * tall)
-        unit_rows = config.unit_bytes // (wide * DTYPE_BYTES[config.slot_dtype])
-        return (rows + (unit_rows - 1)) // unit_rows * config.unit_bytes
+        return (rows + (config.unit_rows - 1)) // config.unit_rows * config.unit_bytes
 
     def put_bytes(self, config: GemmConfig) -> Any:
         """Bytes of the tile's slot to the end of what is sent, which is put as one; 0 or less: nothing is."""

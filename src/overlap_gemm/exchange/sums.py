@@ -129,6 +129,14 @@ class Sums:
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         if place.exists:
             self._sum(place.lane, given.extras)
+            visits = Visits(self.config, ("complete",))
+            if cutlass.const_expr(visits.reduces):
+                lane, extras = place.lane, given.extras
+                row, _ = self.chunks.locate(place.unit * (self.config.lane_chunks * LANES))
+                window = lane.window
+                visits.finish_rows(
+                    window.row + lane.row + row, window.row + window.rows, window.columns, extras
+                )
             if cutlass.const_expr(self.results is not None):
                 self.transport.publish_unit(partial(self._publish, given, place))
         if cutlass.const_expr(self.results is not None):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import inf
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int64, cute, utils
+from cutlass import Float32, Int32, Int64, cute, utils
 from cutlass.tensor_utils import LayoutEnum
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import NUM_MATRICES
 from overlap_gemm.config.visitors import Operand, Visitor
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, store_run
+from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, store_run
 from overlap_gemm.device.traced import Extras, Fragment, Predicate, Scalar
 from overlap_gemm.device.values import Register, raw
-from overlap_gemm.epilogues import OutputKind, Sum, maximum
+from overlap_gemm.epilogues import Sum, maximum
 
 
 class RingStages(NamedTuple):
@@ -134,42 +134,36 @@ class Visits:
         """
         size, parts = cute.size(values), list(parts)
         for visitor, tensors in self._visitors(extras):
-            inputs, outputs = _split(visitor, tensors)
             read = [
                 _chunk(operand, tensor, row, column, size)
-                for operand, tensor in zip(visitor.reads, inputs, strict=True)
+                for operand, tensor in zip(visitor.reads, tensors, strict=False)
             ]
             made = [
                 visitor.epilogue.apply((Register(values[i]),), [Register(one[i]) for one in read])
                 for i in range(size)
             ]
-            for (_, kind), tensor, of_output in zip(
-                visitor.epilogue.outputs, outputs, list(zip(*made, strict=True))[1:], strict=True
-            ):
+            of_results, *of_outputs = zip(*made, strict=True)
+            elements = _of_kind(visitor, tensors, "element")
+            for (_, kind), output in zip(visitor.epilogue.outputs, of_outputs, strict=True):
                 if kind == "element":
-                    rounded = cute.make_rmem_tensor(size, tensor.element_type)
-                    for i, value in enumerate(of_output):
-                        rounded[i] = raw(value).to(tensor.element_type)
-                    store_run(_address(tensor, row, column), rounded)
+                    _store_chunk(elements.pop(0), row, column, output)
                 else:
-                    parts.pop(0)[0] = raw(reduce(_REDUCTIONS[kind], of_output))
-            for i, (result, *_) in enumerate(made):
+                    parts.pop(0)[0] = raw(functools.reduce(_REDUCTIONS[kind], output))
+            for i, result in enumerate(of_results):
                 values[i] = raw(result)
 
     @property
-    def reductions(self) -> list[OutputKind]:
-        """The outputs that have a value for each row."""
-        return [
-            kind
-            for visitor in self.config.epilogue
-            for _, kind in visitor.epilogue.outputs
-            if visitor.of in self.of and kind != "element"
-        ]
+    def reduces(self) -> bool:
+        """Whether the epilogue has an output with a value for each row."""
+        return any(visitor.reductions for visitor in self.config.epilogue if visitor.of in self.of)
 
     def row_parts(self) -> list[Any]:
         """Registers for a chunk's parts of the reductions of its row; a chunk out of range adds nothing."""
-        parts = [cute.make_rmem_tensor(1, cutlass.Float32) for _ in self.reductions]
-        for part, kind in zip(parts, self.reductions, strict=True):
+        kinds = [
+            kind for visitor in self.config.epilogue if visitor.of in self.of for kind in visitor.reductions
+        ]
+        parts = [cute.make_rmem_tensor(1, cutlass.Float32) for _ in kinds]
+        for part, kind in zip(parts, kinds, strict=True):
             part.fill(_NEUTRAL[kind])
         return parts
 
@@ -177,8 +171,6 @@ class Visits:
         self, parts: list[Any], row: Scalar, column: Scalar, width: int, extras: Extras, exists: Predicate
     ) -> None:
         """All lanes, of which ``width`` neighbours have a row: stores each reduction of a subtile's columns.
-
-        In a fixed order: the results do not depend on which warp has the row, or when.
 
         Args:
             parts: this lane's, visited.
@@ -188,20 +180,35 @@ class Visits:
             extras: the tensors of `GemmConfig.epilogue_operands`.
             exists: whether the row does.
         """
-        outputs = [
-            tensor
-            for visitor, tensors in self._visitors(extras)
-            for operand, tensor in zip(visitor.operands, tensors, strict=True)
-            if operand.kind == "row_parts"
-        ]
-        subtile = column // self.config.epi_tile[1]
-        for part, kind, output in zip(parts, self.reductions, outputs, strict=True):
-            total, distance = Register(part[0]), 1
-            while distance < width:
-                other = cute.arch.shuffle_sync_bfly(total.raw, distance)
-                total = _REDUCTIONS[kind](total, Register(other))
-                distance *= 2
-            store_by_first(output, total.raw, row, subtile, width, exists)
+        subtile, parts = column // self.config.epi_tile[1], list(parts)
+        for visitor, tensors in self._visitors(extras):
+            outputs = _of_kind(visitor, tensors, "row_parts")
+            for kind, output in zip(visitor.reductions, outputs, strict=True):
+                total, distance = Register(parts.pop(0)[0]), 1
+                while distance < width:
+                    other = cute.arch.shuffle_sync_bfly(total.raw, distance)
+                    total = _REDUCTIONS[kind](total, Register(other))
+                    distance *= 2
+                store_by_first(output, total.raw, row, subtile, width, exists)
+
+    def finish_rows(self, row: Scalar, rows: Scalar, columns: Scalar, extras: Extras) -> None:
+        """All lanes, after a unit: the warp with the last unit of some rows reduces the parts of these.
+
+        In the order of the columns: the results do not depend on which warp is the last.
+
+        Args:
+            row: the unit's first row.
+            rows: rows of the output.
+            columns: its columns.
+            extras: the tensors of `GemmConfig.epilogue_operands`.
+        """
+        for visitor, tensors in self._visitors(extras):
+            if visitor.reductions:
+                (counts,) = _of_kind(visitor, tensors, "row_counts")
+                values, parts = (_of_kind(visitor, tensors, kind) for kind in ("row_values", "row_parts"))
+                triples = tuple(zip(visitor.reductions, values, parts, strict=True))
+                subtiles = (columns + (self.config.epi_tile[1] - 1)) // self.config.epi_tile[1]
+                _finish_rows(triples, counts, self.config.unit_rows, row, rows, subtiles)
 
     def on_fragment(self, fragment: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras) -> None:
         """Visits a thread's values of a subtile, loading once per run of neighbouring columns.
@@ -222,7 +229,7 @@ class Visits:
             places = self._places(own, size)
             read = [
                 _elements(operand, tensor, places, row, column)
-                for operand, tensor in zip(visitor.operands, tensors, strict=True)
+                for operand, tensor in zip(visitor.reads, tensors, strict=True)
             ]
             for i in range(size):
                 values = [Register(one[i]) for one in read]
@@ -270,10 +277,18 @@ _REDUCTIONS: dict[str, Any] = {"row_sum": lambda a, b: a + b, "row_max": maximum
 _NEUTRAL = {"row_sum": 0.0, "row_max": -inf}
 
 
-def _split(visitor: Visitor, tensors: Any) -> tuple[Any, Any]:
-    """Inputs and outputs."""
-    number = len(visitor.reads)
-    return tensors[:number], tensors[number:]
+def _of_kind(visitor: Visitor, tensors: Any, kind: str) -> list[Any]:
+    """The tensors of a visitor's written operands of a kind."""
+    written = tensors[len(visitor.reads) :]
+    return [tensor for operand, tensor in zip(visitor.writes, written, strict=True) if operand.kind == kind]
+
+
+def _store_chunk(matrix: Any, row: Scalar, column: Scalar, values: Sequence[Any]) -> None:
+    rounded = cute.make_rmem_tensor(len(values), matrix.element_type)
+    for i, value in enumerate(values):
+        rounded[i] = raw(value).to(matrix.element_type)
+    offset = Int64(row) * matrix.stride[0] + column
+    store_run(matrix.iterator.toint() + offset * (matrix.element_type.width // 8), rounded)
 
 
 def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int) -> Any:
@@ -322,11 +337,6 @@ def _row(matrix: Any, row: Scalar) -> Any:
     return cute.make_tensor(matrix.iterator + offset, cute.make_layout(cute.size(matrix, mode=[1])))
 
 
-def _address(matrix: Any, row: Scalar, column: Scalar) -> Any:
-    offset = Int64(row) * matrix.stride[0] + column
-    return matrix.iterator.toint() + offset * (matrix.element_type.width // 8)
-
-
 @cute.jit
 def store_by_first(
     output: cute.Tensor,
@@ -338,7 +348,50 @@ def store_by_first(
 ) -> None:
     """The first of every ``width`` lanes stores a row's value, if the row exists."""
     if exists and cute.arch.lane_idx() % width == 0:
-        output[(row, subtile)] = value
+        output[(subtile, row)] = value
+
+
+@cute.jit
+def _finish_rows(
+    reductions: Any,
+    counts: cute.Tensor,
+    unit_rows: cutlass.Constexpr,
+    row: Scalar,
+    rows: Scalar,
+    subtiles: Scalar,
+) -> None:
+    """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
+
+    What the other warps stored before they counted is there for the last: each counts after its barrier, by
+    an operation that releases and acquires, and the last one's lanes read after another barrier. It sets the
+    count back for the next call, which begins after this one.
+    """
+    is_last = Int32(0)
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        word = counts.iterator + row // unit_rows
+        if cute.arch.atomic_add(word, Int32(1), sem="acq_rel", scope="gpu") == subtiles - 1:
+            cute.arch.store(word, Int32(0))
+            is_last = Int32(1)
+    is_last = Int32(cute.arch.shuffle_sync(is_last, 0))
+    cute.arch.sync_warp()
+    if is_last != 0:
+        for first in cutlass.range_constexpr(0, unit_rows, LANES):
+            own = row + first + cute.arch.lane_idx()
+            if own < rows and first + cute.arch.lane_idx() < unit_rows:
+                for kind, values, parts in reductions:
+                    _reduce_parts(kind, values, parts, own, subtiles)
+
+
+@cute.jit
+def _reduce_parts(
+    kind: cutlass.Constexpr, values: cute.Tensor, parts: cute.Tensor, row: Int32, subtiles: Int32
+) -> None:
+    """One lane: reduces the parts of a row in order."""
+    total = Float32(parts[(0, row)])
+    for subtile in cutlass.range(1, subtiles, unroll=4):
+        total = raw(_REDUCTIONS[kind](Register(total), Register(parts[(subtile, row)])))
+    values[row] = total
 
 
 def _load_run(vector: Any, first: Scalar, run: int) -> Any:
