@@ -144,15 +144,15 @@ def beyond_the_models_bytes():
     ]
 
 
-def float8(column):
-    """Of all shapes, as their table has them."""
-    return [float(row[column]) for row in tables.float8("h200x2-variants")]
-
-
 def float8_beside_every_way():
-    """The fused ops' time beside the fastest of torch's ways, also those that do not promote sums."""
-    every = [result["us"] for result in report("h200x2-variants")["results"] if result["float8"]]
-    return [us["now"] / min(us[way] for way in us if way.startswith("torch")) for us in every]
+    """Time of the fused ops relative to the fastest of torch's ways, also those that do not promote sums."""
+    return [float(row["fused / best"]) for row in tables.float8("h200x2-variants")]
+
+
+def float8_beside_bfloat16():
+    """Time of the fused ops relative to theirs with bfloat16 operands."""
+    rows = tables.float8("h200x2-variants")
+    return [float(row["fused"]) / float(row["bf16 fused"]) for row in rows]
 
 
 def with_product(m):
@@ -215,12 +215,14 @@ FIGURES = {
         ),
         lambda: (
             f"within 10 % in {sum(error <= 0.1 for error in errors('h200x4', 'fused'))} of "
-            f"{len(errors('h200x4', 'fused'))} shapes, at most {100 * max(errors('h200x4', 'fused')):.0f} %"
+            f"{len(errors('h200x4', 'fused'))} shapes, "
+            f"at most {100 * max(errors('h200x4', 'fused')):.0f} % off"
         ),
         lambda: (
-            f"within 5 % of it in {sum(one <= 1.05 for one in beside_every_way('h200x4', 'graph'))} of "
+            "within 5 % of the fastest measured way in "
+            f"{sum(one <= 1.05 for one in beside_every_way('h200x4', 'graph'))} of "
             f"{len(report('h200x4')['results'])} shapes, "
-            f"at worst {max(beside_every_way('h200x4', 'graph')):.2f}"
+            f"at worst {max(beside_every_way('h200x4', 'graph')):.2f} of its time"
         ),
         lambda: f"Today's model chooses otherwise in {chosen_otherwise('h200x4', 'graph')} of these shapes",
         lambda: (
@@ -238,8 +240,8 @@ FIGURES = {
         lambda: (
             f"Today's model chooses otherwise in {chosen_otherwise('h200x2-shapes', 'graph')} of these shapes"
         ),
-        lambda: f"each of {len(report('h200x2-kernels')['results'])} calls",
-        lambda: f"h200x8-all-gather.json), {said(decomposed_beside_sequential())} of its speed",
+        lambda: f"of each of {len(report('h200x2-kernels')['results'])} calls",
+        lambda: f"had {said(decomposed_beside_sequential())} of the speed of `sequential` (`h200x8-",
         lambda: f"within {100 * max(map(abs, beyond_the_models_bytes())):.1f} % (flags;",
         lambda: f"took {said(collective_beside_product())} of the time of the product alone",
     ],
@@ -276,12 +278,11 @@ FIGURES = {
             f"with `Float8(wgrad=True)`; compiled {step('float8, compiled'):.2f} and "
             f"{step('float8, wgrad, compiled'):.2f} of bfloat16's, compiled"
         ),
-        lambda: f"took {said(float8('e4m3: fused / torch'))} of the time of `torch` in CUDA graphs",
-        lambda: f"and {said(float8('fused: e4m3 / bf16'))} of what they take with bfloat16",
         lambda: (
-            f"that do not promote sums, {said(float8_beside_every_way())} "
-            f"({slower(float8_beside_every_way())} are slower:"
+            f"take {said(float8_beside_every_way())} of the time of the fastest of torch's ways "
+            f"({slower(float8_beside_every_way())} are slower)"
         ),
+        lambda: f"and {said(float8_beside_bfloat16())} of their time with bfloat16",
     ],
     "docs/evidence.md": [
         lambda: (
@@ -293,17 +294,16 @@ SOURCES = {
     "README.md": ["h100x2-shapes"],
     "docs/index.md": ["h100x2-shapes", "h200x4"],
     "benchmarks/README.md": [
-        "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-layer-compiled", "h200x2-shapes",
-        "h200x2-gemm-reduce-scatter", "h200x2-all-gather", "h200x2-last", "h200x2-variants", "emulator-speed",
-        "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes",
+        "h200x4", "h200x4-layer", "h200x2-layer-compiled", "h200x2-shapes", "h200x2-variants",
+        "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
+        "h200-train-step", "emulator-speed",
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-variants", "h200-quantize"],
 }  # fmt: skip
 NOT_TIMED = {
-    ("docs/fused.md", "64 of 132 "): "8192 columns in tiles of 128, and the SMs of an H200",
-    ("docs/fp8.md", "3 %"): "tests/multi/test_float8.py holds it",
+    ("docs/fp8.md", "3 %"): "checked by tests/multi/test_float8.py",
     ("docs/models.md", "3 %"): "tests/multi/test_model_optimizers.py holds it",
     ("docs/models.md", "1 times"): "tests/multi/test_model_loading.py holds it",
     ("docs/pipelines.md", "12 KB"): "the product that follows",
