@@ -11,8 +11,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from overlap_gemm.cli.plots import PALETTE, where
-from overlap_gemm.cli.results import EAGER, GRAPH
+from overlap_gemm_tools.plots import PALETTE, where
+from overlap_gemm_tools.results import EAGER, GRAPH
 
 FEW = 256
 """Rows up to which a shape is one of few rows in `draw_ratios`."""

@@ -23,18 +23,18 @@ import typer
 from torch import Tensor
 
 import overlap_gemm
-from overlap_gemm.cli.baselines import product, symmetric
 from overlap_gemm.cli.machine import describe
-from overlap_gemm.cli.workload import Operands, Workload
 from overlap_gemm.runtime.group import Group, group_name, resolve
+from overlap_gemm.testing.workload import OpTensors, Workload
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.timing import captured, measure
+from overlap_gemm_tools.baselines import product, symmetric
 
 COLD_BYTES = 160 << 20
-"""Operands that together are larger than the L2 caches of today's GPUs."""
+"""OpTensors that together are larger than the L2 caches of today's GPUs."""
 
 
-def operand_sets(workload: Workload, group: Group) -> list[Operands]:
+def operand_sets(workload: Workload, group: Group) -> list[OpTensors]:
     """The op's operands, as many as no cache holds."""
     first = workload.operands(group, torch.device("cuda"))
     size = sum(each.numel() * each.itemsize for each in (first.x, first.weight))
@@ -43,7 +43,7 @@ def operand_sets(workload: Workload, group: Group) -> list[Operands]:
 
 
 def prepared(
-    workload: Workload, group: Group, sets: list[Operands], backend: str, asked: dict[str, Any]
+    workload: Workload, group: Group, sets: list[OpTensors], backend: str, asked: dict[str, Any]
 ) -> Callable[[], object]:
     """A graph of eight calls with the settings, after which the result of one is compared with torch's."""
     op = getattr(overlap_gemm, workload.op)
@@ -64,7 +64,7 @@ def prepared(
         return captured(call, 8)
 
 
-def torchs(workload: Workload, group: Group, sets: list[Operands]) -> dict[str, Callable[[], object]]:
+def torchs(workload: Workload, group: Group, sets: list[OpTensors]) -> dict[str, Callable[[], object]]:
     """Torch's other ways with 8-bit operands, each a call that takes the operands in turn."""
     whole = [workload.gathered(each) if workload.spec.gathers_operand else each for each in sets]
     calls = {

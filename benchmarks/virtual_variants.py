@@ -16,8 +16,8 @@ import typer
 from torch import Tensor
 
 import overlap_gemm
-from overlap_gemm.cli.workload import Workload
 from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.testing.workload import Workload
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.timing import captured, measure
 

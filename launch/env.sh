@@ -13,7 +13,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 
 # What the installation depends on; the .venv carries a checksum of it.
 stamp() {
-    cat "$ROOT"/constraints*.txt "$ROOT/pyproject.toml" "$ROOT/emulator/pyproject.toml"
+    cat "$ROOT"/constraints*.txt "$ROOT/pyproject.toml" "$ROOT/emulator/pyproject.toml" "$ROOT/tools/pyproject.toml"
     echo "$EXTRAS" "$ROOT" "$(has_gpu && echo gpu)"
 }
 
@@ -53,7 +53,7 @@ install() {
     pick_constraints
     log="$VENV/install.log"
     say "installing overlap_gemm[$EXTRAS] at the pins of $(basename "$CONSTRAINTS"): some minutes; pip's words go to $log"
-    if ! "${PIP[@]}" -c "$CONSTRAINTS" -e "$ROOT/emulator" -e "${ROOT}[$EXTRAS]" >"$log" 2>&1; then
+    if ! "${PIP[@]}" -c "$CONSTRAINTS" -e "$ROOT/emulator" -e "$ROOT/tools" -e "${ROOT}[$EXTRAS]" >"$log" 2>&1; then
         tail -n 15 "$log" >&2
         return 1
     fi
@@ -63,10 +63,10 @@ install() {
 
 if [ -n "${OVERLAP_GEMM_PYTHON:-}" ]; then
     PATH="$(dirname "$OVERLAP_GEMM_PYTHON"):$PATH"
-    # Where overlap_gemm and its emulator are not installed, this checkout's.
+    # Where overlap_gemm, its emulator and its tools are not installed, this checkout's.
     "$OVERLAP_GEMM_PYTHON" -c 'import sys, importlib.util as u
-sys.exit(not all(map(u.find_spec, ("overlap_gemm", "cute_emulator"))))' ||
-        export PYTHONPATH="$ROOT/src:$ROOT/emulator/src${PYTHONPATH:+:$PYTHONPATH}"
+sys.exit(not all(map(u.find_spec, ("overlap_gemm", "cute_emulator", "overlap_gemm_tools"))))' ||
+        export PYTHONPATH="$ROOT/src:$ROOT/tools:$ROOT/emulator/src${PYTHONPATH:+:$PYTHONPATH}"
 else
     VENV="$ROOT/.venv"
     EXTRAS="${OVERLAP_GEMM_EXTRAS:-nvshmem,mpi,demo,dev}"

@@ -48,10 +48,15 @@ def folder_of_this_run() -> Iterator[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives a run without a GPU one folder of compiled kernels, for all its processes, and no other run's.
+    """Lets processes that tests start import the tools; gives a run without a GPU a folder of kernels.
+
+    One for all its processes, and no other run's.
 
     Processes side by side, and those that tests start, then compile an op's kernel once between them.
     """
+    if not hasattr(config, "workerinput"):
+        paths = [str(config.rootpath / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if not hasattr(config, "workerinput") and not torch.cuda.is_available():
         run = contextlib.ExitStack()
         config.add_cleanup(run.close)

@@ -130,3 +130,9 @@ def test_the_package_names_no_option_that_was_removed():
     assert len(files) > 100
     assert {file: found for file, found in named.items() if found} == {}
     assert [file for file in files if REMOVED_OPTIONS.search(file.name)] == []
+
+
+def test_the_package_needs_no_tool_of_developers():
+    """The command alone names their package, and says how to install it."""
+    files = [file for file in (ROOT / "src").rglob("*.py") if "overlap_gemm_tools" in file.read_text()]
+    assert [str(file.relative_to(ROOT)) for file in files] == ["src/overlap_gemm/cli/__init__.py"]

@@ -5,8 +5,8 @@ import functools
 import pytest
 
 from overlap_gemm.build import compile_kernel, make_kernel
-from overlap_gemm.cli.lint import inspect
 from overlap_gemm.transports import PeerBulk
+from overlap_gemm_tools.lint import inspect
 
 
 @pytest.fixture(scope="session")

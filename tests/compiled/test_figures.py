@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.cli.compile_check import (
+from overlap_gemm_tools.compile_check import (
     KERNELS,
     check,
     checked_configs,
     figures_of,
     takes,
 )
-from overlap_gemm.cli.lint import count_instructions, inner_loop_instructions
+from overlap_gemm_tools.lint import count_instructions, inner_loop_instructions
 
 RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels.json").read_text())
 CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in checked_configs(arch)}

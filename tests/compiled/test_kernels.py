@@ -8,7 +8,6 @@ import pytest
 from cutlass import cute
 
 from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
-from overlap_gemm.cli.lint import inspect, ptx_findings, ptxas_findings, report_of
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, bias_of
@@ -16,6 +15,7 @@ from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import split
 from overlap_gemm.transports import PeerBulk
 from overlap_gemm.tuning.space import every_config
+from overlap_gemm_tools.lint import inspect, ptx_findings, ptxas_findings, report_of
 
 SHAPES = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
 SMALLEST = [

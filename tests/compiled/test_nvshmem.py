@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 
 from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
-from overlap_gemm.cli.lint import inspect
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.transports import Staged
+from overlap_gemm_tools.lint import inspect
 
 CONFIGS = [
     GemmConfig(arch="sm_90a", mma="pingpong", tile=(64, 128)),

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from overlap_gemm.cli import sass
-from overlap_gemm.cli.sass import disassemble, instructions, reached, sass_findings
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.mainloop.sm90 import PRODUCER_REGISTERS
+from overlap_gemm_tools import sass
+from overlap_gemm_tools.sass import disassemble, instructions, reached, sass_findings
 
 CONFIG = GemmConfig(arch="sm_90a", mma="pingpong", tile=(128, 128), cluster=(2, 1))
 

@@ -9,8 +9,8 @@ import pytest
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from overlap_gemm.cli.lint import inspect, ptxas_findings
-from overlap_gemm.cli.sass import disassemble, sass_findings
+from overlap_gemm_tools.lint import inspect, ptxas_findings
+from overlap_gemm_tools.sass import disassemble, sass_findings
 from tests.support.scripts import load
 
 FOLDER = Path(__file__).parents[2] / "examples" / "upstream"

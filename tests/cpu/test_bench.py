@@ -19,16 +19,17 @@ from typer.testing import CliRunner
 
 import overlap_gemm
 from overlap_gemm.backends import mx
-from overlap_gemm.cli import app, baselines
-from overlap_gemm.cli.bench import _those_that_work, read_shapes
-from overlap_gemm.cli.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
-from overlap_gemm.cli.workload import Scales, Workload
+from overlap_gemm.cli import app
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS
+from overlap_gemm.testing.workload import Scales, Workload
 from overlap_gemm.tuning.prediction import Facts, predict
 from overlap_gemm.tuning.timing import Replay, Timings
+from overlap_gemm_tools import baselines
+from overlap_gemm_tools.bench import _those_that_work, read_shapes
+from overlap_gemm_tools.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
 
-bench_module = importlib.import_module("overlap_gemm.cli.bench")
+bench_module = importlib.import_module("overlap_gemm_tools.bench")
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes.json"
 

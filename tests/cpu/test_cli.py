@@ -34,7 +34,7 @@ def test_help_and_version_import_no_torch(option):
 
 def test_every_command_is_found_and_described_as_it_describes_itself():
     said = CliRunner().invoke(app, ["--help"]).output
-    for name in cli.COMMANDS:
+    for name in (*cli.COMMANDS, *cli.TOOLS):
         assert f"  {name} " in said
         own = cli._command(name)
         assert own.name == name
@@ -59,6 +59,15 @@ def test_a_command_without_its_extra_names_the_extra(monkeypatch, module, extra)
     result = CliRunner().invoke(app, ["plan", "gemm_reduce_scatter"])
     expected = f"Error: {module} is not installed: pip install 'overlap-gemm[{extra}]'\n"
     assert (result.exit_code, result.output) == (1, expected)
+
+
+@pytest.mark.parametrize("name", cli.TOOLS)
+def test_a_tool_that_is_not_installed_names_its_extra(monkeypatch, name):
+    monkeypatch.setattr(cli, "find_spec", lambda package: None)
+    result = CliRunner().invoke(app, [name, "--help"])
+    expected = f"Error: {name} is a tool of developers: pip install 'overlap-gemm[tools]'\n"
+    assert (result.exit_code, result.output) == (1, expected)
+    assert cli._help(name) == "Tool of developers: pip install 'overlap-gemm[tools]'."
 
 
 @pytest.mark.parametrize("module", ["overlap_gemm.cli.lost", "torch", None])

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import overlap_gemm
-from overlap_gemm.cli import app, llama, plots
+from overlap_gemm.cli import app, llama, timelines
 from overlap_gemm.runtime.spans import Span
+from overlap_gemm_tools import plots
 
 
 def test_a_world_of_one(tmp_path):
@@ -91,7 +92,7 @@ def test_one_nan_gradient_is_seen_among_good_ones(monkeypatch):
 def test_timelines_are_drawn_for_every_rank(tmp_path):
     spans = [Span("compute", "GEMM", 0.0, 0.002), Span("transfer", "to 1", 0.001, 0.003)]
     one = {"gemm_reduce_scatter": {"sequential": [spans, spans, []], "decomposed": [spans, spans, spans]}}
-    plots.draw_timelines(one, tmp_path / "t.svg")
+    timelines.draw_timelines(one, tmp_path / "t.svg")
     drawn = (tmp_path / "t.svg").read_text()
     assert "rank 2 transfer" in drawn
     assert "gemm_reduce_scatter, decomposed" in drawn
@@ -107,7 +108,8 @@ def test_pictures_of_a_benchmark_say_what_to_see_and_where_it_ran(tmp_path):
     ratios, bounds = ((tmp_path / name).read_text() for name in ("r.svg", "b.svg"))
     for drawn in (ratios, bounds):
         assert "2 x NVIDIA H200, nccl, torch 2.11.0+cu130, 2026-11-21" in drawn
-    assert "Time against the faster of torch" in ratios and "left of the line we are faster" in ratios
+    assert "time of overlap_gemm / fastest of torch" in ratios
+    assert "Left of the line overlap_gemm is faster" in ratios
     assert "captured in CUDA graphs" in ratios and "called eagerly" in ratios
     assert "gemm_reduce_scatter, above 256 rows" in ratios and "gemm_reduce_scatter, up to 256 rows" in ratios
     assert "How near each way comes to its bound: longer is better" in bounds

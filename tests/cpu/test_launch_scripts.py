@@ -57,10 +57,12 @@ exit ${FAKE_STATUS:-0}
 
 def fake_checkout(tmp_path: Path) -> Path:
     """A checkout whose .venv exists already; its python records its arguments instead of obeying them."""
-    (tmp_path / "emulator").mkdir()
+    for folder in ("emulator", "tools"):
+        (tmp_path / folder).mkdir()
     for name in [
         "pyproject.toml",
         "emulator/pyproject.toml",
+        "tools/pyproject.toml",
         *(path.name for path in ROOT.glob("constraints*.txt")),
     ]:
         (tmp_path / name).write_text((ROOT / name).read_text())
@@ -129,6 +131,10 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+OURS = ("overlap-gemm", "cute-emulator", "overlap-gemm-tools")
+"""Distributions of this repository."""
+
+
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.13"])
 @pytest.mark.parametrize("chosen", ["constraints.txt", "constraints-cuda.txt"])
 def test_every_direct_dependency_is_pinned_exactly_once(chosen, python):
@@ -136,11 +142,11 @@ def test_every_direct_dependency_is_pinned_exactly_once(chosen, python):
         return marker is None or marker.evaluate({"python_version": python, "extra": ""})
 
     project = ""
-    for folder in (ROOT, ROOT / "emulator"):
+    for folder in (ROOT, ROOT / "emulator", ROOT / "tools"):
         pyproject = (folder / "pyproject.toml").read_text()
-        project += pyproject.split("[project.scripts]")[0].split("dependencies = [", 1)[1]
+        project += re.split(r"\[project.scripts\]|\[tool", pyproject)[0].split("dependencies = [", 1)[1]
     required = [Requirement(text) for text in re.findall(r'"([a-zA-Z][\w.-]*[^"\n]*[>=][^"]*)"', project)]
-    required = [each for each in required if each.name != "cute-emulator"]  # in this repository
+    required = [each for each in required if each.name not in OURS]
     wanted = {canonical(each.name) for each in required if applies(each.marker)}
     assert len(wanted) > 15, "the parser of this test no longer finds the dependencies"
     names = [canonical(pin.name) for pin in pins(chosen, "constraints-common.txt") if applies(pin.marker)]

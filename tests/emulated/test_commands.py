@@ -3,10 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
-from overlap_gemm.cli import app, compile_check
-from overlap_gemm.cli.lint import Inspected
+from overlap_gemm.cli import app
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
 from overlap_gemm.testing import emulated
+from overlap_gemm_tools import compile_check
+from overlap_gemm_tools.lint import Inspected
 
 SMALL = ["emulate", "gemm_reduce_scatter", "--m", "100", "--n", "64", "--k", "64", "--launches", "1"]
 

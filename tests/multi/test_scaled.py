@@ -8,12 +8,12 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import scaling
-from overlap_gemm.cli.baselines import baselines
-from overlap_gemm.cli.workload import Workload
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS
+from overlap_gemm.testing.workload import Workload
+from overlap_gemm_tools.baselines import baselines
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BACKENDS = ("sequential", "decomposed", "torch")

@@ -8,6 +8,7 @@ import ast
 import logging
 import re
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +19,14 @@ from .. import __version__
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("demo", "explain", "plan", "tune", "bench", "doctor", "emulate", "compile-check")
-"""In the order of `--help`. `compile-check` is the function `compile_check` of a module of that name."""
+COMMANDS = ("demo", "explain", "plan", "tune", "doctor")
+"""In the order of `--help`."""
+
+TOOLS = ("bench", "emulate", "compile-check")
+"""Commands of developers. `compile-check` is the function `compile_check` of a module of that name."""
+
+TOOLS_PACKAGE = "overlap_gemm_tools"
+"""The modules of `TOOLS`; the extra `tools` installs it."""
 
 
 class LazyCommands(TyperGroup):
@@ -73,15 +80,23 @@ def _new_app(**options: Any) -> typer.Typer:
 def _command(name: str) -> Any:
     """The command itself, with its options."""
     module = name.replace("-", "_")
+    if name in TOOLS and find_spec(TOOLS_PACKAGE) is None:
+        raise ValueError(f"{name} is a tool of developers: pip install 'overlap-gemm[tools]'")
+    package = TOOLS_PACKAGE if name in TOOLS else __name__
     alone = _new_app(add_completion=False)
-    alone.command(name)(getattr(import_module(f".{module}", __name__), module))
+    alone.command(name)(getattr(import_module(f".{module}", package), module))
     return typer.main.get_command(alone)
 
 
 def _help(name: str) -> str | None:
     """The docstring of a command's function, read without importing its module."""
-    module = name.replace("-", "_")
-    source = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    module, home = name.replace("-", "_"), Path(__file__)
+    if name in TOOLS:
+        package = find_spec(TOOLS_PACKAGE)
+        if package is None or package.origin is None:
+            return "Tool of developers: pip install 'overlap-gemm[tools]'."
+        home = Path(package.origin)
+    source = ast.parse(home.with_name(f"{module}.py").read_text(encoding="utf-8"))
     functions = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == module)
     return ast.get_docstring(next(functions))
 
@@ -97,7 +112,7 @@ app = _new_app(
     cls=LazyCommands,
     no_args_is_help=True,
 )
-for _name in COMMANDS:
+for _name in (*COMMANDS, *TOOLS):
     app.command(_name, help=_help(_name))(lambda: None)
 
 

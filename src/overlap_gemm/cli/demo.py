@@ -1,7 +1,7 @@
 """`overlap-gemm demo`: a tensor-parallel Llama trained, checked against the unsharded one, its ops timed."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 import overlap_gemm
 
@@ -20,17 +21,20 @@ from ..runtime.bootstrap import World
 from ..runtime.group import Group, find
 from ..runtime.spans import Span, record
 from ..testing.cases import Case
-from .bench import measure_all
+from ..testing.workload import Workload
+from ..tuning.timing import Timings, measure
 from .console import rank_zero_console
-from .emulate import Emulated, run_emulated
+from .emulated_runs import Emulated, run_emulated
 from .machine import processor
-from .results import EAGER, GRAPH, Mode, table
-from .workload import DeviceOption, Workload
+from .options import DeviceOption
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra
     from transformers import LlamaForCausalLM
 
     from .llama import Comparison
+
+WAYS = ("auto", "torch")
+"""Backends that ops are timed with."""
 
 TIMELINES = ("sequential", "decomposed")
 """What a CPU's timelines are drawn of."""
@@ -126,7 +130,7 @@ def demo(
     console.print(f"   It continues {prompt!r}\n   with         {written!r}")
     console.print("2. Compare with the unsharded model: same weights, same sequence, both against float64")
     holds = _check(console, llama.compare(model, next(data)[:1]))
-    console.print("3. Time the four ops against torch's product and collective, and what bounds them")
+    console.print("3. Time the four ops against torch's product and collective")
     speed = _time_ops(console, world, sizes, rows or sizes.rows, rounds or sizes.rounds, out)
     overlap_gemm.finalize()
     emulated = True
@@ -197,9 +201,7 @@ def _check(console: Console, comparisons: list["Comparison"]) -> bool:
 
 
 def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: int, out: Path) -> str:
-    """Times the ops, draws what of their bounds they reach, and says how they compare with torch's calls."""
-    from .plots import draw_bounds, draw_timelines  # matplotlib is slow to import
-
+    """Times the ops alongside torch's calls, draws timelines on CPUs, and returns how they compare."""
     group = find(None)
     hidden, inner = sizes.hidden, sizes.inner
     workloads = [
@@ -207,32 +209,38 @@ def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: i
         Workload("MLP down, decode", "gemm_all_reduce", 16, hidden, inner, sizes.dtype),
         Workload("vocabulary, decode", "gemm_all_gather", 16, inner, hidden, sizes.dtype),
     ]
-    modes: tuple[Mode, ...] = (EAGER, GRAPH) if world.device.type == "cuda" else (EAGER,)
-    report = measure_all(workloads, ["auto"], group, world, rounds, modes, console)
-    console.print(table(report))
-    timelines: dict[str, dict[str, list[list[Span]]]] = {}
+    compared = ""
+    shown = Table(title=f"medians of {rounds} interleaved rounds")
+    for heading in ("op", "M,N,K", "taken", "ms", "torch ms"):
+        shown.add_column(heading, justify="right" if "ms" in heading else "left")
+    for workload in workloads:
+        operands = workload.operands(group, world.device)
+        calls = {name: workload.by(name, operands, group) for name in WAYS}
+        timings = measure(
+            calls, group=group.process_group, device=world.device, rounds=rounds, burst_seconds=0.02
+        )
+        taken = workload.taken_by("auto", operands, group)
+        times = (f"{timings.median(name) * 1e3:.3f}" for name in WAYS)
+        shown.add_row(workload.op, f"{workload.m},{workload.n},{workload.k}", taken, *times)
+        compared += _against(workload.op, timings)
+    console.print(shown)
     if world.device.type == "cpu" and world.size > 1:
         timelines = {
             workload.op: {name: _timeline(workload, name, group, world) for name in TIMELINES}
             for workload in workloads[:2]
         }
-    if world.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        draw_bounds(report, out / "demo-ops.png")
-        if timelines:
+        if world.rank == 0:
+            from .timelines import draw_timelines  # matplotlib is slow to import
+
+            out.mkdir(parents=True, exist_ok=True)
             draw_timelines(timelines, out / "demo-timeline.png")
-    return "".join(_against(result) for result in report["results"])
+    return compared
 
 
-def _against(result: Mapping[str, Any]) -> str:
-    """An op's time against torch's own, with quartiles; nothing where torch has no such call."""
-    found = result[EAGER]
-    ours = found["ours"].get("auto")
-    if ours is None or ours["against"] is None:
-        return ""
-    low, high = ours["against_quartiles"]
-    times = f"{ours['against']:.2f} ({low:.2f}-{high:.2f})"
-    return f"; {result['op']} takes {times} of the time of {found['best_other']}"
+def _against(op: str, timings: Timings) -> str:
+    """An op's time against that of torch's calls, with quartiles."""
+    low, high = timings.ratio_range("auto", "torch")
+    return f"; {op} takes {timings.ratio('auto', 'torch'):.2f} ({low:.2f}-{high:.2f}) of the time of torch"
 
 
 def _timeline(workload: Workload, backend: str, group: Group, world: World) -> list[list[Span]]:

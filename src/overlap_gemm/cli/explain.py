@@ -15,9 +15,9 @@ from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import find
 from ..spec import OPS
-from .bench import chosen_ops
+from ..testing.workload import Workload
 from .console import rank_zero_console
-from .workload import BlockOption, DeviceOption, DTypeOption, Workload, block_of
+from .options import BlockOption, DeviceOption, DTypeOption, block_of, chosen_ops
 
 
 def explain(

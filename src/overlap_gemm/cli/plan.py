@@ -17,7 +17,7 @@ from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
 from .machine import this_arch
-from .workload import BlockOption, block_of
+from .options import BlockOption, block_of
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 

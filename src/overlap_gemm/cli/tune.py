@@ -24,6 +24,7 @@ from ..config.gemm_config import GemmConfig
 from ..runtime.group import LOCAL, Group, find
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
+from ..testing.workload import Call
 from ..tuning.calibrate import calibrate
 from ..tuning.machine import (
     MACHINE_VARIABLE,
@@ -36,10 +37,9 @@ from ..tuning.machine import (
 )
 from ..tuning.settings import configured
 from ..tuning.timing import captured, measure, slowest
-from .baselines import link_rates
 from .console import rank_zero_console
+from .link_rates import link_rates
 from .machine import describe, this_arch
-from .workload import Call
 
 ALONE = Group(LOCAL, 0, 1)
 """A group of this rank, for products without communication; the ops refuse it where there are more ranks."""

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor
 
 import overlap_gemm
@@ -16,7 +15,7 @@ import overlap_gemm
 from ..backends.autotuning import num_sets
 from ..backends.mx import WIDTH
 from ..backends.plans import DTYPES
-from ..backends.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block, blocks_named
+from ..backends.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block
 from ..config.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
@@ -25,41 +24,9 @@ from ..tuning.prediction import Facts
 
 Call = Callable[[], object]
 
-DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-"""Types of operands, as commands have them."""
-
-DTypeOption = Annotated[
-    DType | None,
-    typer.Option(
-        help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
-        "[default: bfloat16 on GPUs, else float32]"
-    ),
-]
-BlockOption = Annotated[
-    Literal["128", "32", "mx"] | None,
-    typer.Option(
-        help="Of 8-bit operands: what shares a scale, blocks, or those of MX types. [default: rows]"
-    ),
-]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")]
-
 Scales = Literal["rows", "tensor", "blocks", "mx"]
 """What shares a scale, of operands of 8 bits: a row, all of an operand, a block, 1 x 128 of x, 128 x 128
 of the weight, or 32 of K of a row, as MX types have it."""
-
-
-def block_of(option: str | None, dtype: torch.dtype) -> Block:
-    """The `block=` that `BlockOption` stands for, of operands of this type.
-
-    Raises:
-        BadParameter: there are no such ones.
-    """
-    block = int(option) if option and option.isdigit() else cast(Block, option)
-    try:
-        blocks_named(block, dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--block") from error
-    return block
 
 
 MOST = 8
@@ -74,7 +41,7 @@ def in_turn(calls: Sequence[Call]) -> Call:
     return lambda: next(turns)()
 
 
-class Operands(NamedTuple):
+class OpTensors(NamedTuple):
     """An op's tensors. The scales are as `overlap_gemm.gemm_reduce_scatter` takes them, None of 16 bits."""
 
     x: Tensor
@@ -144,7 +111,7 @@ class Workload:
         """Those of this rank's x and weight."""
         return self.spec.shapes(self.m, self.n, self.k, Shards.owned_by(group.size, group.rank))
 
-    def operands(self, group: Group, device: torch.device) -> Operands:
+    def operands(self, group: Group, device: torch.device) -> OpTensors:
         """This rank's x and weight, random normal, the weight scaled so that results stay near 1.
 
         8-bit ones are those rounded, with the scales that make the largest magnitude the type's largest; a
@@ -156,7 +123,7 @@ class Workload:
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.out_dtype)
         weight, deviation = weight / self.k**0.5, self.k**-0.5
         (x, scale_x), (weight, scale_w) = self._rounded(x, 1), self._rounded(weight, BLOCK, deviation)
-        return Operands(x, weight, scale_x, scale_w)
+        return OpTensors(x, weight, scale_x, scale_w)
 
     def num_sets(self, group: Group, device: torch.device) -> int:
         """Sets of operands that calls take in turn, so that no GPU's caches hold them; one on CPUs."""
@@ -168,7 +135,7 @@ class Workload:
         given = {"group": group.process_group, "dtype": self.dtype, "block": self.block, "device": device}
         overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **given)  # type: ignore[arg-type]
 
-    def gathered(self, operands: Operands) -> Operands:
+    def gathered(self, operands: OpTensors) -> OpTensors:
         """The same with an x like that which an all-gather makes of the ranks', without asking them."""
         x = torch.randn(self.m, self.k, device=operands.x.device, dtype=self.out_dtype)
         x, scale_x = self._rounded(x, 1)
@@ -202,13 +169,13 @@ class Workload:
         """What an op takes besides tensors: extents over all ranks, known here as in a model, and `block`."""
         return {**self.spec.arguments(self.m, self.n, self.k), "block": self.block}
 
-    def by(self, backend: str, operands: Operands, group: Group) -> Call:
+    def by(self, backend: str, operands: OpTensors, group: Group) -> Call:
         """The op by a backend of this library."""
         op, how = getattr(overlap_gemm, self.op), {**self.arguments, **operands.scales}
         x, weight = operands.x, operands.weight
         return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
-    def taken_by(self, backend: str, operands: Operands, group: Group) -> str:
+    def taken_by(self, backend: str, operands: OpTensors, group: Group) -> str:
         """The backend that carries it out when asked for `backend`, which may be "auto"."""
         how: dict[str, Any] = {"backend": backend, **self.arguments, **operands.scales}
         choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from rich import box
 from rich.table import Table
 
-from ..spec import OPS
-from ..tuning.prediction import Prediction
-from ..tuning.timing import Timings
-from .workload import Workload
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.workload import Workload
+from overlap_gemm.tuning.prediction import Prediction
+from overlap_gemm.tuning.timing import Timings
 
 Mode = Literal["eager", "graph"]
 EAGER: Mode = "eager"

@@ -2,7 +2,7 @@
 
 Some mistakes never show in a run (a release at ``.gpu`` scope, ``wait_group.read`` where the hardware
 happens to wait for both), some only in speed (spills, serialised wgmma). Both are visible in its PTX and in
-what ptxas says about it; its machine code is read by `cli.sass`.
+what ptxas says about it; its machine code is read by `sass`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from overlap_gemm.cli.sass import disassemble, sass_findings
+from .sass import disassemble, sass_findings
 
 
 @dataclass(frozen=True)

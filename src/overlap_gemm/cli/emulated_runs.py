@@ -1,4 +1,4 @@
-"""`overlap-gemm emulate`: a fused op on virtual ranks in the emulator, checked against float64."""
+"""A fused op on virtual ranks in the emulator, and how it went, for the commands that run one."""
 
 from __future__ import annotations
 
@@ -6,81 +6,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..backends.plans import DTYPES
-from ..config.rules import InDtype
-from ..spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, patterns_of, transports_of
+from ..spec import patterns_of
 from ..testing.cases import Case
-from ..tuning.settings import Algorithm, configured
-from .console import rank_zero_console
+from ..tuning.settings import configured
 
 if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
     from cute_emulator.errors import Report
 
     from ..testing.emulated import Judgement
 
-    Op = str
-    Transport = str
-else:  # the registries' names, for the command line
-    Op, Transport = Literal[tuple(OPS)], Literal[tuple(TRANSPORTS)]
-
 Arch = Literal["sm_90a", "sm_100a"]
 Mode = Literal["immediate", "random", "lazy"]
-
-HALVES = {name: dtype for dtype, name in DTYPES.items()}
-"""Operand types by the names of `GemmConfig`."""
-
-
-def emulate(
-    op: Annotated[Op, typer.Argument(help="The op to run.")] = GEMM_REDUCE_SCATTER.name,
-    arch: Annotated[Arch, typer.Option(help="Architecture to compile for and to emulate.")] = "sm_100a",
-    world_size: Annotated[int, typer.Option(min=1, help="Virtual ranks, P.")] = 2,
-    m: Annotated[int, typer.Option(min=1, help="Rows over all ranks.")] = 512,
-    n: Annotated[int, typer.Option(min=1, help="Output features.")] = 256,
-    k: Annotated[int, typer.Option(min=1, help="Input features over all ranks.")] = 256,
-    dtype: Annotated[InDtype, typer.Option(help="Type of operands and result.")] = "bf16",
-    tile: Annotated[str | None, typer.Option(help="MMA tile, as 128x128; default: chosen by shape.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
-    cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
-    transport: Annotated[
-        Transport | None,
-        typer.Option(help="As for `configured`: nvshmem puts; default: as a call takes it."),
-    ] = None,
-    beyond_reach: Annotated[
-        bool, typer.Option("--beyond-reach", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
-    ] = False,
-    algorithm: Annotated[
-        Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
-    ] = None,
-    mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = "random",
-    seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
-    launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
-    num_sms: Annotated[
-        int | None, typer.Option(min=1, help="SMs of the device; few make each CTA compute many tiles.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Perfetto trace (.json) or a timeline picture (.png).")
-    ] = None,
-) -> None:
-    """Runs a fused op on P virtual ranks in the emulator. Exit code 0 only if it is right."""
-    case = Case(op, m, n, k, HALVES[dtype], seed=seed)
-    fields = overrides(tile, cluster, cta_group)
-    if algorithm is not None:
-        fields["algorithm"] = algorithm
-    console = rank_zero_console(0)
-    if transport not in (None, *transports_of(OPS[op])):
-        those = ", ".join(transports_of(OPS[op]))
-        raise typer.BadParameter(f"{op} has no {transport}; it has {those}", param_hint="--transport")
-    if transport is not None:
-        fields["transport"] = transport
-    device = Emulated(arch, world_size, mode, num_sms, beyond_reach)
-    if not run_emulated(console, case, device, launches, fields, trace):
-        raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
@@ -195,27 +136,3 @@ def _show(
         f"{report.instructions:,} warp-instructions, {len(report.findings)} findings, {seconds:.1f} s"
     )
     return right
-
-
-def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> dict[str, Any]:
-    """Fields of `GemmConfig` that the options name."""
-    fields: dict[str, Any] = {}
-    if tile is not None:
-        fields["tile"] = pair("--tile", tile)
-    if cluster is not None:
-        fields["cluster"] = pair("--cluster", cluster)
-    if cta_group is not None:
-        fields["mma"] = f"{cta_group}cta"
-    return fields
-
-
-def pair(option: str, text: str) -> tuple[int, int]:
-    """``"128x64"`` -> (128, 64).
-
-    Raises:
-        BadParameter: anything else.
-    """
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
-        raise typer.BadParameter(f"{option} must look like 128x128, got {text!r}")
-    return int(parts[0]), int(parts[1])

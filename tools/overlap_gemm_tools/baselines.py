@@ -2,13 +2,10 @@
 
 `product` is torch's matmul of a rank's operands (of 8-bit ones its scaled product); `collective`
 torch.distributed's own, alone; `torch` both, one after the other; `torch-symm` torch's fused ops on symmetric
-memory; `quack` the all-gather GEMM of quack-kernels. `link_rates` copies bytes and does nothing else.
+memory; `quack` the all-gather GEMM of quack-kernels.
 Multicast objects are never made: on a shared machine they can take the GPUs out of service.
 """
 
-import os
-import warnings
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -16,21 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backends import mx
-from ..backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
-from ..backends.torch_backend import reduce_scatter_single
-from ..config.scale_blocks import ATOM_ROWS, MX
-from ..runtime.group import Group
-from ..runtime.symmetric import NO_MULTICAST
-from ..tuning.timing import measure
-from .workload import Call, Operands, Workload
-
-LINK_BYTES = 768 << 20
-"""Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for
-them, is a few percent. (At 96 MiB it was a third on four ranks: 228 GB/s, where the kernels reach 300.)"""
+from overlap_gemm.backends import mx
+from overlap_gemm.backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
+from overlap_gemm.backends.torch_backend import reduce_scatter_single
+from overlap_gemm.cli.link_rates import symmetric_name
+from overlap_gemm.config.scale_blocks import ATOM_ROWS, MX
+from overlap_gemm.runtime.group import Group
+from overlap_gemm.testing.workload import Call, OpTensors, Workload
 
 
-def baselines(workload: Workload, operands: Operands, group: Group) -> dict[str, Call]:
+def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str, Call]:
     """The calls that use nothing of this library, by name; those that take every shape of it first."""
     whole = workload.gathered(operands) if workload.spec.gathers_operand else operands
     calls: dict[str, Call] = {"product": product(workload, whole)}
@@ -42,7 +34,7 @@ def baselines(workload: Workload, operands: Operands, group: Group) -> dict[str,
     return calls
 
 
-def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
+def product(workload: Workload, operands: OpTensors, fast: bool = False) -> Call:
     """Torch's product of these; `fast` is `use_fast_accum`, of 8-bit operands.
 
     Where torch has none with scales of blocks, that with the first block's for each row and column; so also
@@ -65,7 +57,7 @@ def product(workload: Workload, operands: Operands, fast: bool = False) -> Call:
     return lambda: torchs_product(x, weight, scales, workload.out_dtype, fast)
 
 
-def _collective(workload: Workload, multiply: Call, operands: Operands, group: Group) -> Call:
+def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: Group) -> Call:
     if workload.spec.gathers_operand:
         return lambda: _gathered(operands, workload.m, group)
     found = cast(Tensor, multiply())
@@ -74,7 +66,7 @@ def _collective(workload: Workload, multiply: Call, operands: Operands, group: G
     return lambda: _summed(found, workload, group)
 
 
-def _both(workload: Workload, operands: Operands, group: Group) -> Tensor:
+def _both(workload: Workload, operands: OpTensors, group: Group) -> Tensor:
     if workload.spec.gathers_operand:
         operands = _gathered(operands, workload.m, group)
     found = cast(Tensor, product(workload, operands)())
@@ -83,7 +75,7 @@ def _both(workload: Workload, operands: Operands, group: Group) -> Tensor:
     return (_side_by_side if workload.spec.gathers_output else _summed)(found, workload, group)
 
 
-def _gathered(operands: Operands, rows: int, group: Group) -> Operands:
+def _gathered(operands: OpTensors, rows: int, group: Group) -> OpTensors:
     """All ranks' rows of x, and their scales."""
     _require_even(rows, group)
     x, scale = operands.x, operands.scale_x
@@ -134,7 +126,7 @@ def _require_even(extent: int, group: Group) -> None:
         raise ValueError(f"{extent} is not divisible by P={group.size}, as this collective wants it")
 
 
-def symmetric(workload: Workload, operands: Operands, group: Group, fast: bool = False) -> dict[str, Call]:
+def symmetric(workload: Workload, operands: OpTensors, group: Group, fast: bool = False) -> dict[str, Call]:
     """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product.
 
     Its fused ops have no scales of blocks. `fast` is `use_fast_accum`, of 8-bit operands.
@@ -210,61 +202,3 @@ def _quack(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[
         return out
 
     return {"quack": gathered}
-
-
-def symmetric_name(group: Group) -> str:
-    """The name by which symmetric memory knows `group`."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    os.environ[NO_MULTICAST] = "1"
-    assert group.process_group is not None
-    name = group.process_group.group_name
-    if hasattr(symm_mem, "enable_symm_mem_for_group"):  # newer versions of torch need no such call
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            symm_mem.enable_symm_mem_for_group(name)
-    return name
-
-
-def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str, float]:
-    """Bytes/s out of each rank while all send to all: by SM stores and by copy engines. Collective.
-
-    Empty where ranks have no symmetric memory to send into (one rank, a CPU).
-    """
-    if group.size == 1 or device.type != "cuda":
-        return {}
-    import torch.distributed._symmetric_memory as symm_mem
-
-    symmetric_name(group)
-    chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements, so that all of them lie at whole 4 KiB
-    inbox = symm_mem.empty(group.size * chunk, dtype=torch.float32, device=device)
-    handle = symm_mem.rendezvous(inbox, group.process_group)
-    own = torch.ones(chunk, device=device)
-    peers = [(group.rank + step) % group.size for step in range(1, group.size)]
-    there = [handle.get_buffer(peer, (chunk,), torch.float32, group.rank * chunk) for peer in peers]
-    streams = [torch.cuda.Stream(device) for _ in peers]
-
-    calls = {
-        "stores": lambda: _on_streams(streams, there, lambda out: torch.mul(own, 1.0, out=out)),
-        "copy engines": lambda: _on_streams(streams, there, lambda out: out.copy_(own)),
-    }
-    timings = measure(
-        calls,
-        group=group.process_group,
-        device=device,
-        rounds=rounds,
-        burst_seconds=0.01,
-    )
-    sent = 4 * chunk * len(peers)
-    return {name: sent / timings.median(name) for name in calls}
-
-
-def _on_streams(streams: Sequence[Any], outs: Sequence[Tensor], write: Callable[[Tensor], object]) -> None:
-    """Writes each of `outs` on its own stream, between what comes before and after on the current one."""
-    current = torch.cuda.current_stream()
-    for stream, out in zip(streams, outs, strict=True):
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            write(out)
-    for stream in streams:
-        current.wait_stream(stream)

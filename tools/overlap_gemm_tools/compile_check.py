@@ -14,13 +14,14 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from ..cli.lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
-from ..config.gemm_config import GemmConfig
-from ..config.scale_blocks import BLOCKS
-from ..config.visitors import SCALES
-from ..spec import ALL_GATHER_GEMM, PATTERNS
-from ..tuning.space import every_config
-from .console import rank_zero_console
+from overlap_gemm.cli.console import rank_zero_console
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import BLOCKS
+from overlap_gemm.config.visitors import SCALES
+from overlap_gemm.spec import ALL_GATHER_GEMM, PATTERNS
+from overlap_gemm.tuning.space import every_config
+
+from .lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -55,8 +56,8 @@ class Checked:
 
 def check(config: GemmConfig, op: str) -> Checked:
     """Compiles a configuration and applies the lint rules to its text, code and assembler's report."""
-    from ..build import compile_kernel, make_gather_kernel, make_kernel
-    from ..transports import LL, PeerBulk
+    from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
+    from overlap_gemm.transports import LL, PeerBulk
 
     if op in GATHERS:
         sends = GATHERS[op]  # and keeps

@@ -1,19 +1,15 @@
-"""The pictures: what of its bound every way reaches, and who computed and transferred when."""
+"""The picture of a benchmark: what of its bound every way reaches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from ..runtime.spans import Span
 from .results import EAGER, GRAPH, OTHERS
 
 PALETTE = ("#9d9da1", "#4c78a8", "#54a24b", "#f58518", "#b279a2", "#e45756")
-SPAN_COLOURS = {"compute": "#4c78a8", "transfer": "#f58518"}
 mpl.rcParams["font.size"] = 8
 
 
@@ -61,37 +57,3 @@ def where(report: Mapping[str, Any]) -> str:
 
 def _label(result: Mapping[str, Any]) -> str:
     return f"{result['op']} {result['name']}\n{result['m']},{result['n']},{result['k']} {result['dtype']}"
-
-
-def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]]], file: Path) -> None:
-    """Draws who computes and who transfers when.
-
-    Args:
-        timelines: For each op and backend the spans of each rank.
-        file: Where to; the ending decides the format.
-    """
-    ranks = max(len(spans) for by_backend in timelines.values() for spans in by_backend.values())
-    rows, columns = len(timelines), max(len(by_backend) for by_backend in timelines.values())
-    figure = Figure(figsize=(5 * columns, rows * (1 + 0.5 * ranks)), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex="row")
-    for axes_row, (op, by_backend) in zip(grid, timelines.items(), strict=True):
-        for axes, (backend, by_rank) in zip(axes_row, by_backend.items(), strict=True):
-            axes.set_title(f"{op}, {backend}", loc="left")
-            _draw_ranks(axes, by_rank)
-    figure.suptitle("Who computes and who transfers when: overlap is both at once", x=0.01, ha="left")
-    handles = [Patch(color=colour, label=kind) for kind, colour in SPAN_COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.savefig(file, dpi=150)
-
-
-def _draw_ranks(axes: Axes, by_rank: Sequence[Sequence[Span]]) -> None:
-    lanes = [(rank, kind) for rank in range(len(by_rank)) for kind in SPAN_COLOURS]
-    for rank, spans in enumerate(by_rank):
-        for found in spans:
-            place = lanes.index((rank, found.kind))
-            width = (found.end - found.begin) * 1e3
-            colour = SPAN_COLOURS[found.kind]
-            axes.barh(place, width, left=found.begin * 1e3, height=0.7, color=colour, edgecolor="white")
-    axes.set_yticks(range(len(lanes)), [f"rank {rank} {kind}" for rank, kind in lanes])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms since the call began")

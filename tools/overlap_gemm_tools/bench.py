@@ -12,19 +12,20 @@ from rich.console import Console
 from rich.progress import Progress
 
 import overlap_gemm
+from overlap_gemm.backends.scaling import FLOAT8
+from overlap_gemm.backends.select import check_name
+from overlap_gemm.cli.console import rank_zero_console
+from overlap_gemm.cli.link_rates import link_rates
+from overlap_gemm.cli.machine import describe, this_arch
+from overlap_gemm.cli.options import DeviceOption, DTypeOption, chosen_ops
+from overlap_gemm.runtime.bootstrap import World
+from overlap_gemm.runtime.group import Group, find
+from overlap_gemm.testing.workload import Call, OpTensors, Scales, Workload, in_turn
+from overlap_gemm.tuning.prediction import predict
+from overlap_gemm.tuning.timing import captured, measure
 
-from ..backends.scaling import FLOAT8
-from ..backends.select import check_name
-from ..runtime.bootstrap import World
-from ..runtime.group import Group, find
-from ..spec import OPS
-from ..tuning.prediction import predict
-from ..tuning.timing import captured, measure
-from .baselines import baselines, link_rates
-from .console import rank_zero_console
-from .machine import describe, this_arch
+from .baselines import baselines
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
-from .workload import Call, DeviceOption, DTypeOption, Operands, Scales, Workload, in_turn
 
 
 def bench(
@@ -59,7 +60,7 @@ def bench(
     Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. Shapes are
     those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
     the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
-    Operands of 8 bits are quantised before. Where torch has no product with scales of blocks (it has on
+    OpTensors of 8 bits are quantised before. Where torch has no product with scales of blocks (it has on
     Hopper), and for MX types, that with scales of rows stands for it: as many operations.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
@@ -99,17 +100,6 @@ def bench(
         from .plots import draw_bounds  # matplotlib is slow to import
 
         draw_bounds(report, plot)
-
-
-def chosen_ops(named: Sequence[str], option: str = "--op") -> list[str]:
-    """The ops named, or all if none is, in the library's order.
-
-    Raises:
-        BadParameter: one that there is not.
-    """
-    if unknown := set(named) - set(OPS):
-        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint=option)
-    return [op for op in OPS if not named or op in named]
 
 
 def chosen_backends(names: str | None) -> list[str]:
@@ -207,7 +197,7 @@ def run(
     if "auto" in backends and device.type == "cuda":  # as a program that warms up, and says all extents
         workload.warm_up(group, device)
 
-    def taking_turns(made: Callable[[Operands], Mapping[str, Call]]) -> dict[str, Call]:
+    def taking_turns(made: Callable[[OpTensors], Mapping[str, Call]]) -> dict[str, Call]:
         each = [made(of_set) for of_set in sets]
         return {name: in_turn([calls[name] for calls in each]) for name in each[0]}
 
@@ -246,7 +236,7 @@ def run(
     return found
 
 
-def _taken(workload: Workload, name: str, operands: Operands, group: Group, mode: Mode) -> str:
+def _taken(workload: Workload, name: str, operands: OpTensors, group: Group, mode: Mode) -> str:
     """The backend behind `name`, which for "auto" may depend on whether the call is captured."""
     if mode == EAGER:
         return workload.taken_by(name, operands, group)

@@ -1,0 +1,78 @@
+"""How fast bytes leave a rank, by torch's symmetric memory: what bounds an op's communication.
+
+Multicast objects are never made: on a shared machine they can take the GPUs out of service.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..runtime.symmetric import NO_MULTICAST
+from ..tuning.timing import measure
+
+LINK_BYTES = 768 << 20
+"""Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for
+them, is a few percent. (At 96 MiB it was a third on four ranks: 228 GB/s, where the kernels reach 300.)"""
+
+
+def symmetric_name(group: Group) -> str:
+    """The name by which symmetric memory knows `group`."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    os.environ[NO_MULTICAST] = "1"
+    assert group.process_group is not None
+    name = group.process_group.group_name
+    if hasattr(symm_mem, "enable_symm_mem_for_group"):  # newer versions of torch need no such call
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            symm_mem.enable_symm_mem_for_group(name)
+    return name
+
+
+def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str, float]:
+    """Bytes/s out of each rank while all send to all: by SM stores and by copy engines. Collective.
+
+    Empty where ranks have no symmetric memory to send into (one rank, a CPU).
+    """
+    if group.size == 1 or device.type != "cuda":
+        return {}
+    import torch.distributed._symmetric_memory as symm_mem
+
+    symmetric_name(group)
+    chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements, so that all of them lie at whole 4 KiB
+    inbox = symm_mem.empty(group.size * chunk, dtype=torch.float32, device=device)
+    handle = symm_mem.rendezvous(inbox, group.process_group)
+    own = torch.ones(chunk, device=device)
+    peers = [(group.rank + step) % group.size for step in range(1, group.size)]
+    there = [handle.get_buffer(peer, (chunk,), torch.float32, group.rank * chunk) for peer in peers]
+    streams = [torch.cuda.Stream(device) for _ in peers]
+
+    calls = {
+        "stores": lambda: _on_streams(streams, there, lambda out: torch.mul(own, 1.0, out=out)),
+        "copy engines": lambda: _on_streams(streams, there, lambda out: out.copy_(own)),
+    }
+    timings = measure(
+        calls,
+        group=group.process_group,
+        device=device,
+        rounds=rounds,
+        burst_seconds=0.01,
+    )
+    sent = 4 * chunk * len(peers)
+    return {name: sent / timings.median(name) for name in calls}
+
+
+def _on_streams(streams: Sequence[Any], outs: Sequence[Tensor], write: Callable[[Tensor], object]) -> None:
+    """Writes each of `outs` on its own stream, between what comes before and after on the current one."""
+    current = torch.cuda.current_stream()
+    for stream, out in zip(streams, outs, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            write(out)
+    for stream in streams:
+        current.wait_stream(stream)

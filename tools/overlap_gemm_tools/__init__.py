@@ -1,0 +1,1 @@
+"""Tools of those who develop overlap_gemm, as commands: `bench`, `emulate`, `compile-check`."""
