@@ -31,7 +31,7 @@ from cutlass.cute.runtime import from_dlpack
 import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.build import compile_kernel, make_kernel
-from overlap_gemm.cli.machine import processor
+from overlap_gemm.cli.this_machine import processor
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
 

@@ -26,7 +26,7 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import from_dlpack
 from torch.nn.functional import ScalingType, scaled_mm
 
-from overlap_gemm.backends.block_scales import layout_of
+from overlap_gemm.backends.scales.block_scales import layout_of
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES

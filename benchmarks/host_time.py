@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
 

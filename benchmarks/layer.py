@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import overlap_gemm
 from overlap_gemm.cli.console import rank_zero_console
-from overlap_gemm.cli.machine import describe
+from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from overlap_gemm.tuning.timing import Timings, measure
 

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overlap_gemm
-from overlap_gemm.cli.machine import describe
+from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.nn import ColumnParallelLinear, Float8, RowParallelLinear
 from overlap_gemm.tuning.timing import Timings, measure
 

@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 
 import overlap_gemm
-from overlap_gemm.cli.machine import describe
+from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.runtime.group import Group, group_name, resolve
 from overlap_gemm.testing.workload import OpTensors, Workload
 from overlap_gemm.tuning.settings import configured

@@ -61,7 +61,7 @@ from overlap_gemm.kernel.plain_gemm import PlainGemm
 from overlap_gemm.kernel.surface import Mainloop
 from overlap_gemm.mainloop import blocks, mx
 from overlap_gemm.spec import PATTERNS
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 def make_kernel(

@@ -10,7 +10,7 @@ from cutlass import cute
 
 from cute_emulator import Emulator
 from overlap_gemm import epilogue
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.config import arch as archs
 from overlap_gemm.config.arch import ARCHS, Mma, arch_of
 from overlap_gemm.config.gemm_config import GemmConfig

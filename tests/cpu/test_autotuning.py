@@ -10,7 +10,7 @@ from cute_emulator import Emulator
 from overlap_gemm.backends import autotuning
 from overlap_gemm.backends.autotuning import Candidate, bind_as, policy_of
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.known import Known
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.select import choose
@@ -153,7 +153,10 @@ def test_a_measured_kernel_is_the_one_that_runs(op):
         return lambda *_: None
 
     problem = Problem(op, 512, 512, 512, torch.bfloat16, "cpu", 2)
-    names = ["overlap_gemm.backends.gather.compiled_gather", "overlap_gemm.backends.plans.compiled_kernel"]
+    names = [
+        "overlap_gemm.backends.fused.gather_plans.compiled_gather",
+        "overlap_gemm.backends.fused.plan_cache.compiled_kernel",
+    ]
     with (
         mock.patch(names[0], compiled),
         mock.patch(names[1], compiled),

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import overlap_gemm
-from overlap_gemm.backends import mx
+from overlap_gemm.backends.scales import mx_scales as mx
 from overlap_gemm.cli import app
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS

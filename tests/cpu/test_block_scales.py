@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from overlap_gemm.backends.block_scales import Lines, rows_and_scales, scales_after
+from overlap_gemm.backends.scales.block_scales import Lines, rows_and_scales, scales_after
 
 ROWS, K_BLOCKS = (1, 2, 3, 4, 5, 9), (2, 3, 4, 5)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.select import choose
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
-from overlap_gemm.backends import ways
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
-from overlap_gemm.backends.operands import aligned, aligned_vector, major
+from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.fused.ways import LL_WORDS, PUTS, STORES, putting, wanted
+from overlap_gemm.backends.scales.tma_operands import aligned, aligned_vector, major
 from overlap_gemm.backends.select import choose, with_fallback
-from overlap_gemm.backends.ways import LL_WORDS, PUTS, STORES, putting, wanted
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group

@@ -13,9 +13,9 @@ DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
     ("dispatch/options.py", "self._replace(backend=with_fallback(self.backend))",
      "self._replace(backend=with_fallback(self.backend), deterministic=None)", RULES),
-    ("backends/plan.py", "held.captured = True", "held.captured = False", RULES),
+    ("backends/fused/launch_plan.py", "held.captured = True", "held.captured = False", RULES),
     ("backends/by_shards.py", "plan.workspace.captured |= plan", "plan.workspace.captured = plan", RULES),
-    ("backends/plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),
+    ("backends/fused/launch_plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),
     ("backends/reach.py", "if known is None or known[0] is not group:", "if known is None:", RULES),
     ("tuning/machine.py", "if named and arch in (machine := load(named)).archs:",
      "if named and (machine := load(named)):", RULES),

@@ -11,7 +11,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, reach
-from overlap_gemm.backends.plan import Copies, Plan, Product
+from overlap_gemm.backends.fused.launch_plan import Copies, Plan, Product
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import OwnShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS

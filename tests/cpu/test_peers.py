@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
-from overlap_gemm.backends.plans import resident_clusters
+from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.fused.plan_cache import resident_clusters
 from overlap_gemm.exchange.geometry import MAX_WORLD, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError

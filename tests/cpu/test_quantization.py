@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from overlap_gemm import quantize_rows, swizzle_scales
 from overlap_gemm.api import quantization as api
 from overlap_gemm.api.quantization import LEAST_SCALE
-from overlap_gemm.backends import quantization
-from overlap_gemm.backends.scaling import as_torch_has_them
+from overlap_gemm.backends.scales import row_quantization as quantization
+from overlap_gemm.backends.scales.scaling import as_torch_has_them
 from overlap_gemm.config.scale_blocks import PROMOTED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -7,10 +7,10 @@ import torch
 
 import overlap_gemm
 from overlap_gemm import explain, gemm_reduce_scatter
-from overlap_gemm.backends import scaling
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
 from overlap_gemm.spec import OPS
 

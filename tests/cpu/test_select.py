@@ -7,7 +7,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.reach import Device, Reach, compare
 from overlap_gemm.backends.select import BACKENDS, choose, with_fallback
 from overlap_gemm.config.scale_blocks import PROMOTED
@@ -214,7 +214,7 @@ def test_scales_of_blocks_are_compared_by_constants_of_their_own_or_it_is_said(t
         )  # fmt: skip
         with (
             mock.patch.object(Fused, "why_not", return_value=None),
-            mock.patch("overlap_gemm.backends.scaling.why_no_product", return_value=None),
+            mock.patch("overlap_gemm.backends.scales.scaling.why_no_product", return_value=None),
         ):
             choice = choose(replace(asked, dtype=torch.float8_e4m3fn, n=8192, k=8192))
         believed = blocks in (timed, PROMOTED[0])

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_gemm.backends import gather, plans
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.config.orders import WorkList

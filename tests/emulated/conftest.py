@@ -2,7 +2,7 @@
 
 import pytest
 
-from overlap_gemm.backends import compiled
+from overlap_gemm.backends.fused import compiled
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError
 from cute_emulator.host.graphs import Capture
-from overlap_gemm.backends import gather, plans
-from overlap_gemm.backends.plan import Plan
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.exchange.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,

@@ -8,9 +8,11 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import gather, plans, ways
-from overlap_gemm.backends.ahead import reserve
-from overlap_gemm.backends.plans import plan_for
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused.plan_cache import plan_for
+from overlap_gemm.backends.fused.reserved import reserve
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime.virtual import VirtualWorld

@@ -10,7 +10,7 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator, EmulatorError, Schedule
 from cute_emulator.machine.inject import StoreFault
-from overlap_gemm.backends import gather
+from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.geometry import (
     CONTROL_BYTES,

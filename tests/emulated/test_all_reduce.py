@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.exchange.all_reduce import TwoShot
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case

@@ -14,7 +14,7 @@ import torch
 
 from cute_emulator import Schedule
 from cute_emulator.host.replace import environment
-from overlap_gemm.backends import plan
+from overlap_gemm.backends.fused import launch_plan as plan
 from overlap_gemm.testing.cases import Case
 
 from .programs import FAILS, NAMED, Call, Programs, Step

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.block_scales import Lines
-from overlap_gemm.backends.operands import widened
+from overlap_gemm.backends.scales.block_scales import Lines
+from overlap_gemm.backends.scales.tma_operands import widened
 from overlap_gemm.testing.emulated import poisoned_allocations, whole
 
 from .op_runs import world_of

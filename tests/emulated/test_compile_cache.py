@@ -1,6 +1,6 @@
 """A kernel of an op in the emulator comes from disk, as on a device."""
 
-from overlap_gemm.backends import compiled
+from overlap_gemm.backends.fused import compiled
 
 from .op_runs import run
 

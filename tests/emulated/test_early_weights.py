@@ -11,7 +11,8 @@ from cute_emulator import Emulator
 from overlap_gemm import nn
 from overlap_gemm.api.kept_weights import STORED, Stored
 from overlap_gemm.api.quantization import quantize_rows
-from overlap_gemm.backends import gather, plans
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.runtime.peers import sides
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import ARGUMENTS, OPS

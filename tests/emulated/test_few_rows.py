@@ -9,7 +9,7 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, Schedule
-from overlap_gemm.backends import fused
+from overlap_gemm.backends.fused import fused_backend as fused
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import patterns_of
 from overlap_gemm.testing.cases import Case

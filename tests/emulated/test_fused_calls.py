@@ -9,8 +9,9 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import fused, plans
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
 from tests.support.counting import python_calls
@@ -200,7 +201,7 @@ import sys
 import torch
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.runtime.virtual import VirtualWorld
 
 overlap_gemm.explain  # imports what calls need

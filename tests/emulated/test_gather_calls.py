@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import gather, ways
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import ways
 
 from .test_all_gather import World
 

@@ -8,8 +8,9 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, Schedule
-from overlap_gemm.backends import plan, plans
-from overlap_gemm.backends.plan import Plan
+from overlap_gemm.backends.fused import launch_plan as plan
+from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.dispatch import bound as dispatch
 from overlap_gemm.exchange import call as kernel_call
 from overlap_gemm.runtime import identity

@@ -1,4 +1,4 @@
-"""Data that is its own flag (`device.ll`): in every op that exchanges tiles, in any sequence."""
+"""Data that is its own flag (`device.ll_words`): in every op that exchanges tiles, in any sequence."""
 
 import random
 
@@ -8,7 +8,7 @@ from cutlass import Int64, Uint32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError
-from overlap_gemm.device import ll
+from overlap_gemm.device import ll_words as ll
 from overlap_gemm.device.failure import NOTHING, Role
 from overlap_gemm.exchange import send
 from overlap_gemm.runtime.workspace import CommTimeoutError

@@ -7,8 +7,8 @@ import torch
 
 import overlap_gemm
 from cute_emulator import EmulatorError
-from overlap_gemm.backends import mx
-from overlap_gemm.backends.plan import Copies
+from overlap_gemm.backends.fused.launch_plan import Copies
+from overlap_gemm.backends.scales import mx_scales as mx
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX
 from overlap_gemm.config.visitors import bias_of

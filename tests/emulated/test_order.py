@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends import ways
+from overlap_gemm.backends.fused import ways
 from overlap_gemm.exchange.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.order import LaunchOrder

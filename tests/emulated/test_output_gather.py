@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import GEMM_ALL_GATHER
 from overlap_gemm.spec.sharding import Shards

@@ -7,7 +7,7 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator, Schedule
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.exchange.geometry import EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.virtual import VirtualWorld

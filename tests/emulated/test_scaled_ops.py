@@ -7,8 +7,8 @@ import torch
 
 import overlap_gemm
 from cute_emulator import EmulatorError
-from overlap_gemm.backends import fused
-from overlap_gemm.backends.plan import Copies
+from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.fused.launch_plan import Copies
 from overlap_gemm.config.visitors import Visitor
 from overlap_gemm.exchange.geometry import FLAG_BYTES, SCALE_BYTES
 from overlap_gemm.gather import all_gather

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends import ways
+from overlap_gemm.backends.fused import ways
 from overlap_gemm.exchange import send
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import overlap_gemm
-from overlap_gemm.backends import fused
-from overlap_gemm.backends.plan import Plan
+from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.runtime.peers import sides

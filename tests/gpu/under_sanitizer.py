@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, ENTERED_OFFSET, READ_OFFSET
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured

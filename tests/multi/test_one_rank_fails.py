@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import overlap_gemm
-from overlap_gemm.backends import by_shards, gather, plans, reach
-from overlap_gemm.backends.fused import Fused
+from overlap_gemm.backends import by_shards, reach
+from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.device.failure import RECORD_WORDS
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime import peers

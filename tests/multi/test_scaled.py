@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import scaling
+from overlap_gemm.backends.scales import scaling
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec import OPS

@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 from cute_emulator import Emulator
-from overlap_gemm.backends import plans
+from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.cli import tune
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX

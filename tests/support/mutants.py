@@ -66,7 +66,11 @@ NOTICED_BY = {
         "tests/multi/test_logging.py",
     ],
     "backends/torch_backend.py": ["tests/cpu/test_select.py", "tests/multi/test_ops.py"],
-    "backends/plans.py": [RULES, "tests/cpu/test_fused_backend.py", "tests/multi/test_one_rank_fails.py"],
+    "backends/fused/plan_cache.py": [
+        RULES,
+        "tests/cpu/test_fused_backend.py",
+        "tests/multi/test_one_rank_fails.py",
+    ],
     "tuning/machine.py": [RULES, "tests/cpu/test_select.py", "tests/cpu/test_tune_command.py"],
     "tuning/settings.py": ["tests/cpu/test_settings.py"],
 }

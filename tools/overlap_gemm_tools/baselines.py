@@ -13,8 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap_gemm.backends import mx
-from overlap_gemm.backends.scaling import BLOCK, FLOAT8, as_torch_has_them, torchs_product, why_no_product
+from overlap_gemm.backends.scales import mx_scales as mx
+from overlap_gemm.backends.scales.scaling import (
+    BLOCK,
+    FLOAT8,
+    as_torch_has_them,
+    torchs_product,
+    why_no_product,
+)
 from overlap_gemm.backends.torch_backend import reduce_scatter_single
 from overlap_gemm.cli.link_rates import symmetric_name
 from overlap_gemm.config.scale_blocks import ATOM_ROWS, MX

@@ -63,7 +63,7 @@ def check(config: GemmConfig, op: str) -> Checked:
         sends = GATHERS[op]  # and keeps
         kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
     elif op in EXCHANGES:
-        # As `backends.ways.wanted` has it where nobody asks for other ways.
+        # As `backends.fused.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
         kernel = make_kernel(config, transport, pattern=EXCHANGES[op])
     else:

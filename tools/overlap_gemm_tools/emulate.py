@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from overlap_gemm.backends.plans import DTYPES
+from overlap_gemm.backends.fused.plan_cache import DTYPES
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.cli.emulated_runs import Arch, Emulated, Mode, run_emulated
 from overlap_gemm.config.rules import InDtype

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..backends import ahead
 from ..backends.autotuning import asking, share
 from ..backends.base import Problem
-from ..backends.fused import Fused
-from ..backends.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
+from ..backends.fused import reserved as ahead
+from ..backends.fused.fused_backend import Fused
+from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName, Problem
-from ..backends.scaling import Block
+from ..backends.scales.scaling import Block
 from ..backends.select import Choice, choose, with_backward
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import with_scales

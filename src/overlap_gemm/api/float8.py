@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import FLOAT8, Block
+from ..backends.scales.scaling import FLOAT8, Block
 from ..backends.select import with_fallback
 from ..dispatch import moves, ops
 from ..dispatch.autocast import autocast

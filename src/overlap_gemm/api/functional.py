@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import Block
+from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
 from ..dispatch.options import CallOptions, GatherOptions, Length

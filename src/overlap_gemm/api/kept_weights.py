@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backends.scaling import NAMED_BLOCKS, blocks_along
+from ..backends.scales.scaling import NAMED_BLOCKS, blocks_along
 from ..dispatch.autocast import autocast
 from .float8 import Float8, How, refuse_second_gradients
 from .quantization import Quantized, quantize_rows

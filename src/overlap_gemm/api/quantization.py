@@ -2,7 +2,7 @@
 
 Torch's own operations, so that a compiler sees what is done: `torch.compile` (Inductor) fuses them, with what
 computed the rows where that is compiled, too. Called eagerly on a GPU it is one kernel of ours, with the same
-results (`backends.quantization`).
+results (`backends.scales.row_quantization`).
 """
 
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.mx import atoms_of
-from ..backends.quantization import by_one_kernel, has_kernel
-from ..backends.scaling import FLOAT8, along_rows
+from ..backends.scales.mx_scales import atoms_of
+from ..backends.scales.row_quantization import by_one_kernel, has_kernel
+from ..backends.scales.scaling import FLOAT8, along_rows
 from ..dispatch.calls import is_plain
 
 LEAST_SCALE = 2.0**-60

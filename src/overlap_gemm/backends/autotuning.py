@@ -32,9 +32,9 @@ from ..tuning.settings import configured
 from ..tuning.space import constants, proposals
 from ..tuning.timing import captured, measure
 from .base import Backend, Problem
+from .fused.plan_cache import DTYPES
 from .known import Known, known_of, may_know
-from .plans import DTYPES
-from .scaling import FLOAT8, unit_scales
+from .scales.scaling import FLOAT8, unit_scales
 from .select import BACKENDS, why_unfit
 
 logger = logging.getLogger(__name__)

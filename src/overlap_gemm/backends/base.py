@@ -18,7 +18,7 @@ from ..tuning.measured import Measured
 from .collectives import all_gather_rows, gemms
 from .known import known_of, may_know
 from .reach import Reach, reach_of
-from .scaling import Operand, dequantised, with_scales
+from .scales.scaling import Operand, dequantised, with_scales
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """What callers may ask for; `select.BACKENDS` has them."""

@@ -4,7 +4,8 @@
     stream          x[r] w    gate(r+1)   x[r+1] w    gate(r+2)   x[r+2] w ...   end   cuBLAS
 
 A gate is a warp that waits for a shard's flag (:mod:`overlap_gemm.gather.gate`). Buffers, flags and their
-reuse are the fused all-gather GEMM's (:mod:`overlap_gemm.backends.gather`), in the same workspaces.
+reuse are the fused all-gather GEMM's (:mod:`overlap_gemm.backends.fused.gather_plans`), in the same
+workspaces.
 
 The fused kernel's rival, and what there is for operands that it does not take: any dtype and extents.
 """
@@ -27,13 +28,13 @@ from ..runtime.workspace import obtain
 from ..spec import ALL_GATHER_GEMM, patterns_of
 from ..spec.sharding import Shards
 from ..tuning.space import constants
-from . import gather
 from .base import Problem
 from .collectives import gemm
-from .compiled import compiled_gate
-from .plan import Plan
-from .plans import exchange_arguments, keep_plan, peers_for
-from .ways import STORES
+from .fused import gather_plans as gather
+from .fused.compiled import compiled_gate
+from .fused.launch_plan import Plan
+from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
+from .fused.ways import STORES
 
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..runtime.spans import span
 from ..spec.sharding import Shards
-from .scaling import Scaled
+from .scales.scaling import Scaled
 
 
 def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

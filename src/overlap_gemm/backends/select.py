@@ -15,9 +15,9 @@ from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
 from .base import FALLBACK, Backend, Problem
 from .decomposed import Decomposed
-from .fused import Fused
-from .plans import DTYPES
-from .scaling import FLOAT8
+from .fused.fused_backend import Fused
+from .fused.plan_cache import DTYPES
+from .scales.scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
 

@@ -6,7 +6,7 @@ from ..runtime.group import Group
 from ..spec.sharding import Shards
 from .base import Portable, Problem
 from .collectives import all_gather_rows, gemm, reduce_scatter_rows
-from .scaling import why_no_scaled_mm
+from .scales.scaling import why_no_scaled_mm
 
 
 class Sequential(Portable):

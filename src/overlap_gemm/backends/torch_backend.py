@@ -15,7 +15,7 @@ from ..runtime.group import Group
 from ..spec.sharding import Shards
 from .base import Portable, Problem
 from .collectives import collective, gemm
-from .scaling import Scaled, why_no_scaled_mm
+from .scales.scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -25,8 +25,8 @@ from ..testing.workload import Workload
 from ..tuning.timing import Timings, measure
 from .console import rank_zero_console
 from .emulated_runs import Emulated, run_emulated
-from .machine import processor
 from .options import DeviceOption
+from .this_machine import processor
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra
     from transformers import LlamaForCausalLM

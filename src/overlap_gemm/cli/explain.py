@@ -10,7 +10,7 @@ import overlap_gemm
 
 from ..backends.base import BackendName
 from ..backends.reach import Reach, this_device
-from ..backends.scaling import FLOAT8, blocks_named, unit_scales
+from ..backends.scales.scaling import FLOAT8, blocks_named, unit_scales
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
 from ..runtime.group import find

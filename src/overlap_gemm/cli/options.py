@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 import torch
 import typer
 
-from ..backends.scaling import Block, blocks_named
+from ..backends.scales.scaling import Block, blocks_named
 from ..spec import OPS
 
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]

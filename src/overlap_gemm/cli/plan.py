@@ -8,16 +8,16 @@ import typer
 from rich.table import Table
 
 from ..backends.base import Problem
-from ..backends.fused import Fused, why_no_blocks
-from ..backends.scaling import FLOAT8, OUT_DTYPES, blocks_named
+from ..backends.fused.fused_backend import Fused, why_no_blocks
+from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
 from .console import rank_zero_console
-from .machine import this_arch
 from .options import BlockOption, block_of
+from .this_machine import this_arch
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import overlap_gemm
 
 from ..backends.collectives import reduce_scatter_rows
-from ..backends.fused import Fused
-from ..backends.scaling import unit_scales
+from ..backends.fused.fused_backend import Fused
+from ..backends.scales.scaling import unit_scales
 from ..backends.torch_backend import reduce_scatter_single
 from ..config.gemm_config import GemmConfig
 from ..runtime.group import LOCAL, Group, find
@@ -39,7 +39,7 @@ from ..tuning.settings import configured
 from ..tuning.timing import captured, measure, slowest
 from .console import rank_zero_console
 from .link_rates import link_rates
-from .machine import describe, this_arch
+from .this_machine import describe, this_arch
 
 ALONE = Group(LOCAL, 0, 1)
 """A group of this rank, for products without communication; the ops refuse it where there are more ranks."""

@@ -16,7 +16,7 @@ RECORD_WORDS = 11
 which the last two have 64 bits, low half first."""
 
 NOTHING = (1 << 64) - 1
-"""Seen where data is its own flag (:mod:`device.ll`) and has not come: there is no flag to say of when."""
+"""Seen where data is its own flag (:mod:`device.ll_words`) and has not come."""
 
 
 _HALF = 0xFFFFFFFF

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.scaling import OUT_DTYPES
+from ..backends.scales.scaling import OUT_DTYPES
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..runtime.order import is_capturing

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends import mx
-from ..backends.scaling import (
+from ..backends.scales import mx_scales as mx
+from ..backends.scales.scaling import (
     FLOAT8,
     NAMED_BLOCKS,
     OUT_DTYPES,

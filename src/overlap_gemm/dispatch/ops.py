@@ -23,7 +23,7 @@ from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
 from ..backends.collectives import gemm
-from ..backends.scaling import Scaled, dequantised, why_no_product, with_scales
+from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..config.scale_blocks import Blocks
 from ..runtime.group import group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER

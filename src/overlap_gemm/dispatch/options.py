@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import BackendName
-from ..backends.scaling import NAMED_BLOCKS, Block
+from ..backends.scales.scaling import NAMED_BLOCKS, Block
 from ..backends.select import with_fallback
 from ..config.scale_blocks import Blocks
 from ..runtime.group import GroupLike
@@ -76,7 +76,7 @@ class CallOptions(NamedTuple):
         single: Whether there is one weight, not a list.
         out_dtype: Of the result, where operands have scales; else None.
         copied_weight: See `Passed`.
-        block: What shares a scale, where operands have some; see `backends.scaling.Block`.
+        block: What shares a scale, where operands have some; see `backends.scales.scaling.Block`.
     """
 
     backend: str = "auto"

@@ -1,13 +1,13 @@
 """The ops of operands with scales, each made of the plain one: `torch.ops.overlap_gemm.scaled_...`.
 
-Two tensors more, `scale_x` and `scale_w` (lists of weights have lists of scales), as `backends.scaling` has
-them; at the end `out_dtype`, and `block`: the name of the blocks that the scales are of. They have no
-gradients: `float8` has, of operands that it quantises itself.
+Two tensors more, `scale_x` and `scale_w` (lists of weights have lists of scales), as
+`backends.scales.scaling` has them; at the end `out_dtype`, and `block`: the name of the blocks that the
+scales are of. They have no gradients: `float8` has, of operands that it quantises itself.
 """
 
 from typing import Any, NoReturn
 
-from ..backends.scaling import NAMED_BLOCKS
+from ..backends.scales.scaling import NAMED_BLOCKS
 from . import ops
 from .registered import Registered, Run
 

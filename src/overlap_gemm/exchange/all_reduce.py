@@ -36,8 +36,8 @@ them in call ``e + 2`` after its call ``e + 1``, so after everybody's call ``e``
 stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
 bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
 
-With words that are their own flag (:mod:`overlap_gemm.device.ll`) there are neither flags nor bulk stores:
-who sums or copies waits for the data. Progress and reuse are the same.
+With words that are their own flag (:mod:`overlap_gemm.device.ll_words`) there are neither flags nor bulk
+stores: who sums or copies waits for the data. Progress and reuse are the same.
 """
 
 from __future__ import annotations

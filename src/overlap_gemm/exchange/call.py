@@ -31,9 +31,10 @@ fences the asynchronous proxy first (`order_async_writes`), as the memory model 
 proxies to the same address (PTX ISA, "proxies"; `fence.proxy.async`). What is put: peers have received call
 ``e``'s before they end it, so every put has read its source.
 
-Data that is its own flag (:mod:`overlap_gemm.device.ll`) obeys the same rule, for a reader's emptying is a
-part of its reading: it is complete before that rank announces its next call, so before anybody's call ``e +
-2`` stores there. Such calls have workspaces of their own, in which nobody stores other things.
+Data that is its own flag (:mod:`overlap_gemm.device.ll_words`) obeys the same rule, for a reader's
+emptying is a part of its reading: it is complete before that rank announces its next call, so before
+anybody's call ``e + 2`` stores there. Such calls have workspaces of their own, in which nobody stores other
+things.
 
 **One call at a time.** The fused launches of a device run one after the other. Each CTA registers the
 launch's number in the device's *in call* word (`enter`), and the last one clears it: two launches that

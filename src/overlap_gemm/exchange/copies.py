@@ -30,7 +30,7 @@ from overlap_gemm.exchange.receive import (
 from overlap_gemm.kernel.epilogue import StageChunks
 from overlap_gemm.kernel.work import CtaTile, Work, shard_tiles
 from overlap_gemm.spec.sharding import ceil_div
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 class CopiedUnit(NamedTuple):

@@ -9,7 +9,7 @@ tile, since what is left then is the tail of the call.
 Protocol of a unit, by one warp:
 
     waits on    the flags of those who send what it needs (acquire, system scope, bounded), or, where data is
-                its own flag (:mod:`overlap_gemm.device.ll`), for the data; each lane for what it takes
+                its own flag (:mod:`overlap_gemm.device.ll_words`), for the data; each lane for what it takes
     produces    complete values in the caller's output, clipped
     signals     nobody; but sums that go on to other ranks release a flag in each of them
     freed by    the call's end: `exchange.call`

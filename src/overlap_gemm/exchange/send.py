@@ -20,7 +20,7 @@ from overlap_gemm.kernel.plain_gemm import store_subtile
 from overlap_gemm.kernel.surface import Output
 from overlap_gemm.kernel.work import CtaTile, Work, cta_number
 from overlap_gemm.spec.sharding import ceil_div
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 @cute.jit

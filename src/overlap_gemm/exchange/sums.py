@@ -24,7 +24,7 @@ from overlap_gemm.exchange.receive import ReceiveContext, Window, unit_exists
 from overlap_gemm.exchange.send import place_of
 from overlap_gemm.kernel.epilogue import StageChunks, Visits
 from overlap_gemm.kernel.work import CtaTile, shard_tiles
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 class Lane(NamedTuple):

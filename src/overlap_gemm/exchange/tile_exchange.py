@@ -16,7 +16,7 @@ from overlap_gemm.exchange.send import send_role
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.surface import Order, Output
 from overlap_gemm.kernel.work import Share, Work
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
 columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
-``copy_engine``, by the host: :mod:`overlap_gemm.backends.gather`), by the kernel's own warps (``peer_bulk``)
-or, to peers beyond reach, by a relay kernel alongside (``staged``: :mod:`overlap_gemm.exchange.relay`), which
-puts the own shard from its place in this rank's buffer, where the host's copy has taken it, in pieces that
-have a flag each.
+``copy_engine``, by the host: :mod:`overlap_gemm.backends.fused.gather_plans`), by the kernel's own
+warps (``peer_bulk``) or, to peers beyond reach, by a relay kernel alongside (``staged``:
+:mod:`overlap_gemm.exchange.relay`), which puts the own shard from its place in this rank's buffer, where the
+host's copy has taken it, in pieces that have a flag each.
 
     load role       own shard first, read where it lies; then the others in the order in which they are
                     sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
@@ -65,7 +65,7 @@ from overlap_gemm.kernel.plain_gemm import OutputSender, store_subtile
 from overlap_gemm.kernel.product import OutputOp, output_store
 from overlap_gemm.kernel.work import CtaTile, Share, Work, cta_number
 from overlap_gemm.spec import ALL_GATHER_GEMM
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 class Shards(NamedTuple):

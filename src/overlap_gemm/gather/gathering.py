@@ -33,7 +33,7 @@ from overlap_gemm.exchange.geometry import (
 from overlap_gemm.kernel.work import Work, cta_number, num_ctas
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import ceil_div
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 class Gathering(NamedTuple):

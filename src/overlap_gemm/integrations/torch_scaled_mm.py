@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.scaling import BLOCK, OUT_DTYPES, Block
+from ..backends.scales.scaling import BLOCK, OUT_DTYPES, Block
 from ..spec import op_named
 from ..spec.sharding import ceil_div
 from ..tuning.settings import configured

@@ -8,7 +8,8 @@ Results are those of torch's expressions (`api.quantization`) bit for bit, but f
 products and the reciprocal are rounded as IEEE 754 says, the conversion to the nearest even. Of magnitudes
 the bits are compared, as integers, among which a NaN is the largest.
 
-`backends.quantization` launches them and imports this when it does: torch's builds for CPUs have no Triton.
+`backends.scales.row_quantization` imports this when it launches them: torch's builds for CPUs have no
+Triton.
 """
 
 import triton

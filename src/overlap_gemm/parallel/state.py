@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..api.kept_weights import Stored
 from ..api.linears import sharded_as
-from ..backends.scaling import FLOAT8
+from ..backends.scales.scaling import FLOAT8
 from .assignment import PAIRED, features_dim
 from .experts import ExpertsForward, RouterForward
 from .heads import SpreadNormForward

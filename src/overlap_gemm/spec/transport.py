@@ -6,7 +6,7 @@ from .op import OpSpec
 
 EMPTY_BYTE = 0xFF
 """What every byte is where LL words have not come, in a new workspace as in one that was read
-(:mod:`overlap_gemm.device.ll`)."""
+(:mod:`overlap_gemm.device.ll_words`)."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 import overlap_gemm
 
 from ..backends.autotuning import num_sets
-from ..backends.mx import WIDTH
-from ..backends.plans import DTYPES
-from ..backends.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block
+from ..backends.fused.plan_cache import DTYPES
+from ..backends.scales.mx_scales import WIDTH
+from ..backends.scales.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block
 from ..config.scale_blocks import Blocks
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec

@@ -1,6 +1,6 @@
 """Ways to a peer. One file each: the device half, which the roles call (`base.Transport`)."""
 
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 from overlap_gemm.transports.ll import LL
 from overlap_gemm.transports.nvshmem import Nvshmem, Staged
 from overlap_gemm.transports.peer_bulk import PeerBulk

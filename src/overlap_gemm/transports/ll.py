@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from overlap_gemm.device.ll import load_words, store_words, take_words
+from overlap_gemm.device.ll_words import load_words, store_words, take_words
 from overlap_gemm.device.memory import CHUNK_BYTES, LANES
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.traced import Address, Fragment, Scalar
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 class Arrival(NamedTuple):
@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class LL(Transport):
-    """Data that arrives by itself (:mod:`overlap_gemm.device.ll`): one way, no flag after it.
+    """Data that arrives by itself (:mod:`overlap_gemm.device.ll_words`): one way, no flag after it.
 
     For few rows, where an exchange takes as long as its trips. The stores are the comm warp's own, so it is
     busy with them, where a bulk store takes one instruction.

@@ -26,7 +26,7 @@ from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, releas
 from overlap_gemm.device.memory import LANES, bulk_store, global_pointer, store_run
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
-from overlap_gemm.transports.base import Transport, store_in_turn
+from overlap_gemm.transports.interface import Transport, store_in_turn
 
 SIGNAL_SET = 9
 """``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""

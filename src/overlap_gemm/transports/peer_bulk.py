@@ -8,7 +8,7 @@ from typing import Any
 from overlap_gemm.device.memory import bulk_store, store_run
 from overlap_gemm.device.route import Route
 from overlap_gemm.device.traced import Address, Fragment, Scalar
-from overlap_gemm.transports.base import Transport
+from overlap_gemm.transports.interface import Transport
 
 
 @dataclass(frozen=True)

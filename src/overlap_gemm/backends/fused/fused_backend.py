@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.arch import ARCHS, arch_of_capability
-from ..config.scale_blocks import BLOCKS, Blocks, in_words
-from ..exchange.geometry import MAX_WORLD, ExchangeShape
-from ..runtime import executor
-from ..runtime.executor import why_no_cuda
-from ..runtime.group import Group
-from ..spec import PATTERNS, OpSpec, patterns_of
-from ..spec.sharding import Shards, shard_rows
-from ..tuning.settings import late_weights, settings, within
-from ..tuning.space import constants, every_config
-from . import gather
-from .base import Problem
-from .block_scales import layout_of
-from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
-from .plan import Plan
-from .plans import DTYPES, plan_for
+from ...config.arch import ARCHS, arch_of_capability
+from ...config.scale_blocks import BLOCKS, Blocks, in_words
+from ...exchange.geometry import MAX_WORLD, ExchangeShape
+from ...runtime import executor
+from ...runtime.executor import why_no_cuda
+from ...runtime.group import Group
+from ...spec import PATTERNS, OpSpec, patterns_of
+from ...spec.sharding import Shards, shard_rows
+from ...tuning.settings import late_weights, settings, within
+from ...tuning.space import constants, every_config
+from ..base import Problem
+from ..scales.block_scales import layout_of
+from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
+from . import gather_plans as gather
+from .launch_plan import Plan
+from .plan_cache import DTYPES, plan_for
 
 
 class Sizes(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..config.gemm_config import GemmConfig
-from ..exchange.geometry import END, FLAG_BYTES, Puts
-from ..runtime.executor import Executor
-from ..runtime.identity import after_skipped
-from ..runtime.workspace import Workspace
-from ..spec import OPS, PATTERNS
+from ...config.gemm_config import GemmConfig
+from ...exchange.geometry import END, FLAG_BYTES, Puts
+from ...runtime.executor import Executor
+from ...runtime.identity import after_skipped
+from ...runtime.workspace import Workspace
+from ...spec import OPS, PATTERNS
 
 
 class Product(NamedTuple):

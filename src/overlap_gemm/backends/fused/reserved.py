@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from ..config.scale_blocks import Blocks
-from ..exchange.geometry import ExchangeShape
-from ..runtime.group import Group
-from ..runtime.peers import Agreed
-from ..runtime.workspace import SizeClass, obtain
-from ..spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
-from ..spec.sharding import shard_rows
-from ..tuning.model import Facts
-from ..tuning.settings import settings
-from ..tuning.space import constants, pattern_of, possible
-from .operands import padded
-from .plans import kind_of, peers_for
-from .scaling import shard_bytes
+from ...config.scale_blocks import Blocks
+from ...exchange.geometry import ExchangeShape
+from ...runtime.group import Group
+from ...runtime.peers import Agreed
+from ...runtime.workspace import SizeClass, obtain
+from ...spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
+from ...spec.sharding import shard_rows
+from ...tuning.model import Facts
+from ...tuning.settings import settings
+from ...tuning.space import constants, pattern_of, possible
+from ..scales.scaling import shard_bytes
+from ..scales.tma_operands import padded
+from .plan_cache import kind_of, peers_for
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, Blocks
-from ..spec.sharding import ceil_div
-from . import mx
-from .operands import ROW_BYTES, has_tma_strides, padded, widened
+from ...config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, Blocks
+from ...spec.sharding import ceil_div
+from . import mx_scales as mx
+from .tma_operands import ROW_BYTES, has_tma_strides, padded, widened
 
 
 class Layout(Protocol):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..config.arch import arch_of
-from ..config.gemm_config import GemmConfig
-from ..exchange.geometry import (
+from ...config.arch import arch_of
+from ...config.gemm_config import GemmConfig
+from ...exchange.geometry import (
     COMING_OFFSET,
     MAX_WORLD,
     SHARD_PIECES,
@@ -23,10 +23,10 @@ from ..exchange.geometry import (
     ExchangeShape,
     slots_offset,
 )
-from ..runtime.peers import Peers
-from ..runtime.symmetric import SymmetricMemory, why_no_puts
-from ..runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
-from ..spec import EMPTY_BYTE, TransportSpec
+from ...runtime.peers import Peers
+from ...runtime.symmetric import SymmetricMemory, why_no_puts
+from ...runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
+from ...spec import EMPTY_BYTE, TransportSpec
 
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12

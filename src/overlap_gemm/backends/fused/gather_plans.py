@@ -17,38 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.scale_blocks import Blocks
-from ..exchange.geometry import (
-    COMING_OFFSET,
-    CONTROL_BYTES,
-    FLAG_BYTES,
-    ExchangeShape,
-    shard_puts,
+from ...config.scale_blocks import Blocks
+from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, shard_puts
+from ...runtime.executor import CudaExecutor
+from ...runtime.group import Group
+from ...runtime.identity import call_signature
+from ...runtime.peers import Peers
+from ...runtime.workspace import Workspace
+from ...spec import ALL_GATHER_GEMM, patterns_of
+from ...spec.sharding import Shards, ceil_div, num_owners
+from ...tuning.model import Facts
+from ...tuning.settings import late_weights, settings, within
+from ...tuning.space import choose_config, constants
+from ..scales.block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
+from ..scales.scaling import rows_with_scales, shard_bytes
+from ..scales.tma_operands import (
+    ROW_BYTES,
+    ROW_ELEMENTS,
+    aligned,
+    aligned_vector,
+    has_tma_strides,
+    major,
+    padded,
 )
-from ..runtime.executor import CudaExecutor
-from ..runtime.group import Group
-from ..runtime.identity import call_signature
-from ..runtime.peers import Peers
-from ..runtime.workspace import Workspace
-from ..spec import ALL_GATHER_GEMM, patterns_of
-from ..spec.sharding import Shards, ceil_div, num_owners
-from ..tuning.model import Facts
-from ..tuning.settings import late_weights, settings, within
-from ..tuning.space import choose_config, constants
-from . import plans
-from .block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
+from . import plan_cache as plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major, padded
-from .plan import Copies, Plan, Product, Relayed, Travel
-from .plans import (
-    both,
-    exchange_arguments,
-    keep_plan,
-    kind_of,
-    peers_for,
-    resident_clusters,
-)
-from .scaling import rows_with_scales, shard_bytes
+from .launch_plan import Copies, Plan, Product, Relayed, Travel
+from .plan_cache import both, exchange_arguments, keep_plan, kind_of, peers_for, resident_clusters
 from .ways import obtain_way, wanted
 
 
@@ -268,7 +263,7 @@ def _make_plan(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
-    from ..gather.gathering import Gathering
+    from ...gather.gathering import Gathering
 
     executor, group = peers.executor, peers.group
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.sharding import ceil_div
+from ...spec.sharding import ceil_div
 from .scaling import CUBLAS_ROWS
 
 HELD = 16384
@@ -93,7 +93,7 @@ def _kernels(device: torch.device) -> Any:
     try:
         from triton.runtime import driver
 
-        from ..kernel import quantize_rows
+        from ...kernel import quantize_rows
 
         driver.active.get_current_target()  # makes what launches kernels, for which it wants a C compiler
     except Exception as error:

@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.scale_blocks import MX, PROMOTED, Blocks, in_words
-from ..exchange.geometry import SCALE_BYTES
-from ..spec.sharding import ceil_div
-from ..tuning.settings import settings
-from . import mx
+from ...config.scale_blocks import MX, PROMOTED, Blocks, in_words
+from ...exchange.geometry import SCALE_BYTES
+from ...spec.sharding import ceil_div
+from ...tuning.settings import settings
+from . import mx_scales as mx
 from .block_scales import num_bytes
-from .operands import ROW_BYTES, aligned_vector, padded, widened
+from .tma_operands import ROW_BYTES, aligned_vector, padded, widened
 
 if TYPE_CHECKING:
-    from .base import Problem
+    from ..base import Problem
 
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Types of scaled operands, as kernels call them."""

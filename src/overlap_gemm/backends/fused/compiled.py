@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
-from ..config.gemm_config import GemmConfig
-from ..runtime.compile_cache import OPTIONS, CompileCache
-from ..runtime.executor import Executor
-from ..runtime.order import forbid_capture
-from ..runtime.symmetric import init_nvshmem_library
+from ...config.gemm_config import GemmConfig
+from ...runtime.compile_cache import OPTIONS, CompileCache
+from ...runtime.executor import Executor
+from ...runtime.order import forbid_capture
+from ...runtime.symmetric import init_nvshmem_library
 from .ways import Way
 
 
@@ -19,8 +19,8 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
     in_library = way is not None and way.in_library
 
     def build() -> Any:
-        from ..build import DirectCall, compile_kernel, make_kernel
-        from ..transports import DEVICE
+        from ...build import DirectCall, compile_kernel, make_kernel
+        from ...transports import DEVICE
 
         transport = None if way is None else DEVICE[way.device]()
         kernel = make_kernel(config, transport, cooperative, pattern)
@@ -61,8 +61,8 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
     """
 
     def build() -> Any:
-        from ..build import compile_kernel, make_gather_kernel
-        from ..transports import PeerBulk, Staged
+        from ...build import compile_kernel, make_gather_kernel
+        from ...transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
         return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative), OPTIONS)
@@ -75,8 +75,8 @@ def compiled_relay(executor: Executor) -> Any:
     """The relay kernel alongside any GEMM (`exchange.relay`)."""
 
     def build() -> Any:
-        from ..build import DirectCall, compile_relay
-        from ..transports import Nvshmem
+        from ...build import DirectCall, compile_relay
+        from ...transports import Nvshmem
 
         return DirectCall(compile_relay(executor.arch, Nvshmem()))
 
@@ -87,8 +87,8 @@ def compiled_gate(executor: Executor, puts: bool = False) -> Any:
     """The kernel with which a stream waits for a shard (`gather.gate`); ``puts`` as `compiled_gather`'s."""
 
     def build() -> Any:
-        from ..build import compile_gate
-        from ..transports import PeerBulk, Staged
+        from ...build import compile_gate
+        from ...transports import PeerBulk, Staged
 
         return compile_gate(executor.arch, Staged() if puts else PeerBulk(), OPTIONS)
 

@@ -14,26 +14,21 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..config.gemm_config import GemmConfig
-from ..config.scale_blocks import Blocks
-from ..config.visitors import SCALES, Visitor, bias_of
-from ..exchange.geometry import (
-    ExchangeShape,
-    Puts,
-    tile_layout,
-    tile_puts,
-)
-from ..runtime.executor import Executor
-from ..runtime.group import Group
-from ..runtime.identity import call_signature
-from ..runtime.peers import Peers, peers_of
-from ..runtime.workspace import Workspace
-from ..tuning.settings import settings
-from ..tuning.space import constants, default_config, with_pattern
+from ...config.gemm_config import GemmConfig
+from ...config.scale_blocks import Blocks
+from ...config.visitors import SCALES, Visitor, bias_of
+from ...exchange.geometry import ExchangeShape, Puts, tile_layout, tile_puts
+from ...runtime.executor import Executor
+from ...runtime.group import Group
+from ...runtime.identity import call_signature
+from ...runtime.peers import Peers, peers_of
+from ...runtime.workspace import Workspace
+from ...tuning.settings import settings
+from ...tuning.space import constants, default_config, with_pattern
+from ..scales.scaling import FLOAT8
 from . import ways
 from .compiled import compiled_kernel, compiled_relay
-from .plan import Plan, Product, Relayed
-from .scaling import FLOAT8
+from .launch_plan import Plan, Product, Relayed
 from .ways import Way, obtain_way
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -221,7 +216,7 @@ def exchange_arguments(
     workspace: Workspace, way: Way, shard: int, timeout_ns: int, executor: Executor
 ) -> Any:
     """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
-    from ..exchange.arguments import Exchange
+    from ...exchange.arguments import Exchange
 
     size = workspace.size
     return Exchange(

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
-from ..spec.sharding import ceil_div
+from ...config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX
+from ...spec.sharding import ceil_div
 
 SCALE = torch.float8_e8m0fnu
 
