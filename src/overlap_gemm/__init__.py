@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         close_workspaces,
         workspace_bytes,
     )
-    from .tuning.settings import configured
+    from .spec.promises import InvarianceError
+    from .tuning.settings import configured, promising
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ HOMES = (
     "runtime.order",
     "runtime.symmetric",
     "runtime.workspace",
+    "spec.promises",
     "tuning.settings",
 )
 """The modules that the public names come from."""
@@ -50,6 +52,7 @@ __all__ = [
     "CaptureError",
     "CommTimeoutError",
     "DisagreementError",
+    "InvarianceError",
     "MismatchedCallsError",
     "OverlappingCallsError",
     "SymmetricMemoryError",
@@ -64,6 +67,7 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "init",
+    "promising",
     "quantize_rows",
     "reserve",
     "swizzle_scales",

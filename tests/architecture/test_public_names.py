@@ -12,7 +12,7 @@ import pytest
 import overlap_gemm
 from overlap_gemm import nn, parallel, pipelines
 
-SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None", "block=None")
+SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None", "block=None", "partials=None", "invariant=None")
 """What every op takes last."""
 
 SIGNATURES = {
@@ -46,6 +46,7 @@ SIGNATURES = {
     "reserve": (
         "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
     ),
+    "promising": ("*", "partials=None", "invariant=None"),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
     "swizzle_scales": ("scale",),
     "warmup": (
@@ -71,7 +72,7 @@ def test_public_names():
     assert sorted(overlap_gemm.__all__) == sorted(
         [
             *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError",
-            "MismatchedCallsError", "OverlappingCallsError",
+            "InvarianceError", "MismatchedCallsError", "OverlappingCallsError",
             "SymmetricMemoryError", "World", "explain",
         ]
     )  # fmt: skip

@@ -75,12 +75,12 @@ def test_demo(launch, tmp_path, backend):
 SABOTAGE = """
 import sys
 import torch
-from overlap_gemm.backends import collectives, decomposed
+from overlap_gemm.backends import arithmetic
 from overlap_gemm.cli import app
-honest = collectives.sum_in_rank_order
-def forgetful(partials, bias=None, out=None):
-    return honest([partials[0], partials[1] * (1 - 1e-4)], bias, out)
-collectives.sum_in_rank_order = decomposed.sum_in_rank_order = forgetful
+honest = arithmetic.sum_in_rank_order
+def forgetful(partials, *others):
+    return honest([partials[0], partials[1] * (1 - 1e-4)], *others)
+arithmetic.sum_in_rank_order = forgetful
 app(sys.argv[1:])
 """
 

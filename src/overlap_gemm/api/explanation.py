@@ -12,9 +12,10 @@ from ..backends.select import Choice, choose, with_backward
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import with_scales
 from ..dispatch.lowering import LOWERINGS
-from ..dispatch.options import CallOptions, Length
+from ..dispatch.options import CallOptions, Length, promises_of
 from ..runtime.group import GroupLike, group_name, resolve
 from ..spec import op_named
+from ..spec.promises import Invariant, Partials
 
 __all__ = ["explain"]
 
@@ -35,6 +36,8 @@ def explain(
     scale_w: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
     **_: Any,
 ) -> Choice:
     """Which backend would carry out `op(x, weight, ...)`, and why.
@@ -57,6 +60,8 @@ def explain(
         scale_w: As for the op.
         out_dtype: As for the op.
         block: As for the op.
+        partials: As for the op.
+        invariant: As for the op.
         **_: The op's other arguments, on which the choice does not depend.
 
     Returns:
@@ -70,7 +75,10 @@ def explain(
     ranks, several = group_name(group), spec.gathers_operand
     dim = dim if "m" in (spec.x, spec.out) else 0
     lengths = rows, columns, k
-    options = CallOptions(backend, deterministic, None, dim, *lengths, out_dtype=out_dtype, block=block)
+    options = CallOptions(
+        backend, deterministic, None, dim, *lengths, out_dtype=out_dtype, block=block,
+        partials=partials, invariant=invariant,
+    )  # fmt: skip
     options = options.unasked(spec.name)
     options, scales = with_scales(options, scale_x, scale_w)
     if not scales:
@@ -81,6 +89,11 @@ def explain(
     if scales:
         scaled = weights[0].dtype, options.out_dtype, options.blocks
     extents = lowered.extents
-    problem = Problem.of(spec.name, *extents, x, resolve(ranks), deterministic, backend, scaled=scaled)
+    promises = promises_of(partials, invariant)
+    if promises.has_tree and spec.sums:
+        m, n, _k = extents
+        extents = m, n, x.shape[-1] * resolve(ranks).size
+    of_call = spec.name, *extents, x, resolve(ranks), deterministic, backend
+    problem = Problem.of(*of_call, scaled=scaled, promises=promises)
     choice = choose(problem, backend)
     return choice if scales else with_backward(choice)

@@ -12,6 +12,7 @@ from ..dispatch import ops
 from ..dispatch.bound import call_op
 from ..dispatch.options import CallOptions, GatherOptions, Length
 from ..runtime.group import GroupLike
+from ..spec.promises import Invariant, Partials
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,6 +100,8 @@ def all_gather_gemm(
     scale_w: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -133,6 +136,8 @@ def all_gather_gemm(
         scale_w: As for `gemm_reduce_scatter`, or one per weight if `weight` is a list.
         out_dtype: As for `gemm_reduce_scatter`.
         block: As for `gemm_reduce_scatter`.
+        partials: As for `gemm_reduce_scatter`.
+        invariant: As for `gemm_reduce_scatter`.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
@@ -161,6 +166,8 @@ def all_gather_gemm(
         single,
         out_dtype,
         block=block,
+        partials=partials,
+        invariant=invariant,
     )
     return call_op(ops.all_gather_gemm, x_shard, weights, biases, group, options, scale_x, scales_w)
 
@@ -180,6 +187,8 @@ def gemm_reduce_scatter(
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
@@ -206,6 +215,11 @@ def gemm_reduce_scatter(
         block: Rows of the weight, and elements of K, that share a scale, 128 or 32: scale_x is
             `[M, ..., ceil(K / block)]`, scale_w `[ceil(N / block), ceil(K / block)]` then; or ``"mx"``: they
             are those of MX types. The same on every rank. None: of rows. See docs/fp8.md.
+        partials: "float32": what the ranks' partial sums are sent as; None: rounded once to the type of x (of
+            `out_dtype`).
+        invariant: "batch": a row's bits do not depend on the other rows, nor on how many there are; "ranks"
+            ("ranks:4", "ranks:2"): nor on the number of ranks up to 8 (4, 2), which sum K in as many equal
+            parts, in float32. The gradients' bits, too. See docs/invariance.md. The same on every rank.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
@@ -213,7 +227,17 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, dim, k=k, out_dtype=out_dtype, block=block)
+    options = CallOptions(
+        backend,
+        deterministic,
+        reserve_sms,
+        dim,
+        k=k,
+        out_dtype=out_dtype,
+        block=block,
+        partials=partials,
+        invariant=invariant,
+    )
     return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -231,6 +255,8 @@ def gemm_all_reduce(
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Tensor:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
@@ -250,6 +276,8 @@ def gemm_all_reduce(
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
         block: As for `gemm_reduce_scatter`.
+        partials: As for `gemm_reduce_scatter`.
+        invariant: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -257,7 +285,16 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(backend, deterministic, reserve_sms, k=k, out_dtype=out_dtype, block=block)
+    options = CallOptions(
+        backend,
+        deterministic,
+        reserve_sms,
+        k=k,
+        out_dtype=out_dtype,
+        block=block,
+        partials=partials,
+        invariant=invariant,
+    )
     return call_op(ops.gemm_all_reduce, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -275,6 +312,8 @@ def gemm_all_gather(
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Tensor:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
@@ -292,6 +331,8 @@ def gemm_all_gather(
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
         block: As for `gemm_reduce_scatter`.
+        partials: As for `gemm_reduce_scatter`.
+        invariant: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -300,8 +341,9 @@ def gemm_all_gather(
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
     options = CallOptions(
-        backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype, block=block
-    )
+        backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype, block=block,
+        partials=partials, invariant=invariant,
+    )  # fmt: skip
     return call_op(ops.gemm_all_gather, x, weight, bias, group, options, scale_x, scale_w)
 
 
@@ -317,6 +359,8 @@ def column_parallel_gemm(
     scale_w: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
@@ -331,6 +375,8 @@ def column_parallel_gemm(
         scale_w: As for `gemm_reduce_scatter`.
         out_dtype: As for `gemm_reduce_scatter`.
         block: As for `gemm_reduce_scatter`.
+        partials: As for `gemm_reduce_scatter`.
+        invariant: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N_local]`.
@@ -338,5 +384,7 @@ def column_parallel_gemm(
     Raises:
         ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
-    options = CallOptions(backend, None, reserve_sms, out_dtype=out_dtype, block=block)
+    options = CallOptions(
+        backend, None, reserve_sms, out_dtype=out_dtype, block=block, partials=partials, invariant=invariant
+    )
     return call_op(ops.local_gemm, x, weight, bias, group, options, scale_x, scale_w)

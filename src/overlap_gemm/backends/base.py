@@ -13,9 +13,11 @@ from ..config.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS, OPS, OpSpec
+from ..spec.promises import NO_PROMISES, Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
-from .collectives import all_gather_rows, gemms
+from .arithmetic import Arithmetic, arithmetic_of
+from .collectives import all_gather_rows
 from .known import known_of, may_know
 from .reach import Reach, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
@@ -54,6 +56,7 @@ class Problem:
         weight_dtype: Of the weight, where operands have scales; else None.
         out_dtype: Of the result, likewise: `dtype` is x's then.
         blocks: Which blocks the scales are of; None: of rows, or of all of an operand.
+        promises: Of the result's bits.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
     """
 
@@ -72,6 +75,7 @@ class Problem:
     weight_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     blocks: Blocks | None = None
+    promises: Promises = Promises()
     known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -87,6 +91,7 @@ class Problem:
         requested: str = "auto",
         keep: bool = False,
         scaled: tuple[Any, ...] = (None, None),
+        promises: Promises = NO_PROMISES,
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
@@ -94,7 +99,9 @@ class Problem:
         the caller's `backend=`), or shards may go by copy engines, the group's first call finds out what its
         GPUs reach, which is collective. `scaled` is (weight_dtype, out_dtype), or those and blocks.
         """
-        if deterministic is None:
+        if promises.invariant is not None:
+            deterministic = True
+        elif deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         is_open = requested == "auto" or requested.endswith(FALLBACK)
         copies = OPS[op].gathers_operand and requested.startswith("decomposed")
@@ -104,7 +111,7 @@ class Problem:
             and (copies or (is_open and (x.dtype.itemsize == 2 or scaled[1] is not None)))
         )
         weight_dtype, out_dtype, blocks = (*scaled, None)[:3]
-        knows = may_know(requested, group)
+        knows = may_know(requested, group) and promises.invariant is None  # measured kernels differ in bits
         return cls(
             op,
             m,
@@ -121,14 +128,16 @@ class Problem:
             weight_dtype,
             out_dtype,
             blocks,
+            promises,
             known_of(group, x.device).kinds if knows else {},
         )
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on all ranks, extents by the names of users' arguments."""
         names: Mapping[Any, str] = ARGUMENTS
-        facts = ((names.get(name, name), value) for name, value in vars(self).items() if name != "known")
-        return (*facts, ("measured", self.measured))
+        facts = {name: value for name, value in vars(self).items() if name not in ("known", "promises")}
+        named = ((names.get(name, name), value) for name, value in facts.items())
+        return (*named, *self.promises._asdict().items(), ("measured", self.measured))
 
     @property
     def kind(self) -> str:
@@ -158,6 +167,7 @@ class Problem:
         return (
             f"{self.op} of M={self.m}, width={self.width}, {self.types}, {self.device_type}, {ranks}"
             f"{', with deterministic sums' if self.deterministic else ''}"
+            + "".join(f", {name}={value!r}" for name, value in self.promises._asdict().items() if value)
         )
 
     @property
@@ -225,7 +235,7 @@ class Backend(Protocol):
 class Portable(ABC):
     """A `Backend` of torch.distributed's transfers and torch's products: a method for each op.
 
-    Their tensors are those of `Backend.bind`, but x is contiguous.
+    Their tensors are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
     """
 
     name: str
@@ -242,7 +252,13 @@ class Portable(ABC):
         """See `Backend`."""
 
     def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
     ) -> tuple[Tensor, list[Tensor]]:
         """Gathers x `[shards.size(rank), K]` to `[M, K]` and multiplies it with each weight `[N_i, K]`.
 
@@ -250,17 +266,17 @@ class Portable(ABC):
         and the products `[M, N_i]`. Here the one after the other.
         """
         gathered = all_gather_rows(x, shards, group)
-        return gathered, gemms(gathered, weights, biases)
+        return gathered, how.products(gathered, weights, biases)
 
     @abstractmethod
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """X `[M, K_local]`, weight `[N, K_local]` -> this rank's rows `[shards.size(rank), N]` of the sum."""
 
     @abstractmethod
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """X `[M, K_local]`, weight `[N, K_local]` -> `[M, N]`, bitwise equal on all ranks.
 
@@ -269,7 +285,7 @@ class Portable(ABC):
 
     @abstractmethod
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """X `[M, K]`, weight `[shards.size(rank), K]` -> `[M, N]`: `shards` divides the output columns.
 
@@ -280,7 +296,12 @@ class Portable(ABC):
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: there is nothing to find out."""
-        method: Callable[..., Any] = partial(getattr(self, problem.op), shards=shards, group=group)
+        method: Callable[..., Any] = partial(
+            getattr(self, problem.op),
+            shards=shards,
+            group=group,
+            how=arithmetic_of(problem.promises, group.size),
+        )
         if problem.out_dtype is not None:
             gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
             method = with_scales(method, problem.out_dtype, self.operand, problem.blocks, gather)

@@ -45,6 +45,8 @@ def why_not(problem: Problem) -> str | None:
         return "copy engines send shards of an operand, between GPUs"
     if problem.is_scaled:
         return "copy engines send shards without scales"
+    if problem.promises.leaves:
+        return f"its products of shards are torch's, not those of invariant={problem.promises.invariant!r}"
     if problem.reach is None:
         return "the ranks' GPUs have not been probed"
     return problem.reach.why_not

@@ -49,33 +49,32 @@ class collective(span):  # noqa: N801
             ) from error
 
 
-def gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    """`gemm` of x with each weight `[N_i, K]`; `biases` holds one `[N_i]` per weight, or nothing."""
-    return [gemm(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial results of `dtype` are summed over ranks."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def sum_in_rank_order(
-    partials: Sequence[Tensor], bias: Tensor | None = None, out: Tensor | None = None
+    partials: Sequence[Tensor],
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`((p_0 + p_1) + ...) + bias` in float32 or wider, converted once to the partials' dtype.
+    """`((p_0 + p_1) + ...) + bias` in float32 or wider, converted once.
 
     Args:
         partials: One `[m, N]` per rank, in rank order. They are not written to.
         bias: `[N]`, added after the sum.
         out: `[m, N]` to store into.
+        dtype: Of the sum; the default is the partials'.
     """
     first, *others = partials
-    out = torch.empty_like(first) if out is None else out
-    dtype = accumulation_dtype(first.dtype)
+    out = torch.empty_like(first, dtype=dtype) if out is None else out
+    wide = accumulation_dtype(first.dtype)
     with span("compute", "sum"):
-        total = out if out.dtype == dtype else torch.empty_like(first, dtype=dtype)
+        total = out if out.dtype == wide else torch.empty_like(first, dtype=wide)
         if others:
-            torch.add(first.to(dtype), others[0], out=total)
+            torch.add(first.to(wide), others[0], out=total)
         else:
             total.copy_(first)
         for partial in others[1:]:
@@ -83,6 +82,14 @@ def sum_in_rank_order(
         if bias is not None:
             total += bias
         return out if total is out else out.copy_(total)
+
+
+def sum_in_tree(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of 1, 2, 4, .. tensors by a binary tree over neighbours: `(l_0 + l_1) + (l_2 + l_3)`."""
+    with span("compute", "sum"):
+        while len(leaves) > 1:
+            leaves = [one + other for one, other in zip(leaves[::2], leaves[1::2], strict=True)]
+    return leaves[0]
 
 
 def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
@@ -115,24 +122,30 @@ def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
 
 
 def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
-    """This rank's rows of the sum of every rank's x, plus bias.
+    """This rank's rows of the sum of every rank's x in rank order, plus bias; see `scattered_rows`."""
+    return (
+        x if group.size == 1 and bias is None else sum_in_rank_order(scattered_rows(x, shards, group), bias)
+    )
 
-    An all-to-all and a local sum move the bytes of a reduce-scatter, (P - 1) / P of x per rank, and leave the
-    order and the precision of the sum to us; torch.distributed's reduce_scatter fixes neither.
+
+def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:
+    """This rank's rows of every rank's x, in rank order.
+
+    An all-to-all moves the bytes of a reduce-scatter, (P - 1) / P of x per rank, and leaves the order and the
+    precision of the sum to us; torch.distributed's reduce_scatter fixes neither.
 
     Args:
         x: A partial result `[shards.total, N]`, contiguous.
-        bias: `[N]` or None.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
 
     Returns:
-        `[shards.size(rank), N]`.
+        One `[shards.size(rank), N]` per rank.
     """
     if group.size == 1:
-        return x if bias is None else sum_in_rank_order([x], bias)
+        return (x,)
     rows = shards.size(group.rank)
     received = x.new_empty(group.size * rows, x.shape[1])
     with collective("all-to-all", group):
         dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
-    return sum_in_rank_order(received.unflatten(0, (group.size, rows)).unbind(), bias)
+    return received.unflatten(0, (group.size, rows)).unbind()

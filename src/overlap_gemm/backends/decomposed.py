@@ -30,8 +30,8 @@ from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUC
 from ..spec.sharding import Shards
 from ..tuning.space import constants
 from . import by_shards
+from .arithmetic import Arithmetic
 from .base import Portable, Problem
-from .collectives import gemm, gemms, sum_in_rank_order
 
 _TAG_BASE = 1 << 30
 """Above every tag a user is likely to use on the same group; a tag is a C int."""
@@ -119,11 +119,17 @@ class Decomposed(Portable):
         return super().bind(problem, x, weight, bias, shards, group)
 
     def all_gather_gemm(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], shards: Shards, group: Group
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
     ) -> tuple[Tensor, list[Tensor]]:
         """See `Portable.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
         if group.size == 1:
-            return x, gemms(x, weights, biases)
+            return x, how.products(x, weights, biases)
         gathered = x.new_empty(shards.total, x.shape[1])
         outs = [x.new_empty(shards.total, weight.shape[0]) for weight in weights]
 
@@ -132,7 +138,7 @@ class Decomposed(Portable):
 
         def compute(block: Tensor, rank: int) -> None:
             for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-                gemm(block, weight, biases[i] if biases else None, out=rows(out, rank))
+                how.product(block, weight, biases[i] if biases else None, out=rows(out, rank))
 
         exchange = _Exchange(ALL_GATHER_GEMM.name, group)
         steps = [
@@ -147,20 +153,20 @@ class Decomposed(Portable):
         return gathered, outs
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
         exchange = _Exchange(GEMM_REDUCE_SCATTER.name, group)
-        return self._reduce_scatter(x, weight, bias, shards, group, exchange)
+        return self._reduce_scatter(x, weight, bias, shards, group, how, exchange)
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
         exchange = _Exchange(GEMM_ALL_REDUCE.name, group)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
-        self._reduce_scatter(x, weight, bias, shards, group, exchange, out=own)
+        self._reduce_scatter(x, weight, bias, shards, group, how, exchange, out=own)
         steps = [
             exchange.post(own, to, out[slice(*shards.range(source))], source)
             for to, source in _ring(group, towards=-1)
@@ -170,7 +176,7 @@ class Decomposed(Portable):
         return out
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_gather`. P panels of rows: one travels while the next one is computed."""
         exchange = _Exchange(GEMM_ALL_GATHER.name, group)
@@ -179,7 +185,7 @@ class Decomposed(Portable):
         arrivals = []
         for panel in range(group.size):
             rows = slice(*panels.range(panel))
-            local = gemm(x[rows], weight, bias)
+            local = how.product(x[rows], weight, bias)
             for to, source in _ring(group, towards=-1):
                 received = x.new_empty(local.shape[0], shards.size(source))
                 step = exchange.post(local, to, received, source)
@@ -197,18 +203,20 @@ class Decomposed(Portable):
         bias: Tensor | None,
         shards: Shards,
         group: Group,
+        how: Arithmetic,
         exchange: _Exchange,
         out: Tensor | None = None,
     ) -> Tensor:
-        received = x.new_empty(group.size, shards.size(group.rank), weight.shape[0])
+        shape = group.size, shards.size(group.rank), weight.shape[0]
+        received = x.new_empty(*shape, dtype=how.type_of(x))
         steps = []
         for to, source in _ring(group, towards=1):
-            partial = gemm(x[slice(*shards.range(to))], weight)
+            partial = how.partial(x[slice(*shards.range(to))], weight)
             steps.append(exchange.post(partial, to, received[source], source))
-        gemm(x[slice(*shards.range(group.rank))], weight, out=received[group.rank])
+        how.partial(x[slice(*shards.range(group.rank))], weight, out=received[group.rank])
         for step in steps:
             step.wait()
-        return sum_in_rank_order(received.unbind(), bias, out)
+        return how.sum(received.unbind(), bias, x.dtype, out)
 
 
 def _ring(group: Group, towards: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ..spec.promises import NO_PROMISES, InvarianceError, Promises
 from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
 from .base import FALLBACK, Backend, Problem
@@ -95,6 +96,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     Raises:
         ValueError: No backend of that name, or it cannot carry out the problem.
     """
+    check_promised(problem)
     check_name(requested)
     name, prediction = requested.removesuffix(FALLBACK), predicted(problem)
     verdicts: dict[str, str | None] = {}
@@ -106,7 +108,8 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         if name == requested:
             raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
-    times: Mapping[str, float] = {} if prediction is None else prediction.ways
+    # Bits depend on the backend, and times on M: with a promise about bits none counts.
+    times: Mapping[str, float] = {} if prediction is None or problem.promises.leaves else prediction.ways
     unfit = {backend.name: why_unfit(backend, problem) for backend in others}
     measured = problem.measured.seconds(problem.captured) if problem.measured else {}
     if any(unfit[backend.name] is None for backend in others if backend.name in measured):
@@ -184,16 +187,34 @@ def with_backward(choice: Choice) -> Choice:
     return replace(choice, backward=backward)
 
 
-def check_name(requested: str, deterministic: bool = False) -> None:
+def check_promised(problem: Problem) -> None:
+    """Raises an InvarianceError where no backend could keep what a problem promises."""
+    promises = problem.promises
+    if not promises.has_tree:
+        return
+    promises.own_leaves(problem.world_size)
+    if not problem.spec.sums or problem.k is None:  # calls know K; what `explain` says of gradients need not
+        return
+    if problem.is_scaled and problem.blocks is None:
+        raise InvarianceError(
+            f"{problem.op}: invariant={promises.invariant!r} needs scales of blocks along K: a scale of a "
+            "row of a rank's shard depends on how many ranks there are"
+        )
+    if reason := promises.why_no_cut(problem.k, problem.blocks[2] if problem.blocks else 1):
+        raise InvarianceError(f"{problem.op}: {reason}")
+
+
+def check_name(requested: str, deterministic: bool = False, promises: Promises = NO_PROMISES) -> None:
     """Raises a ValueError unless `requested` is "auto" or the name of a backend of this version.
 
     Nor may a caller who asks for deterministic sums name a backend without. (torch's global switch steers
     `auto`, but does not forbid what is named.)
     """
-    promises = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
-    if not isinstance(requested, str) or requested.removesuffix(FALLBACK) not in promises:
-        raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(promises)}")
-    if deterministic and not promises[requested.removesuffix(FALLBACK)]:
-        raise ValueError(
-            f"deterministic=True and backend={requested!r}, whose sums are not, cannot go together"
-        )
+    kept = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
+    if not isinstance(requested, str) or requested.removesuffix(FALLBACK) not in kept:
+        raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(kept)}")
+    told = "deterministic=True" if deterministic else None
+    if promises.leaves:
+        told = f"invariant={promises.invariant!r}"
+    if told and not kept[requested.removesuffix(FALLBACK)]:
+        raise ValueError(f"{told} and backend={requested!r}, whose sums are not, cannot go together")

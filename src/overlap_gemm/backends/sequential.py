@@ -4,8 +4,9 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
+from .arithmetic import Arithmetic
 from .base import Portable, Problem
-from .collectives import all_gather_rows, gemm, reduce_scatter_rows
+from .collectives import all_gather_rows, scattered_rows
 from .scales.scaling import why_no_scaled_mm
 
 
@@ -21,20 +22,20 @@ class Sequential(Portable):
         return None if problem.deterministic else "its sums in rank order cost more than the collective's"
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_reduce_scatter`."""
-        return reduce_scatter_rows(gemm(x, weight), bias, shards, group)
+        return how.sum(scattered_rows(how.partial(x, weight), shards, group), bias, x.dtype)
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_reduce`."""
-        return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group), shards, group)
+        return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group, how), shards, group)
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_gather`: the blocks travel transposed, as whole rows."""
-        local = gemm(x, weight, bias)
+        local = how.product(x, weight, bias)
         return all_gather_rows(local.t().contiguous(), shards, group).t().contiguous()

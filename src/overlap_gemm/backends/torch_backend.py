@@ -8,13 +8,15 @@ equal blocks only. A product that is to be scattered is written into a padded te
 shard that is to be gathered is copied.
 """
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
+from .arithmetic import Arithmetic
 from .base import Portable, Problem
-from .collectives import collective, gemm
+from .collectives import collective
 from .scales.scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.
@@ -33,6 +35,8 @@ class Torch(Portable):
 
     def why_not(self, problem: Problem) -> str | None:
         """Carries out everything that torch.distributed has a group for, and torch a product."""
+        if problem.is_scaled and problem.promises.has_wide_partials:
+            return "torch's products of 8-bit operands are rounded to 16 bits, partials='float32' or not"
         return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)
 
     def why_slower(self, problem: Problem) -> str | None:
@@ -40,31 +44,31 @@ class Torch(Portable):
         return None
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_reduce_scatter`."""
         if group.size == 1:
-            return gemm(x, weight, bias)
+            return how.product(x, weight, bias)
         whole = group.size * shards.chunk
         if whole == shards.total:
-            return reduce_scatter_padded(gemm(x, weight), bias, shards, group)
-        padded = x.new_empty(whole, weight.shape[0])
-        gemm(x, weight, out=padded[: shards.total])
-        return reduce_scatter_padded(padded, bias, shards, group)
+            return reduce_scatter_padded(how.partial(x, weight), bias, shards, group, how.type_of_sum(x))
+        padded = x.new_empty(whole, weight.shape[0], dtype=how.type_of(x))
+        how.partial(x, weight, out=padded[: shards.total])
+        return reduce_scatter_padded(padded, bias, shards, group, how.type_of_sum(x))
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_reduce`."""
         if group.size == 1:
-            return gemm(x, weight, bias)
-        out = gemm(x, weight)
+            return how.product(x, weight, bias)
+        out = how.partial(x, weight)
         with collective("all-reduce", group):
             dist.all_reduce(out, group=group.process_group)
-        return out if bias is None else out.add_(bias)
+        return (out if bias is None else out.add_(bias)).to(how.type_of_sum(x))
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_gather`: blocks of columns are gathered whole, then laid side by side.
 
@@ -72,11 +76,11 @@ class Torch(Portable):
         to transpose what is gathered.
         """
         if group.size == 1:
-            return gemm(x, weight, bias)
+            return how.product(x, weight, bias)
         rows, columns = x.shape[0], weight.shape[0]
-        block = gemm(x, weight, bias) if columns == shards.chunk else x.new_empty(rows, shards.chunk)
+        block = how.product(x, weight, bias) if columns == shards.chunk else x.new_empty(rows, shards.chunk)
         if columns < shards.chunk:
-            gemm(x, weight, bias, out=block[:, :columns])
+            how.product(x, weight, bias, out=block[:, :columns])
             block[:, columns:].zero_()
         blocks = block.new_empty(group.size, rows, shards.chunk)
         if blocks.numel():
@@ -86,7 +90,13 @@ class Torch(Portable):
         return whole[:, : shards.total].contiguous()
 
 
-def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
+def reduce_scatter_padded(
+    padded: Tensor,
+    bias: Tensor | None,
+    shards: Shards,
+    group: Group,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """This rank's rows of the sum of every rank's `padded`, by torch's reduce-scatter, plus bias.
 
     Args:
@@ -94,6 +104,7 @@ def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, g
         bias: `[N]` or None.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
+        dtype: Of the result; the default is that of `padded`.
 
     Returns:
         `[shards.size(rank), N]`.
@@ -106,4 +117,4 @@ def reduce_scatter_padded(padded: Tensor, bias: Tensor | None, shards: Shards, g
             reduce_scatter_single(out, padded, group=group.process_group)
     if (rows := shards.size(group.rank)) < shards.chunk:
         out = out[:rows]
-    return out if bias is None else out.add_(bias)
+    return (out if bias is None else out.add_(bias)).to(dtype or out.dtype)

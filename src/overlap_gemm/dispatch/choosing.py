@@ -62,7 +62,8 @@ def chosen(
     several = isinstance(bias, (list, tuple))
     weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
     scaled = (weight_dtype, out_dtype, blocks)
-    problem = Problem.of(op.name, *extents, x, ranks, options.deterministic, backend, keep, scaled)
+    of_call = options.deterministic, backend, keep
+    problem = Problem.of(op.name, *extents, x, ranks, *of_call, scaled, options.promises)
     facts = (
         *problem.agreed(),
         ("chunk", shards.chunk),

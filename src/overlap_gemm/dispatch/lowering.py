@@ -13,6 +13,7 @@ from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..runtime.order import is_capturing
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec.promises import Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
 from .operands import Scales, check_operands, check_scaled, shape_of
@@ -242,7 +243,9 @@ def _check(
                     f"it serves {sorted(ranks.device_types)}"
                 )
         options.check_lengths(op)
-        check_name(options.backend, bool(options.deterministic))
+        promises = Promises(options.partials, options.invariant)
+        check_promises(promises)
+        check_name(options.backend, bool(options.deterministic), promises)
         check_reserve_sms(options.reserve_sms)
     except (ValueError, TypeError) as error:
         agree.report(op, resolve(group), error)

@@ -18,19 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.arithmetic import arithmetic_of, ordered_product
 from ..backends.base import Problem
 from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
-from ..backends.collectives import gemm
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..config.scale_blocks import Blocks
 from ..runtime.group import group_size, resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
 from .moves import each, new, own_rows
-from .options import SCHEMA, Passed
+from .options import SCHEMA, Passed, promises_of
 from .registered import Registered, Run
 
 _ops = torch.ops.overlap_gemm
@@ -39,6 +40,56 @@ _ops = torch.ops.overlap_gemm
 def _for_gradient(given: Any) -> Passed:
     """What a gradient's ops take of what the op was told: `Passed` is the last of it."""
     return Passed(*given[-len(Passed._fields) :]).backward()
+
+
+def _extent(local: int, whole: int | None, options: Passed) -> int | None:
+    """Of all ranks, what is summed over: known, or where it is cut into leaves as much on every rank.
+
+    Raises:
+        InvarianceError: It is cut, and ranks have not as much as each other.
+    """
+    if not options.promises.has_tree:
+        return whole
+    ranks = group_size(options.group)
+    if whole is not None and whole != local * ranks:
+        raise InvarianceError(
+            f"invariant={options.promises.invariant!r} sums equal parts of {whole} elements on {ranks} "
+            f"ranks; this one has {local}"
+        )
+    return local * ranks
+
+
+# --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], a rank's own, in an order that K alone decides ---
+
+
+def _bind_ordered_gemm(x: Tensor, weight: Tensor, group: str) -> Run:
+    return lambda x, weight: ordered_product(x, weight).to(x.dtype)
+
+
+ordered_gemm = Registered(
+    "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
+    bind=_bind_ordered_gemm,
+    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
+    backward=lambda ctx, given, needs, grad: (
+        _ops.ordered_gemm(grad, ctx.saved_tensors[1].t(), given.group) if needs[0] else None,
+        _ops.ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), given.group) if needs[1] else None,
+    ),
+    saves=2,
+)
+
+
+def _along_rows(x: Tensor, y: Tensor, options: Any) -> Tensor:
+    """`x.t() @ y`: of a weight's gradient, a sum over all rows."""
+    promises = promises_of(options.partials, options.invariant)
+    return _ops.ordered_gemm(x.t(), y.t(), options.group) if promises.leaves else x.t() @ y
+
+
+def _sum_of_rows(x: Tensor, options: Any) -> Tensor:
+    """Of a bias' gradient."""
+    if not promises_of(options.partials, options.invariant).leaves:
+        return x.sum(0)
+    sums: Tensor = _ops.ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), options.group)
+    return sums[0]
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -102,7 +153,8 @@ def _backward_all_gather_gemm(
     grad_weights: list[Tensor | None] = [None] * len(weights)
     grad_biases = None
     if isinstance(needs_biases, (list, tuple)):
-        grad_biases = [grad_outs[i].sum(0) if needed else None for i, needed in enumerate(needs_biases)]
+        pairs = zip(grad_outs, needs_biases, strict=False)  # there is none, or one for each weight
+        grad_biases = [_sum_of_rows(grad, passed) if needed else None for grad, needed in pairs]
     if needs_x and all(needs_weights) and not kept and not torch.is_grad_enabled():
         grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, rows, chunk, columns, *passed)
         return grad_x, found, grad_biases
@@ -110,12 +162,20 @@ def _backward_all_gather_gemm(
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
         if grad_gathered is None:
             grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, chunk, columns, *passed)
+        elif passed.promises.has_tree:
+            raise InvarianceError(
+                f"invariant={passed.promises.invariant!r} promises nothing of the gradient of gathered rows "
+                "(return_gathered=True), which every rank uses in its own way"
+            )
+        elif passed.promises.leaves:
+            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, chunk, columns, *passed)
+            grad_x = grad_x + _ops.reduce_scatter_rows(grad_gathered, chunk, *passed[:2], True)
         else:
             grad_x = _ops.reduce_scatter_rows(stacked @ weight + grad_gathered, chunk, *passed[:3])
     if any(needs_weights):
         gathered = x if kept else _ops.all_gather_rows(x, rows, chunk, passed.group)
         grad_weights = [
-            grad.t() @ gathered if needed else None
+            _along_rows(grad, gathered, passed) if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
         ]
     return grad_x, grad_weights, grad_biases
@@ -150,13 +210,16 @@ def _bind_all_gather_gemm_gradients(
     ranks, depth = resolve(options.group), x.shape[1]
     shards = Shards(rows, ranks.size, chunk)
     stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
-    extents = rows, depth, columns
+    extents = rows, depth, _extent(stacked.shape[1], columns, options)
     name, scatter = chosen(GEMM_REDUCE_SCATTER, stacked, weight, None, extents, shards, options)
     alongside = False
     if name == "fused":
         op, sums = ALL_GATHER_GEMM.name, options.deterministic
-        problem = Problem.of(op, rows, columns, depth, x, ranks, sums, "decomposed")
+        told: Any = sums, "decomposed", False, (None, None), options.promises
+        problem = Problem.of(op, rows, columns, depth, x, ranks, *told)
         alongside = pays_alongside(problem, shards)
+
+    product = arithmetic_of(options.promises).product
 
     def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         own = x.contiguous()
@@ -168,7 +231,7 @@ def _bind_all_gather_gemm_gradients(
         if not alongside:
             grad_x = scattered()
             gathered = gather_rows(own, shards, ranks)
-            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+            return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
         with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
             return [grad_x, *(grad.t() @ gathered for grad in grads)]
 
@@ -201,7 +264,8 @@ def _bind_gemm_reduce_scatter(
     *passed: Any,
     **scaled: Any,
 ) -> Run:
-    options, extents = Passed(*passed), (x.shape[0], weight.shape[0], k)
+    options = Passed(*passed)
+    extents = x.shape[0], weight.shape[0], _extent(x.shape[1], k, options)
     shards = Shards(x.shape[0], group_size(options.group), chunk)
     return chosen(GEMM_REDUCE_SCATTER, x, weight, bias, extents, shards, options, **scaled).run
 
@@ -221,8 +285,9 @@ def _backward_gemm_reduce_scatter(ctx: Any, given: Any, needs: Any, grad: Tensor
     if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
         grad_bias = _ops.sum_over_ranks(grad.sum(0), group)
     elif needs_bias and gathered is not None:
-        grad_bias = gathered.sum(0)
-    return grad_x, gathered.t() @ x if needs_weight and gathered is not None else None, grad_bias
+        grad_bias = _sum_of_rows(gathered, given)
+    grad_weight = _along_rows(gathered, x, given) if needs_weight and gathered is not None else None
+    return grad_x, grad_weight, grad_bias
 
 
 gemm_reduce_scatter = Registered(
@@ -246,7 +311,8 @@ gemm_reduce_scatter = Registered(
 def _bind_gemm_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None, k: int | None, *passed: Any, **scaled: Any
 ) -> Run:
-    options, extents = Passed(*passed), (x.shape[0], weight.shape[0], k)
+    options = Passed(*passed)
+    extents = x.shape[0], weight.shape[0], _extent(x.shape[1], k, options)
     shards = Shards.even(x.shape[0], group_size(options.group))
     return chosen(GEMM_ALL_REDUCE, x, weight, bias, extents, shards, options, **scaled).run
 
@@ -267,10 +333,12 @@ def _bind_local_gemm(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Run:
+    how = arithmetic_of(Passed(*passed).promises)
     if out_dtype is None:
-        return gemm
+        return how.product
     why = why_no_product(x.device.type, x.dtype, weight.dtype, out_dtype, blocks)
-    return with_scales(gemm, out_dtype, Scaled if why is None else dequantised, blocks)
+    torchs = why is None and not how.is_ordered
+    return with_scales(how.product, out_dtype, Scaled if torchs else dequantised, blocks)
 
 
 def _backward_gemm_all_reduce(ctx: Any, given: Any, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -278,8 +346,8 @@ def _backward_gemm_all_reduce(ctx: Any, given: Any, needs: Any, grad: Tensor) ->
     needs_x, needs_weight, needs_bias = needs
     return (
         _ops.local_gemm(grad, weight.t(), None, *_for_gradient(given)) if needs_x else None,
-        each(grad, given.group).t() @ x if needs_weight else None,
-        grad.sum(0) if needs_bias else None,
+        _along_rows(each(grad, given.group), x, given) if needs_weight else None,
+        _sum_of_rows(grad, given) if needs_bias else None,
     )
 
 
@@ -291,8 +359,8 @@ def _backward_local_gemm(
     how = (columns, *_for_gradient(given))
     return (
         _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
-        grad.t() @ each(x, given.group) if needs_weight else None,
-        grad.sum(0) if needs_bias else None,
+        _along_rows(grad, each(x, given.group), given) if needs_weight else None,
+        _sum_of_rows(grad, given) if needs_bias else None,
     )
 
 

@@ -1,6 +1,7 @@
 """What a call may be told in addition to its tensors: one list for users, schema, cache and peers."""
 
 from collections.abc import Sequence
+from functools import cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
@@ -11,8 +12,11 @@ from ..backends.base import BackendName
 from ..backends.scales.scaling import NAMED_BLOCKS, Block
 from ..backends.select import with_fallback
 from ..config.scale_blocks import Blocks
+from ..runtime import environment
 from ..runtime.group import GroupLike
 from ..spec import ARGUMENTS, OPS
+from ..spec.promises import LEAVES, Invariant, Partials, Promises
+from ..tuning.settings import settings
 
 Length: TypeAlias = int | Literal["equal", "exchange"] | None
 """A sharded extent over all ranks; "equal": every rank has as much as this one; None: likewise, which they
@@ -21,6 +25,21 @@ ask each other in every call."""
 
 ASKED = {name: ARGUMENTS[spec.asked] for name, spec in OPS.items() if spec.asked}
 """By ops: the option that says the extent which they need, and a rank's shard does not say."""
+
+
+INVARIANT_VARIABLE = "OVERLAP_GEMM_INVARIANT"
+
+
+@cache
+def _of_environment() -> Promises:
+    """What the environment said at the first call."""
+    found = environment.choice(INVARIANT_VARIABLE, ("none", *LEAVES))
+    return Promises(invariant=None if found == "none" else found)  # type: ignore[arg-type]
+
+
+def promises_of(partials: Any = None, invariant: Any = None) -> Promises:
+    """What a call with these arguments promises: what they do not say the block says, or the environment."""
+    return Promises(partials, invariant).over(settings().promises).over(_of_environment())
 
 
 class Passed(NamedTuple):
@@ -34,6 +53,8 @@ class Passed(NamedTuple):
         dim: The dimension of the caller's x along which rows are sharded, for comparison alone.
         copied_weight: Whether the weight may be a copy that the call itself makes, which no kernel may read
             before the kernel in front has ended.
+        partials: See `spec.promises.Promises`.
+        invariant: See there.
     """
 
     group: str
@@ -42,17 +63,25 @@ class Passed(NamedTuple):
     reserve_sms: int | None
     dim: int
     copied_weight: bool
+    partials: str | None
+    invariant: str | None
 
     def backward(self) -> "Passed":
         """The same for the gradient's ops, whose weight may be several weights joined."""
         return self._replace(backend=with_fallback(self.backend), copied_weight=True)
+
+    @property
+    def promises(self) -> Promises:
+        """What is promised: by the arguments, else by the caller's block, else by the environment."""
+        return promises_of(self.partials, self.invariant)
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """What must be the same on all ranks, as far as `backends.base.Problem` does not hold it."""
         return ("backend", self.backend), ("dim", self.dim)
 
 
-KINDS: dict[Any, str] = {str: "str", int: "int", bool: "bool", bool | None: "bool?", int | None: "int?"}
+KINDS: dict[Any, str] = {str: "str", int: "int", bool: "bool", bool | None: "bool?", int | None: "int?",
+                         str | None: "str?"}  # fmt: skip
 
 SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Passed).items())
 """`Passed` as torch's schemas write it."""
@@ -77,6 +106,8 @@ class CallOptions(NamedTuple):
         out_dtype: Of the result, where operands have scales; else None.
         copied_weight: See `Passed`.
         block: What shares a scale, where operands have some; see `backends.scales.scaling.Block`.
+        partials: See `spec.promises.Promises`.
+        invariant: See there.
     """
 
     backend: str = "auto"
@@ -92,11 +123,16 @@ class CallOptions(NamedTuple):
     out_dtype: torch.dtype | None = None
     copied_weight: bool = False
     block: Block = None
+    partials: Partials | None = None
+    invariant: Invariant | None = None
 
     def passed(self, group: str) -> tuple[Any, ...]:
         """What an op takes of it: `Passed`, and where operands have scales what `scaled` adds."""
         told = self.backend, self.deterministic, self.reserve_sms, self.dim, self.copied_weight
-        passed = Passed(group, *told)
+        promises = Promises(self.partials, self.invariant)
+        if not torch.compiler.is_compiling():  # a graph's ops ask when they run
+            promises = promises_of(*promises)
+        passed = Passed(group, *told, *promises)
         if self.out_dtype is None:
             return passed
         return *passed, self.out_dtype, None if self.block is None else str(self.block)
@@ -141,3 +177,5 @@ class GatherOptions(TypedDict, total=False):
     scale_w: Tensor | Sequence[Tensor] | None
     out_dtype: torch.dtype | None
     block: Block
+    partials: Partials | None
+    invariant: Invariant | None

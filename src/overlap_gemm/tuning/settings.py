@@ -21,6 +21,7 @@ import torch
 
 from ..config.gemm_config import CHOICES, FACTS
 from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
+from ..spec.promises import InvarianceError, Invariant, Partials, Promises, check_promises
 
 _KEY = "overlap_gemm.settings"
 
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
             own flag. The same on all ranks.
         early_weights: whether kernels may read B before the kernel in front has ended, where `fields` ask for
             it (`late_weights`). It may differ between ranks.
+        promises: of the bits of results, of calls that say nothing else (`promising`).
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
@@ -53,6 +55,7 @@ class Settings(NamedTuple):
     shard_transport: str | None = None
     tile_transport: str | None = None
     early_weights: bool = True
+    promises: Promises = Promises()
 
     @property
     def reads_weights_early(self) -> bool:
@@ -62,7 +65,7 @@ class Settings(NamedTuple):
     @property
     def names_kernels(self) -> bool:
         """Whether the caller says anything of which kernels there shall be, so that nothing else may."""
-        kernel = any(field != "launch" for field, _ in self.fields)  # when a kernel begins names none
+        kernel = any(field[0] != "launch" and field not in PROMISED for field in self.fields)
         return bool(kernel or self.algorithm or self.tile_transport)
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
@@ -92,6 +95,9 @@ class Settings(NamedTuple):
     def _asked(self, op: OpSpec) -> str | None:
         return self.shard_transport if op.gathers_operand else self.tile_transport
 
+
+PROMISED = (("k_split", 1), ("slot_dtype", "f32"))
+"""Fields that `promised` sets. Like the one that says when a kernel begins, they name no kernel."""
 
 _DEFAULT = Settings()
 
@@ -192,7 +198,57 @@ def configured(
         shard_transport or transport or before.shard_transport,
         tile_transport or transport or before.tile_transport,
     )
-    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by, before.early_weights))
+    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by, *before[-2:]))
+    try:
+        yield
+    finally:
+        _keep(before)
+
+
+@contextmanager
+def promising(*, partials: Partials | None = None, invariant: Invariant | None = None) -> Iterator[None]:
+    """Within the block calls promise this, where their own arguments say nothing else. Blocks may be nested.
+
+    The gradients of calls in the block keep it wherever `backward` is called. Of compiled graphs what counts
+    is the block around their calls, and around `backward`.
+
+    Args:
+        partials: As for `gemm_reduce_scatter`.
+        invariant: As for `gemm_reduce_scatter`.
+
+    Raises:
+        ValueError: There is no such promise.
+    """
+    before = settings()
+    check_promises(given := Promises(partials, invariant))
+    _keep(before._replace(promises=given.over(before.promises)))
+    try:
+        yield
+    finally:
+        _keep(before)
+
+
+@contextmanager
+def promised(promises: Promises, op: OpSpec) -> Iterator[None]:
+    """Within the block kernels of an op are those that keep what a call promises.
+
+    Of kernels, those that cut K sum it in another order.
+
+    Raises:
+        InvarianceError: the caller's fields ask for such kernels.
+    """
+    before = settings()
+    fields: dict[str, Any] = {"k_split": 1} if promises.leaves else {}
+    for name, value in fields.items():
+        if dict(before.fields).get(name, value) != value:
+            raise InvarianceError(
+                f"configured({name}={dict(before.fields)[name]}) sums K in another order than "
+                f"invariant={promises.invariant!r} promises: {name}={value}"
+            )
+    if promises.has_wide_partials and op.sums:
+        fields["slot_dtype"] = "f32"
+    if fields:
+        _keep(before._replace(fields=tuple({**dict(before.fields), **fields}.items())))
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from ...runtime.executor import why_no_cuda
 from ...runtime.group import Group
 from ...spec import PATTERNS, OpSpec, patterns_of
 from ...spec.sharding import Shards, shard_rows
-from ...tuning.settings import late_weights, settings, within
+from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
 from ..scales.block_scales import layout_of
@@ -130,6 +130,8 @@ class Fused:
                 f"N={problem.width} in {problem.world_size} parts is {columns} columns a rank, which must "
                 f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
             )
+        if problem.promises.has_tree:
+            return f"fused kernels have no leaves of K (invariant={problem.promises.invariant!r})"
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         return None
@@ -157,6 +159,12 @@ class Fused:
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
+        with promised(problem.promises, problem.spec):
+            return self._bind(problem, x, weight, bias, shards, group)
+
+    def _bind(
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    ) -> Callable[..., Any]:
         if problem.spec.gathers_operand:
             return gather.bind(
                 x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks

@@ -1,0 +1,215 @@
+"""`Arithmetic`: how the portable backends multiply and sum, by what the caller asks for.
+
+Without a promise products are torch's, and partial sums have the operands' type. With
+`invariant=` the order in which an element's products are summed is a function of K alone:
+
+    product     blocks of `BLOCK` rows and columns, each one `torch.mm` of the same shape in float32, filled
+                up with zeros; whether a place in a block changes the order is compared once (`why_no_order`)
+    leaves      equal parts of K over all ranks, a product each
+    sum         a binary tree over the leaves: ((0 + 1) + (2 + 3)) + ..., in float32; the part of a rank is a
+                subtree, the ranks sum theirs by what is left of the tree
+    result      the bias is added in float32, then it is rounded once
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.order import is_capturing
+from ..runtime.spans import span
+from ..spec.promises import InvarianceError, Promises
+from .collectives import accumulation_dtype, gemm, sum_in_rank_order, sum_in_tree
+
+BLOCK = {"cpu": (32, 128), "cuda": (256, 1024)}
+"""Rows and columns of a product at a time, by types of devices."""
+
+
+class Arithmetic:
+    """Products as torch makes them, sums over ranks in rank order of partial ones of the operands' type."""
+
+    is_ordered = False
+    """Whether the order in which an element is summed is a function of K."""
+
+    product = staticmethod(gemm)
+    """`x @ weight.T + bias` of the operands' type, into `out` if given: all of K is here."""
+
+    def products(self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor]) -> list[Tensor]:
+        """`product` of x with each weight `[N_i, K]`; `biases` holds one `[N_i]` per weight, or nothing."""
+        product = self.product
+        return [product(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+
+    def partial(self, x: Any, weight: Any, out: Tensor | None = None) -> Tensor:
+        """A rank's part of the sum over K, of `type_of` x, into `out` if given."""
+        return gemm(x, weight, out=out)
+
+    def type_of(self, x: Any) -> torch.dtype:
+        """That of partial sums of products of `x`."""
+        return self.type_of_sum(x)
+
+    def type_of_sum(self, x: Any) -> torch.dtype:
+        """That of products of `x`."""
+        dtype: torch.dtype = x.dtype if isinstance(x, Tensor) else x.out_dtype
+        return dtype
+
+    def sum(
+        self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """The sum of every rank's partial `[m, N]`, in rank order, plus bias, rounded once to `dtype`."""
+        return sum_in_rank_order(partials, bias, out, dtype)
+
+
+class WidePartials(Arithmetic):
+    """The same with partial sums in float32 (float64 of float64)."""
+
+    def type_of(self, x: Any) -> torch.dtype:
+        """See `Arithmetic`."""
+        return accumulation_dtype(self.type_of_sum(x))
+
+    def partial(self, x: Any, weight: Any, out: Tensor | None = None) -> Tensor:
+        """See `Arithmetic`."""
+        return _rounded(wide_product(x, weight), self.type_of(x), out)
+
+
+@dataclass(frozen=True)
+class Ordered(Arithmetic):
+    """Products and sums in an order that is a function of K alone.
+
+    Attributes:
+        promises: What is asked for.
+        world: Ranks of the group.
+    """
+
+    promises: Promises
+    world: int
+
+    is_ordered = True
+
+    def product(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Arithmetic`."""
+        wide = ordered_product(x, weight)
+        if bias is not None:
+            wide += bias
+        return _rounded(wide, x.dtype, out)
+
+    def type_of(self, x: Any) -> torch.dtype:
+        """See `Arithmetic`."""
+        return accumulation_dtype(x.dtype) if self.promises.has_wide_partials else self.type_of_sum(x)
+
+    def partial(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Arithmetic`."""
+        number = self.promises.own_leaves(self.world)
+        leaves = zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
+        return _rounded(sum_in_tree([ordered_product(*leaf) for leaf in leaves]), self.type_of(x), out)
+
+    def sum(
+        self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Arithmetic`; by what is left of the tree, if there is one."""
+        if not self.promises.has_tree:
+            return super().sum(partials, bias, dtype, out)
+        total = sum_in_tree(partials)
+        return _rounded(total if bias is None else total + bias, dtype, out)
+
+
+def arithmetic_of(promises: Promises, world: int = 1) -> Arithmetic:
+    """What keeps these promises on so many ranks."""
+    if promises.leaves:
+        return Ordered(promises, world)
+    return WidePartials() if promises.has_wide_partials else Arithmetic()
+
+
+def _rounded(wide: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    return wide.to(dtype) if out is None else out.copy_(wide)
+
+
+def factor_dtype(x: Tensor) -> torch.dtype:
+    """The type in which `x` is multiplied for a float32 result: GPUs' products of 16 bits have one."""
+    return x.dtype if x.is_cuda and x.dtype.itemsize == 2 else accumulation_dtype(x.dtype)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in float32 (float64 of float64): products of 16-bit elements are exact in it."""
+    dtype = factor_dtype(x)
+    if dtype.itemsize == 2:
+        with span("compute", "GEMM"):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return gemm(x.to(dtype), weight.to(dtype))
+
+
+def ordered_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` as `wide_product`; an element depends on its row, its column and K alone.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[N, K]`.
+
+    Raises:
+        InvarianceError: torch's product of this type sums in an order that depends on an element's place.
+    """
+    (rows, depth), columns = x.shape, weight.shape[0]
+    if reason := why_no_order(x.device, x.dtype, depth):
+        raise InvarianceError(reason)
+    out = x.new_empty(rows, columns, dtype=accumulation_dtype(x.dtype))
+    tall, wide = BLOCK[x.device.type]
+    blocks = list(_blocks(x, tall))
+    for column, of_weight in _blocks(weight, wide):
+        for row, of_x in blocks:
+            place = out[row : row + tall, column : column + wide]
+            place.copy_(wide_product(of_x, of_weight)[: place.shape[0], : place.shape[1]])
+    return out
+
+
+def _blocks(matrix: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Blocks of so many rows, each in memory of its own: products may depend on where operands begin."""
+    for first in range(0, matrix.shape[0], rows):
+        part = matrix[first : first + rows]
+        block = matrix.new_zeros(rows, matrix.shape[1], dtype=factor_dtype(matrix))
+        block[: part.shape[0]] = part
+        yield first, block
+
+
+_compared: dict[tuple[torch.device, torch.dtype, int], str | None] = {}
+
+
+def why_no_order(device: torch.device, dtype: torch.dtype, depth: int) -> str | None:
+    """Why a block's elements are not all summed in one order, None if they are.
+
+    Compared once for each device, type and K: a block whose rows are all the same, and whose columns are,
+    has equal elements.
+    """
+    if device.type not in BLOCK:
+        return f"invariant= is for {' and '.join(BLOCK)}, not for {device.type}"
+    key = device, dtype, depth
+    if key not in _compared:
+        if is_capturing(device):
+            return (
+                "invariant= compares torch's products once for each K, which cannot be while a CUDA graph is "
+                "captured: call once before"
+            )
+        _compared[key] = _compare_places(device, dtype, depth)
+    return _compared[key]
+
+
+def _of_many_exponents(depth: int, generator: torch.Generator) -> Tensor:
+    exponents = torch.randint(-3, 4, (1, depth), generator=generator)
+    return torch.randn(1, depth, generator=generator) * 4.0**exponents
+
+
+def _compare_places(device: torch.device, dtype: torch.dtype, depth: int) -> str | None:
+    generator = torch.Generator().manual_seed(depth)
+    rows, columns = BLOCK[device.type]
+    x, weight = (
+        _of_many_exponents(depth, generator).to(device, dtype).repeat(extent, 1) for extent in (rows, columns)
+    )
+    product = wide_product(x.to(factor_dtype(x)), weight.to(factor_dtype(weight)))
+    if not product.numel() or bool((product == product[0, 0]).all()):
+        return None
+    return (
+        f"torch's product of {dtype} with K = {depth} on {device.type} sums elements of a block in orders "
+        "that depend on their place: bits that depend on the row alone cannot be promised"
+    )
