@@ -2,10 +2,10 @@
 
     python tools/release.py --repository https://example.org/us/overlap_gemm --python python3.13
 
-The distributions `overlap-gemm` and `cute-emulator` are built from the last commit, not from the working
-tree, in a copy whose README files have absolute links and whose metadata have the project's URLs. Their
-wheels are installed into a new environment of each `--python` and tried there. `--out` then holds wheels,
-source distributions, `SHA256SUMS` and a bill of materials (CycloneDX) of each environment.
+The distributions `overlap-gemm`, `cute-emulator` and `overlap-gemm-tools` are built from the last commit, not
+from the working tree, in a copy whose README files have absolute links and whose metadata have the project's
+URLs. Their wheels are installed into a new environment of each `--python` and tried there. `--out` then holds
+wheels, source distributions, `SHA256SUMS` and a bill of materials (CycloneDX) of each environment.
 
 `--tag` makes the release's commit first: it dates CHANGELOG.md and tags it. The upload is printed as a
 command.
@@ -28,8 +28,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-DISTRIBUTIONS = {"overlap-gemm": Path(), "cute-emulator": Path("emulator")}
-"""Distributions by name, with their folders in the repository."""
+PACKAGES = {
+    "overlap-gemm": Path("src/overlap_gemm"),
+    "cute-emulator": Path("emulator/src/cute_emulator"),
+    "overlap-gemm-tools": Path("tools/overlap_gemm_tools"),
+}
+"""Packages of the distributions."""
+
+PLACES = (Path(), Path("emulator"), Path("tools"))
+"""Folders of the distributions in the repository."""
 
 TOOLS = ("build>=1.3", "twine>=6", "cyclonedx-bom>=7")
 """Packages of the environment that builds and checks."""
@@ -42,8 +49,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 def version_of(source: Path, distribution: str) -> str:
     """Returns the version that a distribution's package states."""
-    package = distribution.replace("-", "_")
-    text = (source / DISTRIBUTIONS[distribution] / "src" / package / "__init__.py").read_text()
+    text = (source / PACKAGES[distribution] / "__init__.py").read_text()
     (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return str(version)
 
@@ -111,7 +117,7 @@ def stage(folder: Path, repository: str, version: str) -> None:
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
-    for place in DISTRIBUTIONS.values():
+    for place in PLACES:
         project, readme = folder / place / "pyproject.toml", folder / place / "README.md"
         project.write_text(with_urls(project.read_text(), repository, f"v{version}"))
         readme.write_text(absolute_links(readme.read_text(), place, repository, f"v{version}"))
@@ -150,7 +156,7 @@ overlap_gemm.finalize()
 
 def try_wheels(python: Path, wheels: Path, torch: str) -> None:
     """Installs the wheels with the indexes' ordinary packages into an environment, and runs them."""
-    install(python, torch, "--find-links", str(wheels), "overlap-gemm[emulator]")
+    install(python, torch, "--find-links", str(wheels), "overlap-gemm[emulator,tools]")
     with tempfile.TemporaryDirectory() as scratch:
         trial = Path(scratch) / "trial.py"
         trial.write_text(TRIAL)
@@ -192,7 +198,7 @@ def tag(version: str) -> None:
     changelog.write_text(dated(changelog.read_text(), version, datetime.date.today()))
     for command in (
         ["git", "commit", "--quiet", "-m", f"[release] Date {version}", "CHANGELOG.md"],
-        ["git", "tag", "-a", f"v{version}", "-m", f"overlap-gemm and cute-emulator {version}"],
+        ["git", "tag", "-a", f"v{version}", "-m", f"Version {version}"],
     ):
         subprocess.run(command, cwd=ROOT, check=True)
 
@@ -208,7 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "release")
     parser.add_argument("--tag", action="store_true", help="date CHANGELOG.md, commit and tag first")
     given = parser.parse_args()
-    versions = {version_of(ROOT, distribution) for distribution in DISTRIBUTIONS}
+    versions = {version_of(ROOT, distribution) for distribution in PACKAGES}
     if len(versions) > 1:
         sys.exit(f"the distributions must have one version; they have {', '.join(sorted(versions))}")
     (version,) = versions
@@ -222,7 +228,7 @@ def main() -> None:
         source = Path(scratch) / "source"
         stage(source, given.repository.rstrip("/"), version)
         tools = make_environment(Path(scratch) / "tools", sys.executable, *TOOLS)
-        for place in DISTRIBUTIONS.values():
+        for place in PLACES:
             build = [str(tools), "-m", "build", "--outdir", str(given.out), str(source / place)]
             subprocess.run(build, check=True)
         files = sorted(map(str, given.out.iterdir()))

@@ -15,7 +15,7 @@ from tests.support.scripts import load
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/us/overlap_gemm"
 release = load(ROOT / "tools" / "release.py")
-PLACES = list(release.DISTRIBUTIONS.values())
+PLACES = release.PLACES
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def staged(tmp_path_factory):
     return folder
 
 
-def test_both_distributions_have_one_version_and_the_changelog_has_it():
-    (version,) = {release.version_of(ROOT, name) for name in release.DISTRIBUTIONS}
+def test_all_distributions_have_one_version_and_the_changelog_has_it():
+    (version,) = {release.version_of(ROOT, name) for name in release.PACKAGES}
     text = (ROOT / "CHANGELOG.md").read_text()
     today = datetime.date(2026, 1, 2)
     if f"## {version} (" not in text:  # not released yet
@@ -80,10 +80,13 @@ def test_staged_metadata_has_urls_and_says_what_the_distribution_is(staged, plac
     assert (staged / place / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.parametrize("package", ["src/overlap_gemm", "emulator/src/cute_emulator"])
+@pytest.mark.parametrize("package", release.PACKAGES.values(), ids=str)
 def test_packages_say_that_they_are_typed(package):
     assert (ROOT / package / "py.typed").exists()
-    assert "Typing :: Typed" in (ROOT / package).parents[1].joinpath("pyproject.toml").read_text()
+    place = max(
+        (place for place in PLACES if package.is_relative_to(place)), key=lambda place: len(place.parts)
+    )
+    assert "Typing :: Typed" in (ROOT / place / "pyproject.toml").read_text()
 
 
 def test_what_a_company_asks_for_is_there():
