@@ -19,7 +19,7 @@ from overlap_gemm.device.failure import RECORD_WORDS, Role
 from overlap_gemm.dispatch import calls, choosing
 from overlap_gemm.exchange.geometry import OWNED, ExchangeShape
 from overlap_gemm.integrations import torch_symm_mem
-from overlap_gemm.runtime import agree, bootstrap, executor
+from overlap_gemm.runtime import bootstrap, executor, messages
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
@@ -283,7 +283,7 @@ def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monk
 
 def test_what_ranks_say_in_front_is_not_taken_for_a_shard():
     """Both are messages between the same ranks; gloo tells them apart by their tags."""
-    assert agree.TAG < decomposed._TAG_BASE
+    assert messages.TAG < decomposed._TAG_BASE
 
 
 def test_slurms_steps_and_jobs_do_not_meet(monkeypatch):

@@ -113,11 +113,11 @@ def test_a_call_that_raised_on_all_ranks_differs_in_nothing():
 def test_a_call_that_raised_counts_once_and_if_nothing_of_it_was_launched():
     progress = identity.Progress()
     for launched in (1, 0, 0):
-        before = progress.launched + progress.skipped
-        progress.launched += launched
+        before = progress.events
+        progress.events += launched
         for _ in range(2):  # an op called by an op
-            progress.raised(before)
-    assert (progress.launched, progress.skipped) == (1, 2)
+            progress.raised(before, "op")
+    assert (progress.events, progress.skipped) == (3, 2)
 
 
 def test_arguments_that_do_not_fit_count_also_where_one_error_is_raised_twice(monkeypatch):

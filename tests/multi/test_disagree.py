@@ -81,7 +81,7 @@ def disagree(rank, size, op, what, backend):
 def test_every_rank_learns_what_they_disagree_on(ranks, op, what):
     if what == "dim" and op not in ("all_gather_gemm", "gemm_reduce_scatter"):
         what = "rows"
-    for backend in ("sequential", "decomposed"):
+    for backend in ("sequential", "decomposed", "auto"):
         ranks(3).run(disagree, op, what, backend)
 
 
@@ -190,7 +190,7 @@ def drawn_calls(rank, size, backend, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
 def test_calls_that_ranks_know_and_mix_up_are_named_on_every_rank(ranks, backend, seed):
     ranks(2 if seed == 0 else 3).run(drawn_calls, backend, seed)
 
@@ -215,21 +215,22 @@ def test_unequal_shards_in_a_graph_raise(ranks):
 def asked_once(rank, size):
     """What has been agreed on is not asked again, lengths only where callers want it."""
     for op, backend, options, messages in (
-        ("gemm_reduce_scatter", "torch", {}, 0),
-        ("gemm_all_reduce", "torch", {}, 0),
-        ("all_gather_gemm", "torch", {}, 0),
-        ("gemm_all_gather", "torch", {}, 0),
-        ("all_gather_gemm", "torch", {"rows": "exchange"}, 1),
-        ("gemm_all_gather", "torch", {"columns": "exchange"}, 1),
-        ("gemm_all_reduce", "sequential", {}, 1),  # which announces
+        ("gemm_reduce_scatter", "torch", {}, 1),  # in front of each transfer
+        ("gemm_all_reduce", "torch", {}, 1),
+        ("all_gather_gemm", "torch", {}, 1),
+        ("gemm_all_gather", "torch", {}, 1),
+        ("all_gather_gemm", "torch", {"rows": "exchange"}, 2),
+        ("gemm_all_gather", "torch", {"columns": "exchange"}, 2),
+        ("gemm_all_reduce", "sequential", {}, 2),
         ("all_gather_gemm", "sequential", {}, 1),
+        ("gemm_all_reduce", "decomposed", {}, 1),
     ):
         call = partial(getattr(overlap_gemm, op), backend=backend, **options)
         call(torch.ones(4, 3), torch.ones(5, 3))
         # A rank whose operands lie otherwise prepares anew, but alone: it must not ask the others.
         x = torch.ones(3, 4).t() if rank == 0 else torch.ones(4, 3)
-        sent, real = [], agree._send_and_receive
-        with mock.patch.object(agree, "_send_and_receive", lambda *given: sent.append(1) or real(*given)):  # noqa: B023
+        sent, real = [], agree.exchange
+        with mock.patch.object(agree, "exchange", lambda *given: sent.append(1) or real(*given)):  # noqa: B023
             call(x, torch.ones(5, 3))
             with torch.autograd.profiler.profile(enabled=rank == 1):  # through torch's dispatcher
                 call(x, torch.ones(5, 3))

@@ -204,8 +204,8 @@ class Backend(Protocol):
         deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
             float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
             precision are those of torch.distributed's collective.
-        verifies: Whether ranks compare what they call before every call, where that is cheap
-            (`runtime.agree.verifier`): of known calls nothing else would notice that they differ.
+        verifies: Whether ranks compare what they call before every transfer (`runtime.agree.of_calls`): of
+            known calls nothing else would notice that they differ.
     """
 
     name: str

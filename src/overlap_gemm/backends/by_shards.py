@@ -148,7 +148,7 @@ class ByShards:
         assert plan.workspace is not None and plan.travel is not None
         with plan.executor.order.lock:
             plan.workspace.captured |= plan.executor.order.follow(stream)
-        plan.workspace.group.progress.launched += 1
+        plan.workspace.group.progress.events += 1
         with plan.executor.fork() as second:
             plan.travel.send(plan.executor, second, own, plan.exchange)
             yield second

@@ -27,17 +27,26 @@ def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = N
 
 
 class collective(span):  # noqa: N801
-    """A span of a transfer of torch.distributed, whose failure names the rank and the group.
+    """A span of a transfer of torch.distributed, compared with the peers' before it begins.
+
+    Its failure names the rank and the group.
 
     Raises:
+        DisagreementError: On every rank: a peer is in another call, or in another transfer of the call.
         RuntimeError: It failed; the transport's words are quoted.
     """
 
-    __slots__ = ("group",)
+    __slots__ = ("group", "kind_of_data")
 
-    def __init__(self, label: str, group: Group) -> None:
+    def __init__(self, label: str, group: Group, data: Tensor) -> None:
         super().__init__("transfer", label)
-        self.group = group
+        self.group, self.kind_of_data = group, data.dtype
+
+    def __enter__(self) -> None:
+        # Behind all that may raise on one rank alone, memory that is not there above all.
+        if self.group.enter is not None:
+            self.group.enter(f"{self.label} of {self.kind_of_data}")
+        super().__enter__()
 
     def __exit__(self, failure: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(failure, error, trace)
@@ -116,7 +125,7 @@ def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
         padded[: x.shape[0]] = x
     gathered = x.new_empty(group.size * shards.chunk, x.shape[1])
     if gathered.numel():
-        with collective("all-gather", group):
+        with collective("all-gather", group, padded):
             group.all_gather(gathered, padded)
     return gathered if gathered.shape[0] == shards.total else gathered[: shards.total]
 
@@ -146,6 +155,6 @@ def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:
         return (x,)
     rows = shards.size(group.rank)
     received = x.new_empty(group.size * rows, x.shape[1])
-    with collective("all-to-all", group):
+    with collective("all-to-all", group, x):
         dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
     return received.unflatten(0, (group.size, rows)).unbind()

@@ -46,9 +46,13 @@ class _Exchange:
     two calls in flight on one group (two threads, two streams) cannot take each other's messages; as with any
     collective, all ranks must issue the calls of one group in the same order. NCCL matches by order alone.
     Within a call the messages of one pair are matched in the order they are posted.
+
+    It begins when all memory of the call is there: from then on peers wait for messages of this rank.
     """
 
     def __init__(self, op: str, group: Group):
+        if group.enter is not None and group.size > 1:
+            group.enter("exchange")
         self._op = op
         self._group = group
         self._tag = _TAG_BASE + next(_calls[group.name]) % _TAG_BASE
@@ -156,17 +160,17 @@ class Decomposed(Portable):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
-        exchange = _Exchange(GEMM_REDUCE_SCATTER.name, group)
-        return self._reduce_scatter(x, weight, bias, shards, group, how, exchange)
+        out = x.new_empty(shards.size(group.rank), weight.shape[0])
+        self._reduce_scatter(GEMM_REDUCE_SCATTER.name, x, weight, bias, shards, group, how, out)
+        return out
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
-        exchange = _Exchange(GEMM_ALL_REDUCE.name, group)
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
-        self._reduce_scatter(x, weight, bias, shards, group, how, exchange, out=own)
+        exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, x, weight, bias, shards, group, how, own)
         steps = [
             exchange.post(own, to, out[slice(*shards.range(source))], source)
             for to, source in _ring(group, towards=-1)
@@ -179,44 +183,51 @@ class Decomposed(Portable):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """See `Portable.gemm_all_gather`. P panels of rows: one travels while the next one is computed."""
-        exchange = _Exchange(GEMM_ALL_GATHER.name, group)
         out = x.new_empty(x.shape[0], shards.total)
+        local = x.new_empty(x.shape[0], weight.shape[0])
+        received = [x.new_empty(x.shape[0], shards.size(source)) for source in range(group.size)]
         panels = Shards.even(x.shape[0], group.size)
+        exchange = _Exchange(GEMM_ALL_GATHER.name, group)
         arrivals = []
         for panel in range(group.size):
             rows = slice(*panels.range(panel))
-            local = how.product(x[rows], weight, bias)
+            how.product(x[rows], weight, bias, out=local[rows])
             for to, source in _ring(group, towards=-1):
-                received = x.new_empty(local.shape[0], shards.size(source))
-                step = exchange.post(local, to, received, source)
-                arrivals.append((step, received, out[rows, slice(*shards.range(source))]))
-            out[rows, slice(*shards.range(group.rank))] = local
-        for step, received, place in arrivals:
+                block = received[source][rows]
+                step = exchange.post(local[rows], to, block, source)
+                arrivals.append((step, block, out[rows, slice(*shards.range(source))]))
+            out[rows, slice(*shards.range(group.rank))] = local[rows]
+        for step, block, place in arrivals:
             step.wait()
-            place.copy_(received)
+            place.copy_(block)
         return out
 
     def _reduce_scatter(
         self,
+        op: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         shards: Shards,
         group: Group,
         how: Arithmetic,
-        exchange: _Exchange,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        shape = group.size, shards.size(group.rank), weight.shape[0]
-        received = x.new_empty(*shape, dtype=how.type_of(x))
+        out: Tensor,
+    ) -> _Exchange:
+        """Fills `out` with this rank's rows of the sum; returns the exchange, for what follows."""
+        dtype, columns = how.type_of(x), weight.shape[0]
+        received = x.new_empty(group.size, shards.size(group.rank), columns, dtype=dtype)
+        partials = x.new_empty(shards.total - len(out), columns, dtype=dtype)
+        blocks = iter(partials.split([shards.size(to) for to, _ in _ring(group, towards=1)]))
+        exchange = _Exchange(op, group)
         steps = []
         for to, source in _ring(group, towards=1):
-            partial = how.partial(x[slice(*shards.range(to))], weight)
+            partial = how.partial(x[slice(*shards.range(to))], weight, out=next(blocks))
             steps.append(exchange.post(partial, to, received[source], source))
         how.partial(x[slice(*shards.range(group.rank))], weight, out=received[group.rank])
         for step in steps:
             step.wait()
-        return how.sum(received.unbind(), bias, x.dtype, out)
+        how.sum(received.unbind(), bias, x.dtype, out)
+        return exchange
 
 
 def _ring(group: Group, towards: int) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ class Torch(Portable):
     """
 
     name = "torch"
-    deterministic = verifies = False
+    deterministic = False
     operand = Scaled
 
     def why_not(self, problem: Problem) -> str | None:
@@ -63,7 +63,7 @@ class Torch(Portable):
         if group.size == 1:
             return how.product(x, weight, bias)
         out = how.partial(x, weight)
-        with collective("all-reduce", group):
+        with collective("all-reduce", group, out):
             dist.all_reduce(out, group=group.process_group)
         return (out if bias is None else out.add_(bias)).to(how.type_of_sum(x))
 
@@ -84,7 +84,7 @@ class Torch(Portable):
             block[:, columns:].zero_()
         blocks = block.new_empty(group.size, rows, shards.chunk)
         if blocks.numel():
-            with collective("all-gather", group):
+            with collective("all-gather", group, block):
                 group.all_gather(blocks.flatten(0, 1), block)
         whole = blocks.movedim(0, 1).reshape(rows, group.size * shards.chunk)
         return whole[:, : shards.total].contiguous()
@@ -113,7 +113,7 @@ def reduce_scatter_padded(
         padded[shards.total :].zero_()
     out = padded.new_empty(shards.chunk, padded.shape[1])
     if out.numel():
-        with collective("reduce-scatter", group):
+        with collective("reduce-scatter", group, padded):
             reduce_scatter_single(out, padded, group=group.process_group)
     if (rows := shards.size(group.rank)) < shards.chunk:
         out = out[:rows]

@@ -102,7 +102,7 @@ def call_op(
         return result if lowered.finish is None else lowered.finish(result)
     ranks = find(group)
     progress = ranks.progress
-    before = progress.launched + progress.skipped
+    before = progress.events
     try:
         try:
             key = (op.name, layouts(x, weight, bias, *scales), options, state(x))
@@ -116,7 +116,7 @@ def call_op(
             _refuse_gradient(op, x, weight, bias, *scales)
         return prepared(x, weight, bias, *scales)
     except BaseException:
-        progress.raised(before)
+        progress.raised(before, op.name)
         raise
 
 

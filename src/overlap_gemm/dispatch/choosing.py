@@ -1,6 +1,5 @@
 """From an op's arguments to what carries it out: the backend is chosen, agreed on, and bound."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,21 +80,19 @@ def chosen(
     if measure_if_due(problem, backend, x, weight, bias, shards, ranks):
         choice = choose(problem, backend)
     announce(choice)
+    group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
     with configured(reserve_sms=reserve_sms), late_weights(options.copied_weight):
-        run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, ranks)
+        run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, group)
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
-    verify = agree.verifier(ranks, x.device, facts) if choice.backend.verifies else None
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, verify))
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run))
 
 
-def _ranged(name: str, run: Run, verify: Callable[[], None] | None) -> Run:
-    """`run`, after `verify`, in a range of that name for whoever profiles: torch.profiler, or NVTX."""
+def _ranged(name: str, run: Run) -> Run:
+    """`run` in a range of that name for whoever profiles: torch.profiler, or NVTX."""
 
     def ranged(*operands: Any) -> Any:
-        if verify is not None:
-            verify()
         if not torch.autograd._profiler_enabled():
             return run(*operands)
         with torch.autograd.profiler.record_function(name):

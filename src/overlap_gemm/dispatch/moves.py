@@ -19,7 +19,8 @@ from ..backends.collectives import collective
 from ..backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
 from ..backends.select import choose
 from ..backends.torch_backend import reduce_scatter_padded
-from ..runtime.group import resolve
+from ..runtime import agree
+from ..runtime.group import Group, resolve
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from .registered import Registered, Run
@@ -38,11 +39,16 @@ def new(like: Tensor, tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor is like else tensor
 
 
+def compared(op: str, x: Tensor, group: str, **shared: int) -> Group:
+    """The group in calls of an op, of which the ranks have these in common."""
+    return agree.of_calls(resolve(group), x.device, (("op", op), ("dtype", x.dtype), *shared.items()))
+
+
 # --- all_gather_rows: x [m_r, K] -> [rows, K]; shards of `chunk` rows ---
 
 
 def _bind_all_gather_rows(x: Tensor, rows: int, chunk: int, group: str) -> Run:
-    ranks = resolve(group)
+    ranks = compared("all_gather_rows", x, group, rows=rows, chunk=chunk, width=x.shape[1])
     shards = Shards(rows, ranks.size, chunk)
     return lambda x: new(x, _all_gather_rows(x.contiguous(), shards, ranks))
 
@@ -64,9 +70,11 @@ all_gather_rows = Registered(
 def _bind_reduce_scatter_rows(
     x: Tensor, chunk: int, group: str, backend: str, deterministic: bool | None
 ) -> Run:
-    ranks = resolve(group)
     rows, columns = x.shape
-    problem = Problem.of(GEMM_REDUCE_SCATTER.name, rows, columns, None, x, ranks, deterministic, backend)
+    problem = Problem.of(
+        GEMM_REDUCE_SCATTER.name, rows, columns, None, x, resolve(group), deterministic, backend
+    )
+    ranks = compared("reduce_scatter_rows", x, group, rows=rows, chunk=chunk, width=columns)
     shards = Shards(x.shape[0], ranks.size, chunk)
     if choose(problem, backend).backend.deterministic or ranks.size == 1:
         return lambda x: new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))
@@ -100,9 +108,9 @@ def _bind_keep_shard(x: Tensor, dim: int, group: str) -> Run:
 
 
 def _bind_join_shards(x: Tensor, dim: int, total: int, group: str) -> Run:
-    ranks = resolve(group)
-    shards = Shards.even(total, ranks.size)
     rest = [size for axis, size in enumerate(x.shape) if axis != dim]
+    ranks = compared("join_shards", x, group, total=total, dim=dim, width=math.prod(rest))
+    shards = Shards.even(total, ranks.size)
 
     def run(x: Tensor) -> Tensor:
         if ranks.size == 1:
@@ -140,12 +148,12 @@ join_shards = Registered(
 
 
 def _bind_sum_over_ranks(x: Tensor, group: str) -> Run:
-    ranks = resolve(group)
+    ranks = compared("sum_over_ranks", x, group, elements=x.numel())
 
     def run(x: Tensor) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         if ranks.size > 1 and out.numel():
-            with collective("all-reduce", ranks):
+            with collective("all-reduce", ranks, out):
                 dist.all_reduce(out, group=ranks.process_group)
         return out
 

@@ -30,7 +30,7 @@ from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUC
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .moves import each, new, own_rows
+from .moves import compared, each, new, own_rows
 from .options import SCHEMA, Passed, promises_of
 from .registered import Registered, Run
 
@@ -220,6 +220,8 @@ def _bind_all_gather_gemm_gradients(
         alongside = pays_alongside(problem, shards)
 
     product = arithmetic_of(options.promises).product
+    facts = {"rows": rows, "chunk": chunk, "width": depth}
+    gathering = compared("all_gather_gemm_gradients", x, options.group, **facts)
 
     def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         own = x.contiguous()
@@ -230,7 +232,7 @@ def _bind_all_gather_gemm_gradients(
 
         if not alongside:
             grad_x = scattered()
-            gathered = gather_rows(own, shards, ranks)
+            gathered = gather_rows(own, shards, gathering)
             return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
         with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
             return [grad_x, *(grad.t() @ gathered for grad in grads)]

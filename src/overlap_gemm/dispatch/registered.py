@@ -59,11 +59,11 @@ class Registered:
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
             progress = ranks_of(rest).progress
-            before = progress.launched + progress.skipped
+            before = progress.events
             try:
                 return self.bound(operands, rest).run(*operands)
             except BaseException:
-                progress.raised(before)
+                progress.raised(before, self.name)
                 raise
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -91,12 +91,12 @@ class Registered:
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
         progress = ranks_of(arguments).progress
-        before = progress.launched + progress.skipped
+        before = progress.events
         try:
             bound = self.bound(tensors, arguments)
             return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
         except BaseException:
-            progress.raised(before)
+            progress.raised(before, self.name)
             raise
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":

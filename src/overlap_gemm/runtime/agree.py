@@ -5,7 +5,8 @@ Whatever one rank may fail at by itself (its environment, files, devices, memory
 `together` or `gather`, at a call that all ranks make: each is told who failed, and why.
 
 `same` compares what they call at the first call of each kind, and `equal_length` the lengths of their shards;
-`total_length` asks for these in every call. What the ranks call travels with lengths. With
+`total_length` asks for these in every call. What the ranks call travels with lengths. `of_calls` compares
+portable calls in front of each transfer, with the number of calls that raised before. With
 `OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all ranks compare the facts of every call
 before it, and raise together, each naming the rank that differs, where otherwise the call would hang until
 the group's timeout or compute nonsense; `report` lets them know of a rank whose arguments do not fit.
@@ -14,6 +15,7 @@ the group's timeout or compute nonsense; `report` lets them know of a rank whose
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,16 +23,17 @@ import torch
 
 from ..spec.sharding import Shards
 from .group import Group
+from .messages import exchange
 from .order import is_capturing
 
 Facts: TypeAlias = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
 
-TAG = (1 << 30) - 1
-"""Of the messages in which ranks tell each other what they call: above users' tags, below `decomposed`'s."""
-
 ASKS = "what they know of each other's shards"
 """The fact that ranks ask each other for lengths, or compare them."""
+
+REFUSED = "the number of calls that raised before their first transfer"
+"""The fact by which a call that one rank has left out is known from the peers' next one."""
 
 CHECK_VARIABLE = "OVERLAP_GEMM_CHECK"
 
@@ -40,6 +43,8 @@ _checking: bool | None = None
 
 class DisagreementError(RuntimeError):
     """The ranks of a group differ where they must not, or one of them failed; raised on every rank."""
+
+    is_on_every_rank = True
 
 
 def gather(
@@ -58,6 +63,8 @@ def gather(
         DisagreementError: On every rank, with the ranks that failed and why. Where all failed for the same
             reason, each raises what its attempt raised.
     """
+    if "cpu" in group.device_types and group.has_gloo:  # a peer may be in another call
+        _exchange(group, torch.device("cpu"), 0, facts := (("op", what),), facts)
     result: tuple[T, ...] = ()
     failure: Exception | None = None
     try:
@@ -95,8 +102,9 @@ def checking() -> bool:
 
 
 def _compare(group: Group, facts: dict[str, Any]) -> None:
-    """Raises on every rank if one of them has other facts."""
-    everyone = group.all_gather_object(facts)
+    """Raises on every rank if one of them has other facts, or has left out another number of calls."""
+    own = {**facts, REFUSED: group.progress.skipped}, str(group.progress)
+    everyone, progress = zip(*group.all_gather_object(own), strict=True)
     failures = [
         f"rank {group.global_rank(rank)} failed in {theirs['op']}: {theirs['error']}"
         for rank, theirs in enumerate(everyone)
@@ -106,17 +114,23 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
         raise DisagreementError("; ".join(failures))
     # Some may ask for lengths where others make a call that they know: what all say comes first.
     said = dict.fromkeys(key for theirs in everyone for key in theirs)
+    differing = []
     for fact in sorted(said, key=lambda fact: (any(fact not in theirs for theirs in everyone), fact != ASKS)):
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             view = str(theirs.get(fact, "nothing to compare"))
-            holders.setdefault(view, []).append(group.global_rank(rank))
+            holders.setdefault(view, []).append(rank)
         if len(holders) > 1:
             views = ", ".join(
-                f"rank {' '.join(map(str, ranks))} has {value}"
+                f"rank {' '.join(str(group.global_rank(rank)) for rank in ranks)} has "
+                f"{progress[ranks[0]] if fact == REFUSED else value}"
                 for value, ranks in sorted(holders.items(), key=lambda item: len(item[1]))
             )
-            raise DisagreementError(f"{facts['op']}: the ranks of the group disagree on {fact}: {views}")
+            differing.append(f"{fact}: {views}")
+    if differing:
+        refused = [words for words in differing[1:] if words.startswith(REFUSED)]
+        words = "; and on ".join(differing[:1] + refused)
+        raise DisagreementError(f"{facts['op']}: the ranks of the group disagree on {words}")
 
 
 def same(group: Group, device: torch.device, facts: Facts, every_time: bool = False) -> None:
@@ -158,37 +172,42 @@ def failure(error: Exception) -> tuple[str, str]:
     return "error", f"{type(error).__name__}: {error}"
 
 
-def verifier(group: Group, device: torch.device, facts: Facts) -> Callable[[], None] | None:
-    """What `same` does once, for every further call of these facts; None where it would not be cheap.
+def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
+    """`group`, whose transfers are compared with the peers' before they begin (`Group.enter`).
 
-    It is on CPUs over gloo, a message of 16 bytes to each peer: without it, ranks that call different things
-    which each of them has called before would take each other's bytes for their own, or abort in gloo.
+    On CPUs over gloo, by a message of 16 bytes to each peer: facts, transfer, and number of refused calls.
+    Without it, ranks that call different things which each of them has called before would take each other's
+    bytes for their own, or abort in gloo; and what follows a call that raised on one rank alone would be
+    taken for that call.
 
     Args:
-        group: Every rank of which must call what is returned, once per call of the op.
+        group: Every rank of which makes such a call.
         device: Where the op's tensors live.
         facts: As for `same`.
     """
-    if group.process_group is None or group.size == 1 or device.type != "cpu" or not group.has_gloo:
-        return None
-    if checking():
-        return None
-    own = torch.tensor([0, _digest(facts)], dtype=torch.int64)
-    expected = own.repeat(group.size, 1)
+    if group.process_group is None or group.size == 1:
+        return group
+    progress = group.progress
+    has_messages = device.type == "cpu" and group.has_gloo
+    known: dict[tuple[str, int], torch.Tensor] = {}
 
-    def verify() -> None:
-        everyone = expected.clone()
-        _send_and_receive(group, own, everyone, facts[0][1])
-        if not torch.equal(everyone, expected):
-            _raise_difference(group, facts)
+    def enter(transfer: str) -> None:
+        if has_messages:
+            kind = transfer, progress.skipped
+            if (expected := known.get(kind)) is None:
+                words = [progress.skipped, _digest((*facts, ("transfer", transfer)))]
+                expected = known[kind] = torch.tensor(words, dtype=torch.int64).repeat(group.size, 1)
+            if not torch.equal(exchange(group, expected[group.rank], facts[0][1]), expected):
+                _raise_difference(group, (*facts, ("transfer", transfer)))
+        progress.events += 1
 
-    return verify
+    return replace(group, enter=enter)
 
 
 def report(op: str, group: Group, error: Exception) -> None:
     """In debug mode, tells the other ranks, which are about to call `op`, that this one will not."""
     if checking() and group.process_group is not None:
-        group.all_gather_object(dict([("op", op), failure(error)]))
+        group.all_gather_object((dict([("op", op), failure(error)]), ""))
 
 
 def total_length(op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts) -> int:
@@ -228,8 +247,8 @@ def equal_length(
 ) -> int:
     """`total_length` of ranks that have as much as each other, which they compare at the first such call.
 
-    A rank whose length changes later asks the others, who do not: they learn of it from `verifier`, where the
-    call has one, else from what carries it out, or by the group's timeout.
+    A rank whose length changes later asks the others, who do not: they learn of it in front of the transfer,
+    where transfers are compared (`of_calls`), else from what carries it out, or by the group's timeout.
 
     Args:
         op: For messages.
@@ -263,18 +282,17 @@ def equal_length(
 def _exchange(group: Group, device: torch.device, length: int, facts: Facts, told: Facts) -> list[int]:
     """The ranks' lengths, if all have the same facts; these travel as a digest; if it differs, as `told`.
 
-    By messages of a tag of their own where gloo carries them, so that a rank which is already in the data's
-    collective is waited for, and not mistaken for one that answers. In debug mode the facts go first, whole.
+    By messages (`runtime.messages`) where gloo carries them. In debug mode the facts go first, whole.
     """
     if checking():
         _compare(group, dict(facts))
     on_host = "cpu" in group.device_types
     carrier = torch.device("cpu") if on_host else device
     own = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
-    everyone = own.repeat(group.size, 1)
     if on_host and group.has_gloo:
-        _send_and_receive(group, own, everyone, facts[0][1])
+        everyone = exchange(group, own, facts[0][1])
     else:
+        everyone = own.repeat(group.size, 1)
         group.all_gather(everyone, own)
     lengths, digests = everyone.t().tolist()
     if len(set(digests)) > 1:
@@ -285,25 +303,6 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts, tol
 def _raise_difference(group: Group, facts: Facts) -> None:
     _compare(group, dict(facts))
     raise AssertionError("equal facts with different digests")
-
-
-def _send_and_receive(group: Group, own: torch.Tensor, everyone: torch.Tensor, op: str) -> None:
-    """Fills `everyone` [P, n] with what each rank has as `own` [n], on CPUs over gloo."""
-    peers = [peer for peer in range(group.size) if peer != group.rank]
-    assert group.process_group is not None
-    # Not through torch's dispatcher, which takes as long as the messages do.
-    carrier = group.process_group._get_backend(torch.device("cpu"))
-    works = [(peer, carrier.recv([everyone[peer]], peer, TAG)) for peer in peers]
-    works += [(peer, carrier.send([own], peer, TAG)) for peer in peers]
-    for peer, work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            here, there = group.global_rank(group.rank), group.global_rank(peer)
-            raise RuntimeError(
-                f"{op} on rank {here}: rank {there} is gone, or does something else: it did not "
-                f"say what it calls ({error})"
-            ) from error
 
 
 @lru_cache(maxsize=1024)

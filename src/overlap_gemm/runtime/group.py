@@ -35,6 +35,8 @@ class Group:
         calls: What is kept for calls that are alike (`overlap_gemm.dispatch.calls`).
         agreed: What the ranks found that they agree on (`runtime.agree`).
         progress: What became of the calls (`runtime.identity`).
+        enter: Compares a transfer, given its name, with that of the other ranks before it begins
+            (`runtime.agree.of_calls`); None: transfers are not compared.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Group:
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     agreed: set[Hashable] = field(default_factory=set, repr=False, compare=False)
     progress: Progress = field(default_factory=Progress, repr=False, compare=False)
+    enter: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -10,6 +10,8 @@ bits alongside it (:mod:`overlap_gemm.exchange.call`):
   that do not fit, or an output for which there was no memory. Calls that raise on all ranks differ in
   nothing. A captured call carries the count as it was when it was captured.
 
+Portable backends compare the same on the host, in front of each transfer (`runtime.agree.of_calls`).
+
 What no signature sees: a replay of the same graph that one rank leaves out, one of several identical calls
 that never reached the library, and one that raised where only replays of calls like it follow, captured
 before. Then the last call waits for a peer that does not come.
@@ -18,6 +20,7 @@ before. Then the last call waits for a peer that does not come.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,6 +32,9 @@ _STEP = 0x9E3779B1
 
 _MOST_SKIPPED = 4096
 """Counts among which `describe` looks."""
+
+LONGEST_WORDS = 300
+"""Characters of an error that peers are told."""
 
 _described: dict[int, str] = {}
 
@@ -67,17 +73,30 @@ class Progress:
     """What became of a group's calls on this rank.
 
     Attributes:
-        launched: calls that reached their launch.
-        skipped: calls that raised before it.
+        events: launches and transfers of calls, and the calls that raised before their first one.
+        skipped: the latter alone.
+        last: how the last of these ended; those that raised on all ranks are left out.
     """
 
-    launched: int = 0
+    events: int = 0
     skipped: int = 0
+    last: str = ""
 
-    def raised(self, before: int) -> None:
+    def raised(self, before: int, op: str) -> None:
         """A call has raised: counts it if nothing of it was launched; of nested calls the innermost decides.
 
         Args:
-            before: What `launched` and `skipped` were together when the call was entered.
+            before: `events` as the call was entered.
+            op: The op.
         """
-        self.skipped += self.launched + self.skipped == before
+        if self.events != before:
+            return
+        self.events += 1
+        self.skipped += 1
+        error = sys.exc_info()[1]
+        if not getattr(error, "is_on_every_rank", False):
+            self.last = f"{op}: {type(error).__name__}: {error}"[:LONGEST_WORDS]
+
+    def __str__(self) -> str:
+        """Returns how many calls were skipped, for messages."""
+        return f"{self.skipped} (the last: {self.last})" if self.last else str(self.skipped)

@@ -218,5 +218,5 @@ class Plan:
                     raise
                 self.gate(END, 0, exchange, stream)
                 return error
-            self.workspace.group.progress.launched += i == 0
+            self.workspace.group.progress.events += i == 0
         return None
