@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
+    from .runtime.identity import GroupThreadError, retry
     from .runtime.order import CaptureError
     from .runtime.symmetric import SymmetricMemoryError
     from .runtime.workspace import (
@@ -40,6 +41,7 @@ HOMES = (
     "epilogues",
     "runtime.agree",
     "runtime.bootstrap",
+    "runtime.identity",
     "runtime.order",
     "runtime.symmetric",
     "runtime.workspace",
@@ -52,6 +54,7 @@ __all__ = [
     "CaptureError",
     "CommTimeoutError",
     "DisagreementError",
+    "GroupThreadError",
     "InvarianceError",
     "MismatchedCallsError",
     "OverlappingCallsError",
@@ -70,6 +73,7 @@ __all__ = [
     "promising",
     "quantize_rows",
     "reserve",
+    "retry",
     "swizzle_scales",
     "warmup",
     "workspace_bytes",

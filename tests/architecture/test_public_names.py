@@ -47,6 +47,7 @@ SIGNATURES = {
         "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
     ),
     "promising": ("*", "partials=None", "invariant=None"),
+    "retry": ("error",),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
     "swizzle_scales": ("scale",),
     "warmup": (
@@ -72,7 +73,7 @@ def test_public_names():
     assert sorted(overlap_gemm.__all__) == sorted(
         [
             *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError",
-            "InvarianceError", "MismatchedCallsError", "OverlappingCallsError",
+            "GroupThreadError", "InvarianceError", "MismatchedCallsError", "OverlappingCallsError",
             "SymmetricMemoryError", "World", "explain",
         ]
     )  # fmt: skip

@@ -1,7 +1,5 @@
-"""What a transport can get wrong: order of sums, stale data, skewed ranks, two calls in flight."""
+"""What a transport can get wrong: order of sums, stale data, skewed ranks."""
 
-import contextlib
-import threading
 import time
 from unittest import mock
 
@@ -108,51 +106,6 @@ def repeats(rank, size, op, backend, calls):
 @pytest.mark.parametrize("op", OPS)
 def test_200_calls_with_changing_data(ranks, op, backend, world):
     ranks(world).run(repeats, op, backend, 200)
-
-
-def two_in_flight(rank, size, first_op, second_op, backend):
-    """A large call and a small one on one group at once."""
-    big, small = Case(first_op, 600, 300, 200), Case(second_op, 9, 7, 5)
-    wanted = [call(case, rank, size, "sequential") for case in (big, small)]
-    results = {}
-
-    def issue(case):
-        results[case] = call(case, rank, size, backend)
-
-    for _ in range(5):
-        dist.barrier()
-        # All ranks issue the calls in this order, but rank 0 before the others: its first call waits for them
-        # while it posts the second.
-        time.sleep(0 if rank == 0 else 0.05)
-        threads = [threading.Thread(target=issue, args=(case,)) for case in (big, small)]
-        with posted() as event:
-            threads[0].start()
-            assert event.wait(20)
-        threads[1].start()
-        for thread in threads:
-            thread.join()
-        torch.testing.assert_close([results.pop(case) for case in (big, small)], wanted)
-
-
-@contextlib.contextmanager
-def posted():
-    """An event that is set when a call has started its first transfer."""
-    event, real = threading.Event(), dist.batch_isend_irecv
-
-    def watched(transfers):
-        works = real(transfers)
-        event.set()
-        return works
-
-    with mock.patch.object(dist, "batch_isend_irecv", watched):
-        yield event
-
-
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("second", OPS)
-@pytest.mark.parametrize("first", OPS)
-def test_two_calls_in_flight(ranks, first, second, world):
-    ranks(world).run(two_in_flight, first, second, "decomposed")
 
 
 def leading_dimensions(rank, size, op, dim):

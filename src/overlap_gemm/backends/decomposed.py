@@ -42,10 +42,9 @@ _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 class _Exchange:
     """The transfers of one call, posted step by step.
 
-    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag, so that
-    two calls in flight on one group (two threads, two streams) cannot take each other's messages; as with any
-    collective, all ranks must issue the calls of one group in the same order. NCCL matches by order alone.
-    Within a call the messages of one pair are matched in the order they are posted.
+    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag, so that a
+    call cannot take messages of one that ended in the middle. NCCL matches by order alone. Within a call the
+    messages of one pair are matched in the order they are posted.
 
     It begins when all memory of the call is there: from then on peers wait for messages of this rank.
     """

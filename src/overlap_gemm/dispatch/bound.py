@@ -1,5 +1,6 @@
 """How a call goes from its user to its op: checked and bound once, then known by its key."""
 
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,8 @@ def call_op(
     progress = ranks.progress
     before = progress.events
     try:
+        if progress.thread != get_ident():
+            progress.admit(op.name, x)
         try:
             key = (op.name, layouts(x, weight, bias, *scales), options, state(x))
             prepared = ranks.calls.get(key)
@@ -116,7 +119,7 @@ def call_op(
             _refuse_gradient(op, x, weight, bias, *scales)
         return prepared(x, weight, bias, *scales)
     except BaseException:
-        progress.raised(before, op.name)
+        progress.raised(before, op.name, x)
         raise
 
 

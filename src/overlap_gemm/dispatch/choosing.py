@@ -1,5 +1,6 @@
 """From an op's arguments to what carries it out: the backend is chosen, agreed on, and bound."""
 
+import gc
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from ..backends.base import Problem
 from ..backends.select import announce, choose
 from ..config.scale_blocks import Blocks
 from ..runtime import agree
-from ..runtime.group import resolve
+from ..runtime.group import Group, resolve
+from ..runtime.order import is_capturing
 from ..spec import OpSpec
 from ..spec.sharding import Shards
 from ..tuning.settings import configured, late_weights, settings
@@ -86,16 +88,27 @@ def chosen(
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run))
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks))
 
 
-def _ranged(name: str, run: Run) -> Run:
-    """`run` in a range of that name for whoever profiles: torch.profiler, or NVTX."""
+def _ranged(name: str, run: Run, group: Group) -> Run:
+    """`run` in a range of that name for whoever profiles: torch.profiler, or NVTX.
+
+    Once more with torch's cache freed, where there was no memory before anything was launched or sent.
+    """
 
     def ranged(*operands: Any) -> Any:
-        if not torch.autograd._profiler_enabled():
-            return run(*operands)
-        with torch.autograd.profiler.record_function(name):
-            return run(*operands)
+        before = group.progress.events
+        try:
+            if not torch.autograd._profiler_enabled():
+                return run(*operands)
+            with torch.autograd.profiler.record_function(name):
+                return run(*operands)
+        except torch.OutOfMemoryError:
+            if group.progress.events != before or is_capturing(operands[0].device):
+                raise
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run(*operands)
 
     return ranged

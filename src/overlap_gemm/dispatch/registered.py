@@ -8,6 +8,7 @@ keeps what it checked.
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,11 @@ class Registered:
             progress = ranks_of(rest).progress
             before = progress.events
             try:
+                if progress.thread != get_ident():
+                    progress.admit(self.name, operands[0])
                 return self.bound(operands, rest).run(*operands)
             except BaseException:
-                progress.raised(before, self.name)
+                progress.raised(before, self.name, operands[0])
                 raise
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -93,10 +96,12 @@ class Registered:
         progress = ranks_of(arguments).progress
         before = progress.events
         try:
+            if progress.thread != get_ident():
+                progress.admit(self.name, x)
             bound = self.bound(tensors, arguments)
             return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
         except BaseException:
-            progress.raised(before, self.name)
+            progress.raised(before, self.name, x)
             raise
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":

@@ -233,7 +233,9 @@ def resolve(name: str) -> Group:
         ) from error
     if known is None or known.process_group is not process_group:
         forbid_forked(process_group)
-        known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
+        size = process_group.size()
+        progress = Progress(is_shared=size > 1)
+        known = Group(name, process_group.rank(), size, weakref.ref(process_group), progress=progress)
         _known[name] = known
     return known
 

@@ -9,8 +9,8 @@ replay of a graph: that is ordered by the stream it is started on. If another ca
 nevertheless, the word "in call" turns that into an `OverlappingCallsError`; if the two run one after the
 other, in another order on a peer, their identities do (:mod:`overlap_gemm.runtime.identity`).
 
-The order must be the same on all ranks of a group, as with NCCL. Threads that call fused ops of one device at
-the same time have none; give them an order, or one of them all calls.
+The order must be the same on all ranks of a group, as with NCCL. A group's calls are one thread's; threads
+with groups of their own that call fused ops of one device at the same time have none: give them an order.
 """
 
 from __future__ import annotations
