@@ -4,11 +4,13 @@ import os
 import re
 import signal
 import traceback
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from overlap_gemm.runtime import bootstrap
 
 X, WEIGHT = torch.ones(4, 3), torch.ones(5, 3)
 REFUSED = (
@@ -49,6 +51,14 @@ def by_name():
     return overlap_gemm.gemm_all_reduce(X, WEIGHT, group=dist.group.WORLD.group_name)
 
 
+def finalizing():
+    """As where `init` made the process group, which the parent goes on to use."""
+    with mock.patch.object(bootstrap, "_owns_process_group", True):
+        overlap_gemm.finalize()
+        overlap_gemm.finalize()
+    return dist.is_initialized()
+
+
 def joining_again():
     return overlap_gemm.init(device="cpu").size
 
@@ -65,11 +75,13 @@ def forked(rank, size):
     known()  # kept with its group
     answers = [in_a_child(body) for body in (known, of_another_kind, by_name, joining_again)]
     assert torch.equal(known(), torch.full((4, 5), 3.0 * size)), "the parent goes on"
-    return answers, in_a_child(alone)
+    answers_of_own = in_a_child(finalizing), in_a_child(alone)
+    assert torch.equal(known(), torch.full((4, 5), 3.0 * size)), "and goes on"
+    return answers, answers_of_own
 
 
 def test_a_forked_child_is_refused_by_name(ranks):
     for answers, own in ranks(2).run(forked):
         for answer in answers:
             assert re.match(REFUSED, answer), answer
-        assert own == "60.0", own
+        assert own == ("True", "60.0"), own

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .group import forbid_forked, forget_groups
+from .group import forbid_forked, forget_groups, is_forked
 from .workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
@@ -138,11 +138,14 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 def finalize() -> None:
     """Frees the workspaces and leaves the world; destroys the process group if `init` made it.
 
-    Collective where workspaces are left. A second call does nothing.
+    Collective where workspaces are left. A second call does nothing. In a process that was forked from one
+    that had joined its peers it frees nothing: workspaces and process group are the parent's.
     """
     global _world, _owns_process_group
-    close_workspaces()
-    if _owns_process_group and dist.is_initialized():
+    is_parents = is_forked()
+    if not is_parents:
+        close_workspaces()
+    if _owns_process_group and dist.is_initialized() and not is_parents:
         dist.destroy_process_group()
         # Where something else, a DeviceMesh say, keeps the group, its threads live on. One of them may still
         # hold a tensor of the last collective, and aborts the process if it drops it while Python shuts down.

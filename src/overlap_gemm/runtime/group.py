@@ -131,16 +131,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def is_forked(group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether a group, by default the world, is the parent's: its threads are not in this process."""
+    if not _inherited:
+        return False
+    group = dist.group.WORLD if group is None else group
+    return group is not None and any(inherited() is group for inherited in _inherited)
+
+
 def forbid_forked(group: dist.ProcessGroup | None = None) -> None:
     """Raises where a group, by default the world, came by a fork; a collective on it would wait for ever.
 
     Raises:
         RuntimeError: It did.
     """
-    if not _inherited:
-        return
-    group = dist.group.WORLD if group is None else group
-    if group is not None and any(inherited() is group for inherited in _inherited):
+    if is_forked(group):
         raise RuntimeError(
             f"process {os.getpid()} was forked from one that had joined its peers: torch.distributed's "
             f"threads and connections stayed there. Start processes with multiprocessing's 'spawn' or "
