@@ -78,6 +78,8 @@ def make_kernel(
         cooperative: whether the launch is refused unless all its CTAs are resident at once.
         pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS` whose tiles travel.
     """
+    if config.has_pairs and transport is not None:
+        raise ValueError("pairs of columns are of products that are the output, not of sums over ranks")
     op = PlainGemm(config) if transport is None else _named(PATTERNS[pattern].kernel)(config, transport)
     return FusedGemm(_mainloop(config), op, cooperative)
 

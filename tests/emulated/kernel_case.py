@@ -56,7 +56,8 @@ class KernelCase:
         self.own = own = Shards(self.rows, self.world, self.shape.shard).sizes
         self.scales = [self._scales(generator) for _ in range(self.world)]
         self.extras = [self._extras(rank, generator) for rank in range(self.world)]
-        self.outs = [torch.full((max(n, 1), self.cols), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
+        columns = self.cols // cfg.subtile_step
+        self.outs = [torch.full((max(n, 1), columns), torch.nan, dtype=TORCH[cfg.out_dtype]) for n in own]
 
     def _scales(self, generator):
         """Of blocks: what the kernel reads."""
@@ -87,9 +88,9 @@ class KernelCase:
             if visitor.of == "complete":
                 generator = torch.Generator().manual_seed(self.seed + number)
             made.append([])
-            rows = max(self.own[rank], 1)
+            rows, columns = max(self.own[rank], 1), self.cols // (2 if visitor.epilogue.pairs else 1)
             for operand in visitor.reads:
-                extra = torch.randn(operand.shape(self.config, self.rows, self.cols), generator=generator)
+                extra = torch.randn(operand.shape(self.config, self.rows, columns), generator=generator)
                 if visitor.of == "complete" and operand.kind in ("rows", "element"):
                     extra = extra[rank * self.shape.shard :][:rows].clone()
                 made[-1].append(extra.to(TORCH[operand.dtype]))

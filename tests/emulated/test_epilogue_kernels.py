@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from overlap_gemm import epilogue
+from overlap_gemm.build import make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import Visitor
+from overlap_gemm.config.visitors import Visitor, bias_of
+from overlap_gemm.epilogues import silu
 from overlap_gemm.transports import PeerBulk
 from tests.emulated.chosen import in_turn
 from tests.emulated.kernel_case import launched
@@ -50,3 +52,23 @@ def test_the_ring_reads_every_kind_of_input(config):
 @pytest.mark.parametrize("visitor", [READS, WRITES], ids=lambda visitor: visitor.name)
 def test_the_receive_role_reads_and_writes_every_kind(config, world, visitor):
     launched(replace(config, epilogue=(visitor,)), PeerBulk(), world, **SIZES).check()
+
+
+@epilogue(inputs={"residual": "element", "gamma": "columns"}, pairs=True)
+def gated(gate, up, residual, gamma):
+    return silu(gate) * up * gamma + residual
+
+
+@pytest.mark.parametrize("config", [one for one in CONFIGS if not one.is_swap_ab], ids=lambda one: one.name)
+def test_pairs_of_columns(config):
+    visitors = bias_of("bf16"), Visitor(gated, ("bf16", "f32"))
+    launched(replace(config, epilogue=visitors), None, 1, rows=150, cols=192, depth=72).check()
+
+
+def test_pairs_are_of_kernels_with_narrow_subtiles():
+    with pytest.raises(ValueError, match="an epilogue of pairs is the last one, .* not mma='swap_ab'"):
+        GemmConfig("sm_90a", (16, 64), mma="swap_ab", epilogue=(Visitor(gated, ("bf16", "f32")),))
+    with pytest.raises(ValueError, match="with epilogues gated, add_bias"):
+        replace(CONFIGS[0], epilogue=(Visitor(gated, ("bf16", "f32")), bias_of("bf16")))
+    with pytest.raises(ValueError, match="not of sums over ranks"):
+        make_kernel(replace(CONFIGS[0], epilogue=(Visitor(gated, ("bf16", "f32")),)), PeerBulk())

@@ -320,7 +320,7 @@ def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch)
 
 
 def without_a_scale(patch):
-    patch.setattr(Visitor, "apply", lambda self, x, row, column: x * row)
+    patch.setattr(Visitor, "apply", lambda self, sums, inputs: sums[0] * inputs[0])
 
 
 def with_the_next_rows(patch):

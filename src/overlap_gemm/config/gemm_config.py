@@ -272,13 +272,28 @@ class GemmConfig:
         if self.is_swap_ab:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
-            return 64, 32 if "f32" in (self.out_dtype, self.slot_dtype) else 64
+            return 64, 32 if self.has_pairs or "f32" in (self.out_dtype, self.slot_dtype) else 64
         return 128, 32
 
     @cached_property
     def subtiles(self) -> int:
         """Subtiles per CTA tile."""
         return self.cta_tile[0] // self.epi_tile[0] * self.epi_columns
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        """Whether the epilogue makes one subtile of the output of two of the product, side by side."""
+        return any(visitor.epilogue.pairs for visitor in self.epilogue)
+
+    @cached_property
+    def subtile_step(self) -> int:
+        """Subtiles of the product that make one of the output."""
+        return 2 if self.has_pairs else 1
+
+    @cached_property
+    def stored_subtiles(self) -> int:
+        """Subtiles of the output per CTA tile."""
+        return self.subtiles // self.subtile_step
 
     @cached_property
     def epi_columns(self) -> int:

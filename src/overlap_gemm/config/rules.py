@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from overlap_gemm.config.arch import MmaKind
 from overlap_gemm.config.naming import by
 from overlap_gemm.config.scale_blocks import check_blocks
+from overlap_gemm.epilogues import PAIR
 
 if TYPE_CHECKING:
     from overlap_gemm.config.gemm_config import GemmConfig
@@ -67,6 +68,11 @@ def check(config: GemmConfig) -> None:
             "halves (fast_accum=True does not promote)"
         )
     check_blocks(config)
+    if config.has_pairs and (config.is_swap_ab or not config.epilogue[-1].epilogue.pairs):
+        raise ValueError(
+            f"an epilogue of pairs is the last one, in kernels whose subtiles are {PAIR} columns wide, not "
+            f"mma={config.mma!r} with epilogues {', '.join(visitor.name for visitor in config.epilogue)}"
+        )
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
     if not 0 < config.inflight < config.ring_stages:

@@ -10,6 +10,7 @@ Imports neither the DSL nor torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,9 +123,9 @@ class Visitor:
         """All of them, in the order in which the kernel takes them."""
         return self.reads + self.writes
 
-    def apply(self, x: Any, *values: Any) -> Any:
-        """Returns the result of one value; for functions without outputs."""
-        (result,) = self.epilogue.apply((x,), values)
+    def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """Returns the result of one value, or of a pair; for functions without outputs."""
+        (result,) = self.epilogue.apply(sums, inputs)
         return result
 
 

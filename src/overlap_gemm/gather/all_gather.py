@@ -164,7 +164,8 @@ class AllGather(OutputOp):
         is_first = cta_number() == 0
         begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
         if cute.arch.lane_idx() == 0:
-            ring.drain(ring.consumer_state(), self.config.subtiles, ShardSender(self, work, output, stages))
+            sender = ShardSender(self, work, output, stages)
+            ring.drain(ring.consumer_state(), self.config.stored_subtiles, sender)
         cute.arch.sync_warp()
         if is_first and call.given.is_last != 0:
             await_peers(call.call, ALL_GATHER_GEMM.code)

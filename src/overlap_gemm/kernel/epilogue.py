@@ -223,17 +223,47 @@ class Visits:
             extras: the tensors of `GemmConfig.epilogue_operands`: 16-byte aligned; the size of one along
                 columns is a multiple of 8.
         """
-        size = cute.size(fragment)
         for visitor, tensors in self._visitors(extras):
-            assert not visitor.writes, f"{visitor.name} has outputs, which the receive role alone stores"
-            places = self._places(own, size)
-            read = [
-                _elements(operand, tensor, places, row, column)
-                for operand, tensor in zip(visitor.reads, tensors, strict=True)
-            ]
-            for i in range(size):
-                values = [Register(one[i]) for one in read]
-                fragment[i] = raw(visitor.apply(Register(fragment[i]), *values))
+            if not visitor.epilogue.pairs:
+                self._apply(visitor, tensors, (fragment,), own, row, column)
+
+    def on_pair(
+        self, first: Fragment, second: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras
+    ) -> None:
+        """Visits two subtiles of the product as pairs; ``first`` gets the output's values.
+
+        Args:
+            first: the values of one, fp32, visited by `on_fragment`.
+            second: those of the next one in the row.
+            own: as for `on_fragment`.
+            row: the output's first row.
+            column: the output's first column.
+            extras: as for `on_fragment`.
+        """
+        for visitor, tensors in self._visitors(extras):
+            if visitor.epilogue.pairs:
+                self._apply(visitor, tensors, (first, second), own, row, column)
+
+    def _apply(
+        self,
+        visitor: Visitor,
+        tensors: Any,
+        fragments: tuple[Fragment, ...],
+        own: Any,
+        row: Scalar,
+        column: Scalar,
+    ) -> None:
+        """Applies a visitor to each element of a fragment, or of two; the first one gets the results."""
+        assert not visitor.writes, f"{visitor.name} has outputs, which the receive role alone stores"
+        size = cute.size(fragments[0])
+        places = self._places(own, size)
+        read = [
+            _elements(operand, tensor, places, row, column)
+            for operand, tensor in zip(visitor.reads, tensors, strict=True)
+        ]
+        for i in range(size):
+            sums = [Register(fragment[i]) for fragment in fragments]
+            fragments[0][i] = raw(visitor.apply(sums, [Register(one[i]) for one in read]))
 
     def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
         """The visitors of these sums, each with its tensors."""

@@ -42,7 +42,7 @@ class PlainGemm(OutputOp):
         """One lane: stores every tile to the output."""
         if cute.arch.lane_idx() == 0:
             sender = OutputSender(self, work, output, stages)
-            ring.drain(ring.consumer_state(), self.config.subtiles, sender)
+            ring.drain(ring.consumer_state(), self.config.stored_subtiles, sender)
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def store_subtile(
     source, target = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(stages.tiled, 0, 2), tiles
     )
-    m = place.row // epi_m + subtile // config.epi_columns
-    n = place.column // epi_n + subtile % config.epi_columns
+    columns = config.epi_columns // config.subtile_step
+    m = place.row // epi_m + subtile // columns
+    n = place.column // config.subtile_step // epi_n + subtile % columns
     cute.copy(tma, source[(None, stage)], target[(None, (m, n))])

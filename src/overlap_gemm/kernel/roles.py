@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,7 +69,7 @@ def epilogue_role(
     state = mainloop.epilogue_state(res, ops, group)
     ring_state, opened = ring.producer_state(), Int32(-1)
     if cutlass.const_expr(cfg.epilogue_groups > 1):
-        ring_state.advance(group * cfg.subtiles)
+        ring_state.advance(group * cfg.stored_subtiles)
     for j in cutlass.range(group, work.num_tiles, cfg.epilogue_groups, unroll=1):
         tile = CtaTile.at(cfg, work.place(op.order, j))
         acc, state = mainloop.accumulate(res, ops, state)
@@ -84,7 +85,7 @@ def epilogue_role(
         writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
-            ring_state.advance((cfg.epilogue_groups - 1) * cfg.subtiles)
+            ring_state.advance((cfg.epilogue_groups - 1) * cfg.stored_subtiles)
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,17 @@ class SubtileWriter:
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
         self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
+
+    def joined(self, fragments: Sequence[Any], subtile: Scalar) -> Any:
+        """Returns a subtile of the output, made of visited ones of the product, the first one ``subtile``."""
+        cfg = self.mainloop.config
+        if not cfg.has_pairs:
+            return fragments[0]
+        row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
+        column = (self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]) // cfg.subtile_step
+        first, second = fragments
+        self.op.visits.on_pair(first, second, self._own, row, column, self.extras)
+        return first
 
     @cute.jit
     def write(

@@ -274,21 +274,30 @@ class MainloopSm100(LoadedMainloop):
         ring_state: pipeline.PipelineState,
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """Hands the accumulator to ``writer`` by subtiles; frees it as soon as the last is in registers."""
-        subtiles = self.config.subtiles
-        for index in cutlass.range(subtiles, unroll=1):
-            fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+        subtiles, step = self.config.subtiles, self.config.subtile_step
+        for index in cutlass.range(0, subtiles, step, unroll=1):
+            fragments = self._load(acc, index)
             cute.arch.fence_view_async_tmem_load()
-            if index == subtiles - 1:
+            if index == subtiles - step:
                 with cute.arch.elect_one():
                     res.acc.consumer_release(state)
             if cutlass.const_expr(self.config.k_split > 1):
-                ring_state = self._write_split(res, fragment, state, writer, ring_state)
+                ring_state = self._write_split(res, fragments[0], state, writer, ring_state)
             else:
-                writer.visit(fragment, index)
-                ring_state = writer.write(fragment, index, ring_state)
+                for part in cutlass.range_constexpr(step):
+                    writer.visit(fragments[part], index + part)
+                ring_state = writer.write(writer.joined(fragments, index), index, ring_state)
         state.advance()
         return state, ring_state
+
+    def _load(self, acc: Accumulator, index: Scalar) -> list[Any]:
+        """Starts to load the subtiles of the product that make one of the output."""
+        fragments = []
+        for part in range(self.config.subtile_step):
+            fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+            cute.copy(acc.copy, acc.tmem[(None, None, None, index + part)], fragment)
+            fragments.append(fragment)
+        return fragments
 
     @cute.jit
     def _write_split(

@@ -321,8 +321,9 @@ class MainloopSm90(LoadedMainloop):
         for first in range(0, cfg.subtiles, VISITED):
             for index in range(first, min(first + VISITED, cfg.subtiles)):
                 writer.visit(fragments[index], index)
-            for index in range(first, min(first + VISITED, cfg.subtiles)):
-                ring_state = writer.write(fragments[index], index, ring_state)
+            for index in range(first, min(first + VISITED, cfg.subtiles), cfg.subtile_step):
+                values = writer.joined(fragments[index : index + cfg.subtile_step], index)
+                ring_state = writer.write(values, index, ring_state)
         return ring_state
 
     def store_to_stage(
