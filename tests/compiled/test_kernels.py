@@ -1,6 +1,7 @@
 """Every configuration compiles, synchronises as the protocol says, and neither spills nor serialises."""
 
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from cutlass import cute
 from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.visitors import SCALES, bias_of
+from overlap_gemm.config.visitors import SCALES, Visitor, bias_of
+from overlap_gemm.epilogues import add_residual_squared, apply_gelu, geglu, swiglu
 from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import split
 from overlap_gemm.transports import PeerBulk
@@ -83,6 +85,24 @@ def test_output_gather_compiles_and_is_clean(config, compiled):
 @pytest.mark.parametrize("pattern", ["one_shot", "two_shot"])
 def test_all_reduce_compiles_and_is_clean(config, pattern, compiled):
     is_clean(compiled(config, pattern))
+
+
+WITH_EPILOGUES = [
+    pytest.param(base, one, marks=[] if (number + place) % 4 == 0 else pytest.mark.slow)
+    for number, base in enumerate(LARGEST)
+    for place, one in enumerate((add_residual_squared, swiglu, geglu, apply_gelu))
+    if not (base.mma == "swap_ab" and one.pairs)
+]
+
+
+@pytest.mark.parametrize(("config", "one"), WITH_EPILOGUES, ids=lambda given: given.name)
+def test_epilogues_compile_and_are_clean(config, one):
+    """In the largest tiles, which have the fewest registers: nothing spills, no function is a call."""
+    config = dataclasses.replace(config, epilogue=(Visitor(one, ("bf16",) * len(one.inputs)),))
+    kernel = make_kernel(config, PeerBulk()) if one.outputs else make_gather_kernel(config, PeerBulk())
+    seen = inspect(partial(compile_kernel, kernel))
+    assert seen.findings(exchanges=True) == []
+    assert re.search(r"^\s*call\b", seen.ptx, re.MULTILINE) is None
 
 
 def is_clean(seen):
