@@ -24,9 +24,9 @@ from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
-from tests.architecture.all_to_all import GEMM_ALL_TO_ALL, PATTERN
-from tests.emulated.chosen import in_turn
-from tests.emulated.kernel_case import launched
+from tests.support.emulated.all_to_all import GEMM_ALL_TO_ALL, PATTERN
+from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.kernel_cases import launched
 
 
 @pytest.fixture

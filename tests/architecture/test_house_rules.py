@@ -1,5 +1,6 @@
 """Rules of the house that a reader would otherwise have to check by eye."""
 
+import ast
 import os
 import re
 import shutil
@@ -130,6 +131,25 @@ def test_the_package_names_no_option_that_was_removed():
     assert len(files) > 100
     assert {file: found for file, found in named.items() if found} == {}
     assert [file for file in files if REMOVED_OPTIONS.search(file.name)] == []
+
+
+def shared_from(file: Path) -> set[str]:
+    """Modules of `tests` that a file imports, as written; "." for relative ones."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else node.module or "")
+    return {name for name in found if name == "." or name.partition(".")[0] == "tests"}
+
+
+def test_tests_import_what_they_share_from_the_support_package_alone():
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert sum(bool(shared_from(file)) for file in files) > 50
+    found = {str(file.relative_to(ROOT)): shared_from(file) for file in files}
+    others = {file: {n for n in names if not n.startswith("tests.support")} for file, names in found.items()}
+    assert {file: names for file, names in others.items() if names} == {}
 
 
 def test_the_package_needs_no_tool_of_developers():

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from .test_figures_in_docs import LOOKS_MEASURED, ROOT, report, said, words
+from tests.support.figures import LOOKS_MEASURED, ROOT, report, said, words
 
 FOLDER = ROOT / "docs" / "design"
 PAGES = [f"docs/design/{page.name}" for page in sorted(FOLDER.glob("*.md"))] + ["emulator/docs/design.md"]

@@ -3,9 +3,6 @@
 import re
 import shutil
 import subprocess
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from statistics import mean
 from unittest import mock
 
@@ -16,8 +13,8 @@ from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.select import choose
+from tests.support.figures import LOOKS_MEASURED, ROOT, report, said, tables, words
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
     "benchmarks/README.md",
@@ -26,21 +23,6 @@ DOCUMENTS = (
 MODES = {"graph": True, "eager": False}
 NO_WAYS = ("bound", "product", "collective", "auto")
 """What is timed beside the ways to carry an op out."""
-
-
-def _tables():
-    spec = spec_from_file_location("benchmark_tables", ROOT / "benchmarks" / "tables.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = _tables()
-report = cache(tables.report)
-
-
-def words(document):
-    return " ".join((ROOT / document).read_text().split())
 
 
 def against(name, mode, least=0, most=1 << 30, op=None):
@@ -52,10 +34,6 @@ def against(name, mode, least=0, most=1 << 30, op=None):
     ]
     assert None not in found
     return found
-
-
-def said(found):
-    return f"{min(found):.2f} to {max(found):.2f}"
 
 
 def slower(found):
@@ -317,10 +295,6 @@ NOT_TIMED = {
     ("docs/planner.md", "12 %"): "tests/cpu/test_model.py holds it",
 }
 """What looks like a measured figure and is none, or is a bound of another test."""
-LOOKS_MEASURED = re.compile(
-    r"\d[\d.,]* ?(?:us|ms|%|GB/s|MB|KB)(?!\w)|(?<![\w.])(?<!torch )(?<!torch \()(?<!>= )\d\.\d\d(?![\w.])|"
-    r"\d+ of \d+ |\d+ times"
-)
 
 
 @pytest.mark.parametrize(

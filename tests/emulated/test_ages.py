@@ -15,9 +15,8 @@ from overlap_gemm.runtime.workspace import CommTimeoutError, workspaces
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
-
-from .programs import grow_old
-from .test_sequences import ARCHS
+from tests.support.emulated.programs import grow_old
+from tests.support.emulated.sequences import ARCHS
 
 WAYS = {
     "scatter": ("gemm_reduce_scatter", {}),

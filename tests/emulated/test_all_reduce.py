@@ -14,8 +14,7 @@ from overlap_gemm.exchange.all_reduce import TwoShot
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
-
-from .op_runs import LARGER, SMALL, lagging, name, run, world_of
+from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 
 OP = "gemm_all_reduce"
 both = pytest.mark.parametrize("arch", SMALL)

@@ -16,9 +16,8 @@ from cute_emulator import Schedule
 from cute_emulator.host.replace import environment
 from overlap_gemm.backends.fused import launch_plan as plan
 from overlap_gemm.testing.cases import Case
-
-from .programs import FAILS, NAMED, Call, Programs, Step
-from .test_sequences import ARCHS
+from tests.support.emulated.programs import FAILS, NAMED, Call, Programs, Step
+from tests.support.emulated.sequences import ARCHS
 
 WITHIN = {
     "scatter": ("gemm_reduce_scatter", ()),

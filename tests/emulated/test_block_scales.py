@@ -7,9 +7,8 @@ import overlap_gemm
 from overlap_gemm.backends.scales.block_scales import Lines
 from overlap_gemm.backends.scales.tma_operands import widened
 from overlap_gemm.testing.emulated import poisoned_allocations, whole
-
-from .op_runs import world_of
-from .test_scaled_ops import AR, RS, Scaled, check, dequantised, queue, share_of_bound
+from tests.support.emulated.op_runs import world_of
+from tests.support.emulated.scaled_cases import AR, RS, Scaled, check, dequantised, queue, share_of_bound
 
 FIELDS = {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 1)}
 

@@ -13,8 +13,7 @@ from overlap_gemm.exchange.send import Destination
 from overlap_gemm.runtime import workspace
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-
-from .op_runs import SMALL, world_of
+from tests.support.emulated.op_runs import SMALL, world_of
 
 ROWS, COLUMNS, DEPTH, RANKS = 128, 288, 64, 2
 POISON = 0x5A

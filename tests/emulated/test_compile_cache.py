@@ -1,8 +1,7 @@
 """A kernel of an op in the emulator comes from disk, as on a device."""
 
 from overlap_gemm.backends.fused import compiled
-
-from .op_runs import run
+from tests.support.emulated.op_runs import run
 
 
 def test_an_op_s_kernel_is_compiled_once_for_all_emulators_and_processes(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.epilogues import silu
 from overlap_gemm.transports import PeerBulk
-from tests.emulated.chosen import in_turn
-from tests.emulated.kernel_case import launched
+from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.kernel_cases import launched
 
 
 def affine(x, residual, gamma, rstd, alpha):

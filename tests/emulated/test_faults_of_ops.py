@@ -7,8 +7,7 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from overlap_gemm.testing.cases import Case
-
-from .test_faults import ARCHS, World, flag_fault
+from tests.support.emulated.fault_world import ARCHS, World, flag_fault
 
 both = pytest.mark.parametrize(
     "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS if arch != "sm_90a")]

@@ -14,9 +14,8 @@ from overlap_gemm.config.visitors import SCALES, bias_of
 from overlap_gemm.mainloop import blocks
 from overlap_gemm.mainloop.blocks import StageScales, setup
 from overlap_gemm.transports import PeerBulk
-
-from .chosen import in_turn
-from .kernel_case import KernelCase, launched
+from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.kernel_cases import KernelCase, launched
 
 SCALED = (SCALES,)
 CONFIGS = [

@@ -6,8 +6,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import ways
-
-from .test_all_gather import World
+from tests.support.emulated.gather_world import World
 
 
 @pytest.fixture

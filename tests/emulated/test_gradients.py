@@ -6,10 +6,9 @@ import torch
 import overlap_gemm
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import whole
+from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
-
-from .op_runs import SMALL, world_of
 
 
 @pytest.mark.parametrize("arch", SMALL)

@@ -19,11 +19,10 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.runtime.workspace import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
-
-from .op_runs import world_of
-from .programs import Call, Programs, Step
-from .test_scaled_ops import Scaled, queue
-from .test_sequences import ARCHS
+from tests.support.emulated.op_runs import world_of
+from tests.support.emulated.programs import Call, Programs, Step
+from tests.support.emulated.scaled_cases import Scaled, queue
+from tests.support.emulated.sequences import ARCHS
 
 both = pytest.mark.parametrize("arch", ARCHS)
 

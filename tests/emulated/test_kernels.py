@@ -16,8 +16,7 @@ from overlap_gemm.exchange.geometry import Puts, tile_puts
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config
-
-from .kernel_case import KernelCase, Workspaces
+from tests.support.emulated.kernel_cases import KernelCase, Workspaces
 
 RELAY_STREAM = CUstream(1)
 EVERY_SHAPE = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]

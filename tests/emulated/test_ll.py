@@ -14,10 +14,9 @@ from overlap_gemm.exchange import send
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
-
-from .op_runs import SMALL, run
-from .test_faults import World, flag_fault
-from .test_sequences import Call, run_sequence
+from tests.support.emulated.fault_world import World, flag_fault
+from tests.support.emulated.op_runs import SMALL, run
+from tests.support.emulated.sequences import Call, run_sequence
 
 NARROW = (("mma", "swap_ab"), ("tile", (16, 64)))
 WAYS = {

@@ -12,6 +12,13 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
+from tests.support.emulated.mutated_words import (
+    FLAGS_AND_WAITS,
+    REASONS,
+    TWO_CALLS,
+    WARPS,
+    waits,
+)
 
 # One CTA per rank, three foreign and three own tiles, more k tiles in each than the 8 A/B stages.
 KERNELS = {
@@ -26,40 +33,7 @@ KERNELS = {
     ),
 }
 PARTS = 12
-WAIT = "mbarrier.try_wait.parity.shared.b64"
-DRAIN = "a drain at a role's end, needed in clusters"
-# By kind and ordinal of the wait. From 1: the load role's drain of its 8, or 6, A/B stages.
-WAITS = {
-    "1cta": dict.fromkeys(range(1, 9), DRAIN)
-    | {11: "drains the first accumulator; the second's wait implies it"},
-    "2cta": dict.fromkeys(range(1, 9), "the epilogue's wait implies it: the accumulator's commit comes after")
-    | {11: "drains the first accumulator; the second's wait implies it"},
-    "cooperative": dict.fromkeys(range(1, 7), DRAIN),
-    "pingpong": dict.fromkeys(range(1, 9), DRAIN)
-    | {
-        13: "the turn at the ring: needed where a tile has more subtiles than the ring has stages",
-    },
-}
-WARPS = {"sm_100a": 11, "sm_90a": 12}
 IN_CLUSTERS = {"fence.mbarrier_init*: remove": "the cluster barrier after it releases as well"}
-REASONS = {
-    "atom.*: .acq_rel -> .relaxed": "the next launch reads the epoch, in stream order",
-    "mbarrier.arrive.shared.b64#[12]: remove": "frees stages after the last tile; nothing follows",
-    "wgmma.fence.sync.aligned#1: remove": "registers are untouched between k tiles; ptxas wants it (C7520)",
-    "bar.warp.sync#*: remove": "lanes of an emulated warp part at branches only, and none is before it",
-}
-
-
-TWO_CALLS = {
-    "st.release.sys.global.b64#0: .release -> .relaxed": "guards the call after next: the next test",
-    "ld.acquire.sys.global.b64#0: .acquire -> .relaxed": "guards the call after next: the next test",
-    "st.release.sys.global.b64#2: .sys -> .gpu": "the last tile of two ranks is an own one",
-    "fence.proxy.async.global#0: remove": "from loads to a peer's bulk stores two calls later: not modelled",
-}
-"""What two calls of two ranks do not show."""
-
-FLAGS_AND_WAITS = ("*.sys*", "cp.async.bulk.wait_group*", "fence.proxy*")
-"""What stands between a peer's bytes and their reader; a GPU in one piece hides most of its absence."""
 
 
 def checking(arch, fields, sizes, num_sms, launches=2):
@@ -115,11 +89,6 @@ def test_every_broken_synchronisation_shows(kind, part):
     print(*outcomes, sep="\n")
     assert len(outcomes) > 50 // PARTS
     assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
-
-
-def waits(kind):
-    """Why waits of a kernel may be missing undetected, by their mutations' keys."""
-    return {f"{WAIT}#{ordinal}: remove": reason for ordinal, reason in WAITS[kind].items()}
 
 
 def part_of_the_whole(kind, part, parts):

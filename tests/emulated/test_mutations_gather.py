@@ -3,9 +3,8 @@
 import pytest
 
 from cute_emulator import mutate
-
-from .test_all_gather import World
-from .test_mutations import FLAGS_AND_WAITS
+from tests.support.emulated.gather_world import World
+from tests.support.emulated.mutated_words import FLAGS_AND_WAITS
 
 PARTS = 2
 REASONS = {

@@ -9,9 +9,8 @@ import torch
 from cute_emulator import mutate
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-
-from .op_runs import SMALL, world_of
-from .test_mutations import FLAGS_AND_WAITS, REASONS, TWO_CALLS, WARPS, waits
+from tests.support.emulated.mutated_words import FLAGS_AND_WAITS, REASONS, TWO_CALLS, WARPS, waits
+from tests.support.emulated.op_runs import SMALL, world_of
 
 # One CTA per rank; three tiles a rank computes for each owner, or three of its own.
 WAYS = {

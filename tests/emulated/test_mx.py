@@ -7,20 +7,18 @@ import torch
 
 import overlap_gemm
 from cute_emulator import EmulatorError
-from overlap_gemm.backends.fused.launch_plan import Copies
 from overlap_gemm.backends.scales import mx_scales as mx
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX
 from overlap_gemm.config.visitors import bias_of
-from overlap_gemm.exchange.geometry import FLAG_BYTES
 from overlap_gemm.mainloop import mx as device
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations, whole
 from overlap_gemm.transports import PeerBulk
-
-from .kernel_case import launched
-from .op_runs import lagging, world_of
+from tests.support.emulated.flag_order import with_flags_before_scales
+from tests.support.emulated.kernel_cases import launched
+from tests.support.emulated.op_runs import lagging, world_of
 
 RS, AR, AG, GATHER = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather", "all_gather_gemm"
 CONFIGS = [
@@ -300,17 +298,6 @@ def with_the_first_blocks_scales(patch):
 
 def with_own_scales_for_all(patch):
     patch.setattr(device.MxScales, "with_gathered", lambda own, scales: own)
-
-
-def with_flags_before_scales(patch):
-    def send(copies, executor, second, own, exchange):
-        rows = own.numel()
-        for shard, flag in copies.places:
-            executor.copy(second, shard, own.data_ptr(), rows)
-            executor.copy(second, flag, copies.coming, FLAG_BYTES)
-            executor.copy(second, shard + rows, own.data_ptr() + rows, copies.nbytes - rows)
-
-    patch.setattr(Copies, "send", send)
 
 
 MISTAKES = {

@@ -11,8 +11,7 @@ from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
 from overlap_gemm.tuning.settings import configured
-
-from .op_runs import LARGER, SMALL, lagging, name, run, world_of
+from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 
 OP = "gemm_all_gather"
 both = pytest.mark.parametrize("arch", SMALL)

@@ -16,35 +16,13 @@ from overlap_gemm.exchange.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.runtime import workspace
 from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec import op_coded
-from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
+from tests.support.emulated.gather_world import World
+from tests.support.emulated.op_runs import SMALL, lagging, world_of
+from tests.support.emulated.put_cases import OPS, case_of, one_row, ragged
 
-from .op_runs import SMALL, lagging, world_of
-from .test_all_gather import World
-
-OPS = {
-    "reduce-scatter": ("gemm_reduce_scatter", None),
-    "one-shot": ("gemm_all_reduce", "one_shot"),
-    "two-shot": ("gemm_all_reduce", "two_shot"),
-    "output-gather": ("gemm_all_gather", None),
-    "all-gather": ("all_gather_gemm", None),
-}
 every_op = pytest.mark.parametrize("op", OPS)
-
-
-def case_of(op, *sizes):
-    return Case(OPS[op][0], *sizes, torch.bfloat16)
-
-
-def ragged(op, ranks):
-    """No extent is a multiple of a tile's, and the last shard of rows is shorter than the others."""
-    return case_of(op, 200, 72 * ranks if op == "output-gather" else 136, 72)
-
-
-def one_row(op, ranks):
-    """Of which only rank 0 owns any."""
-    return case_of(op, 1, 64 * ranks, 64)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import overlap_gemm
-
-from .op_runs import world_of
+from tests.support.emulated.op_runs import world_of
 
 HUGE = 2.0**30
 """In float32 it swallows a 1 that is added to it."""

@@ -22,9 +22,8 @@ from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
-
-from .op_runs import SMALL
-from .test_puts_within_reach import OPS, case_of, one_row, ragged
+from tests.support.emulated.op_runs import SMALL
+from tests.support.emulated.put_cases import OPS, case_of, one_row, ragged
 
 PINGPONG = {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)}
 KINDS = [

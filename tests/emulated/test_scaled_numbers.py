@@ -6,9 +6,8 @@ import torch
 import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.emulated import whole
-
-from .op_runs import world_of
-from .test_scaled_ops import ACCUMULATION, GATHER, RS, Scaled, queue
+from tests.support.emulated.op_runs import world_of
+from tests.support.emulated.scaled_cases import ACCUMULATION, GATHER, RS, Scaled, queue
 
 
 def long_sum(fast_accum):

@@ -10,10 +10,9 @@ from overlap_gemm.kernel.loads import JointLoads, OperandLoads
 from overlap_gemm.mainloop.blocks import BlockScales, StageScales
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
-
-from .op_runs import lagging, world_of
-from .test_mx import with_flags_before_scales
-from .test_scaled_ops import (
+from tests.support.emulated.flag_order import with_flags_before_scales
+from tests.support.emulated.op_runs import lagging, world_of
+from tests.support.emulated.scaled_cases import (
     AG,
     AR,
     E4M3,

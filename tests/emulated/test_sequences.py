@@ -6,26 +6,16 @@ that owns no row of a call has nobody to wait for in it, so a sequence in which 
 
 import random
 from functools import partial
-from typing import NamedTuple
 
 import pytest
-import torch
 
-from cute_emulator import Emulator, EmulatorError, Schedule
+from cute_emulator import EmulatorError
 from overlap_gemm.backends.fused import ways
 from overlap_gemm.exchange import send
-from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.testing.cases import Case
-from overlap_gemm.testing.emulated import judge, queue_launch
-from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
+from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.sequences import ARCHS, Call, run_sequence
 
-from .chosen import in_turn
-
-ARCHS = {
-    "sm_100a": {"mma": "1cta", "tile": (128, 64)},
-    "sm_90a": {"mma": "pingpong", "tile": (64, 128), "cluster": (1, 1)},
-}
 both = pytest.mark.parametrize("arch", ARCHS)
 
 WAYS = [
@@ -36,51 +26,6 @@ WAYS = [
     ("gemm_all_gather", None),
 ]
 """Ops and algorithms that share workspaces. In a reduce-scatter alone a rank may have nobody to wait for."""
-
-
-class Call(NamedTuple):
-    """One call in a sequence."""
-
-    m: int
-    n: int
-    op: str = "gemm_reduce_scatter"
-    algorithm: str | None = None
-    kernel: tuple[tuple[str, object], ...] = ()
-
-
-def run_sequence(
-    arch, ranks, calls, *, starved, mode="immediate", seed=0, network=False, num_sms=2, streams=1
-):
-    """Queues calls on every rank, runs them together and judges each by its values.
-
-    Args:
-        arch: of the kernels.
-        ranks: P.
-        calls: each a `Call`, or (M, N) of a reduce-scatter.
-        starved: the rank that runs only when no other can.
-        mode: when asynchronous operations complete.
-        seed: of operands and schedule.
-        network: whether no rank reaches a peer by loads and stores.
-        num_sms: of each rank.
-        streams: how many each rank spreads its calls over, in its own way.
-    """
-    lagging = Schedule(starved=lambda rank, cta, warp: rank == starved, grids="random")
-    queued, draw = [], random.Random(seed)
-    with (
-        configured(**ARCHS[arch]),
-        Emulator(arch, ranks, mode, seed, network=network, schedule=lagging, num_sms=num_sms) as emulator,
-        VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
-    ):
-        for number, call in enumerate(Call(*given) for given in calls):
-            for rank in range(ranks):
-                world.executor(rank).streams.handle = draw.randrange(streams)
-            case = Case(call.op, call.m, call.n, 64, torch.bfloat16, seed=seed + number)
-            with configured(algorithm=call.algorithm, **dict(call.kernel)):
-                queued.append((case, *queue_launch(case, world), case.dtype))
-        world.synchronize()
-    verdicts = [judge(*call) for call in queued]
-    wrong = [(call, calls[call], verdict) for call, verdict in enumerate(verdicts) if not verdict.holds]
-    assert not wrong, wrong
 
 
 def random_sequence(seed):

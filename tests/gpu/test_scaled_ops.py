@@ -8,7 +8,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
-from tests.emulated.test_scaled_ops import AG, AR, GATHER, RS, Scaled, queue, share_of_bound
+from tests.support.emulated.scaled_cases import AG, AR, GATHER, RS, Scaled, queue, share_of_bound
 
 CASES = {
     "scattered": (Scaled(RS, 520, 264, 208), {}),

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from overlap_gemm.parallel import full_norm, full_state_dict, parallelize, sees_shards
 from overlap_gemm.parallel.optimizers import RIGHT, check_class
-from tests.multi.test_model_trainer import SETTINGS, on_cpus, samples, trained
 from tests.support.models import VOCABULARY, tiny
+from tests.support.trained import SETTINGS, on_cpus, samples, trained
 
 IDS = torch.arange(18).view(2, 9)
 

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap_gemm.api.linears import whole_of
 from overlap_gemm.parallel import parallelize
-
-from .models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
 """Hugging Face's norms turn to float32 in a float64 model, too."""

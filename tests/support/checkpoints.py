@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .models import tiny
+from tests.support.models import tiny
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .forked import ForkedTests
+from tests.support.forked import ForkedTests
 
 PACKAGE = Path(__file__).parents[2] / "src" / "overlap_gemm"
 
