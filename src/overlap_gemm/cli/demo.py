@@ -41,7 +41,7 @@ TIMELINES = ("sequential", "decomposed")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DemoSizes:
     """What fills a device for some seconds.
 
     Attributes:
@@ -67,8 +67,8 @@ class Sizes:
     rounds: int
 
 
-CPU = Sizes(torch.float32, 2e-3, 128, 8, 32, 1024, 1024, 4096, 7)
-GPU = Sizes(torch.bfloat16, 3e-4, 2048, 32, 128, 8192, 8192, 28672, 7)
+CPU = DemoSizes(torch.float32, 2e-3, 128, 8, 32, 1024, 1024, 4096, 7)
+GPU = DemoSizes(torch.bfloat16, 3e-4, 2048, 32, 128, 8192, 8192, 28672, 7)
 
 
 def demo(
@@ -200,7 +200,7 @@ def _check(console: Console, comparisons: list["Comparison"]) -> bool:
     return all(found.holds for found in comparisons)
 
 
-def _time_ops(console: Console, world: World, sizes: Sizes, rows: int, rounds: int, out: Path) -> str:
+def _time_ops(console: Console, world: World, sizes: DemoSizes, rows: int, rounds: int, out: Path) -> str:
     """Times the ops alongside torch's calls, draws timelines on CPUs, and returns how they compare."""
     group = find(None)
     hidden, inner = sizes.hidden, sizes.inner

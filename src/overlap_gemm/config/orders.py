@@ -1,6 +1,6 @@
 """In which order a persistent kernel computes its tiles.
 
-An order maps a position ``t`` in the kernel's work list to a :class:`Place`: the shard (owner rank) and the
+An order maps a position ``t`` in the kernel's work list to a :class:`TilePlace`: the shard (owner rank) and the
 tile in it. Positions are dealt to clusters round robin: cluster ``c`` of ``C`` takes ``t = c, c + C, c + 2C,
 ...``, a wave after the other.
 
@@ -23,7 +23,7 @@ class TileGrid(NamedTuple):
     cols: Int
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where position ``t`` lies: owner ``shard``, tile ``index`` in the shard, coordinates ``m``, ``n``.
 
     ``index`` depends only on the position within the shard, never on the rank, so sender and owner agree on
@@ -96,10 +96,10 @@ class LinearOrder(_Order):
         """Positions in the work list."""
         return work.grid.rows * work.grid.cols
 
-    def place(self, t: Int, work: WorkList) -> Place:
+    def place(self, t: Int, work: WorkList) -> TilePlace:
         """The tile at position ``t``."""
         m, n = self.tile(t, work)
-        return Place(0, t, m, n)
+        return TilePlace(0, t, m, n)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class OwnShardFirst(_Order):
     all ranks receive from different ones. Ranks after the last owner own nothing to begin with.
     """
 
-    def place(self, t: Int, work: WorkList) -> Place:
+    def place(self, t: Int, work: WorkList) -> TilePlace:
         """The tile at position ``t``."""
         tiles = work.grid.rows * work.grid.cols
         index = t % tiles
         m, n = self.tile(index, work)
-        return Place((work.rank + t // tiles) % work.owners, index, m, n)
+        return TilePlace((work.rank + t // tiles) % work.owners, index, m, n)
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class DealtShards(_Order):
         group: tile rows per band of the raster, in all shards together: what a wave shares in the L2 cache.
     """
 
-    def place(self, t: Int, work: WorkList) -> Place:
+    def place(self, t: Int, work: WorkList) -> TilePlace:
         """The tile at position ``t``."""
         index = t // work.owners
         m, n = self.tile(index, work)
-        return Place((work.rank + 1 + t) % work.owners, index, m, n)
+        return TilePlace((work.rank + 1 + t) % work.owners, index, m, n)
 
     def tile(self, index: Int, work: WorkList) -> tuple[Int, Int]:
         """``(m, n)`` of the tile with this index in its shard."""

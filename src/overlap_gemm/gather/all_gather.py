@@ -1,7 +1,7 @@
 """All-gather GEMM as an op of the fused kernel.
 
 Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
-columns. Shards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
+columns. GatheredShards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
 ``copy_engine``, by the host: :mod:`overlap_gemm.backends.fused.gather_plans`), by the kernel's own
 warps (``peer_bulk``) or, to peers beyond reach, by a relay kernel alongside (``staged``:
 :mod:`overlap_gemm.exchange.relay`), which puts the own shard from its place in this rank's buffer, where the
@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 
-from overlap_gemm.config.orders import OwnShardFirst, Place
+from overlap_gemm.config.orders import OwnShardFirst, TilePlace
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.exchange.call import Call, await_peers, await_readers, begin_warp, end_warp
@@ -60,7 +60,7 @@ from overlap_gemm.gather.gathering import (
     readers,
 )
 from overlap_gemm.kernel.loads import load_k_tiles
-from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.plain_gemm import OutputSender, store_subtile
 from overlap_gemm.kernel.product import OutputOp, output_store
 from overlap_gemm.kernel.work import CtaTile, Share, Work, cta_number
@@ -68,7 +68,7 @@ from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.transports.interface import Transport
 
 
-class Shards(NamedTuple):
+class GatheredShards(NamedTuple):
     """TMA views of the gather buffer, and of the output by shards.
 
     Attributes:
@@ -82,7 +82,7 @@ class Shards(NamedTuple):
     scales: Any = None
 
 
-class GatherOutput(NamedTuple):
+class ShardedOutput(NamedTuple):
     """The output, cut into shards, so that a tile is clipped where its shard ends.
 
     Attributes:
@@ -90,8 +90,8 @@ class GatherOutput(NamedTuple):
         last: that one.
     """
 
-    full: Shards
-    last: Shards
+    full: GatheredShards
+    last: GatheredShards
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ class AllGather(OutputOp):
         """All rows, by shards; A is the own one here."""
         return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
-    def more_sources(self, mainloop: Any, given: Gathering) -> Shards:
+    def more_sources(self, mainloop: Any, given: Gathering) -> GatheredShards:
         """The gather buffer."""
         scales = None if given.scales is None else mainloop.tma_of_scales(given.scales)
         tma, tensor = mainloop.tma_of_a(given.gathered)
-        return Shards(tma, tensor, scales)
+        return GatheredShards(tma, tensor, scales)
 
-    def output(self, out: cute.Tensor, given: Gathering) -> GatherOutput:
+    def output(self, out: cute.Tensor, given: Gathering) -> ShardedOutput:
         """By TMA, from the ring's stages."""
         cfg, shard = self.config, given.exchange.shard_rows
         columns, pitch = cute.size(out, mode=[1]), out.stride[0]
@@ -150,10 +150,10 @@ class AllGather(OutputOp):
         full = cute.make_layout((shard, columns, cutlass.max(last, 1)), stride=(pitch, 1, between))
         rest = cute.make_layout((given.rows - last * shard, columns, 1), stride=(pitch, 1, between))
 
-        def stores(tensor: cute.Tensor) -> Shards:
-            return Shards(*output_store(cfg, self.stage_dtype, tensor))
+        def stores(tensor: cute.Tensor) -> GatheredShards:
+            return GatheredShards(*output_store(cfg, self.stage_dtype, tensor))
 
-        return GatherOutput(
+        return ShardedOutput(
             stores(cute.make_tensor(out.iterator, full)),
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
@@ -193,10 +193,10 @@ class ArrivalGate:
         self,
         mainloop: cutlass.Constexpr,
         res: Any,
-        ops: Operands,
-        buffer: Shards,
+        ops: OperandViews,
+        buffer: GatheredShards,
         state: pipeline.PipelineState,
-        place: Place,
+        place: TilePlace,
         call: GatherCall,
         opened: Int32,
         early: Any,
@@ -226,7 +226,7 @@ class ArrivalGate:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
-            gathered = Operands(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
+            gathered = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
             if cutlass.const_expr(buffer.scales is not None):
                 tma, scales = buffer.scales
                 came = ops.scales.with_gathered((tma, scales[(None, None, place.shard)]))
@@ -275,7 +275,7 @@ class ArrivalGate:
 
 
 class ShardSender(OutputSender):
-    """The same of an output by shards: `GatherOutput`."""
+    """The same of an output by shards: `ShardedOutput`."""
 
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:

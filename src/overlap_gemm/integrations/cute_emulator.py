@@ -31,7 +31,7 @@ per_process("overlap_gemm.runtime.peers", _lock=threading.Lock, _peers=dict, lef
 
 def opened(emulator: Emulator) -> None:
     """Fused calls with CPU tensors run in `emulator` from now on."""
-    register(Emulation(emulator))
+    register(CuteEmulation(emulator))
 
 
 def closed() -> None:
@@ -40,7 +40,7 @@ def closed() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Emulation:
+class CuteEmulation:
     """An open emulator (`runtime.executor.Emulation`)."""
 
     emulator: Emulator

@@ -21,7 +21,7 @@ from overlap_gemm.kernel.dependent_launch import (
     wait_for_kernel_before,
 )
 from overlap_gemm.kernel.epilogue import allocate_stages
-from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.roles import epilogue_role, load_role
 from overlap_gemm.kernel.shared_words import Tally, near_table
 from overlap_gemm.kernel.split import end_together, sent_of
@@ -82,7 +82,7 @@ class FusedGemm:
     @cute.kernel
     def kernel(
         self,
-        ops: Operands,
+        ops: OperandViews,
         more: Any,
         output: Any,
         out: cute.Tensor,
@@ -150,7 +150,7 @@ class FusedGemm:
                 op.end(call, tally, self._ending_warps)
         end_together(cfg)
 
-    def _set_up(self, ops: Operands, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
+    def _set_up(self, ops: OperandViews, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
         """The mainloop's resources, the ring, its stages, and the tally of warps that have ended, or None.
 
         The caller synchronises the cluster afterwards. All that is no stage lies in the first

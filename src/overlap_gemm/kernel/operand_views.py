@@ -10,7 +10,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.traced import Scalar
 
 
-class Operands(NamedTuple):
+class OperandViews(NamedTuple):
     """TMA views of A (M x K) and B (N x K) and the tiled MMA that reads them.
 
     Attributes:
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     b: Any
     scales: Any = None
 
-    def of_shard(self, shard: Scalar, work: Any) -> Operands:
+    def of_shard(self, shard: Scalar, work: Any) -> OperandViews:
         """Those of a tile of an owner's shard."""
         if self.scales is None:
             return self

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 from cutlass import Int32, cute, pipeline
 
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.orders import Place, WorkList
+from overlap_gemm.config.orders import TilePlace, WorkList
 from overlap_gemm.device.traced import Extras, Fragment, Scalar, Stages
 from overlap_gemm.kernel.epilogue import Visits
-from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.pipelines.ring import TileSender
 
@@ -30,7 +30,7 @@ class Order(Protocol):
     def num_tiles(self, work: WorkList) -> Any:
         """Positions in the work list of all clusters together."""
 
-    def place(self, t: Scalar, work: WorkList) -> Place:
+    def place(self, t: Scalar, work: WorkList) -> TilePlace:
         """The tile at position ``t``."""
 
     def tile(self, index: Scalar, work: WorkList) -> tuple[Any, Any]:
@@ -71,10 +71,10 @@ class Gate(Protocol):
         self,
         mainloop: Mainloop,
         res: Any,
-        ops: Operands,
+        ops: OperandViews,
         more: Any,
         state: Any,
-        place: Place,
+        place: TilePlace,
         call: Any,
         opened: Any,
         early: Any,
@@ -183,7 +183,7 @@ class Mainloop(Protocol):
     def num_barriers(self) -> int:
         """See the attributes."""
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
         """Host side: the TMA descriptors of A (M x K) and B (N x K), and scales of blocks."""
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
@@ -192,7 +192,7 @@ class Mainloop(Protocol):
     def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
         """Host side: the same of scales of blocks of an A."""
 
-    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Any:
+    def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Any:
         """Pipelines and stages; the caller synchronises the cluster afterwards."""
 
     def adjust_registers(self, is_epilogue: bool) -> None:
@@ -201,7 +201,7 @@ class Mainloop(Protocol):
     def load_state(self) -> pipeline.PipelineState:
         """State of the load warp at the start."""
 
-    def loads(self, res: Any, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+    def loads(self, res: Any, ops: OperandViews, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
         """A's and B's loads of the cluster tile at ``row`` of A and ``col`` of B, and this part's k tiles.
 
         What `loads.load_k_tiles` takes: two `loads.OperandLoads`, the first k tile, and how many.
@@ -213,19 +213,19 @@ class Mainloop(Protocol):
     def private_roles(self) -> tuple[tuple[int, Any], ...]:
         """Roles that only this mainloop has: (warp, role)."""
 
-    def epilogue_state(self, res: Any, ops: Operands, group: Int32) -> Any:
+    def epilogue_state(self, res: Any, ops: OperandViews, group: Int32) -> Any:
         """State of an epilogue thread at the start."""
 
-    def accumulate(self, res: Any, ops: Operands, state: Any) -> tuple[Any, Any]:
+    def accumulate(self, res: Any, ops: OperandViews, state: Any) -> tuple[Any, Any]:
         """The next accumulator of this epilogue group, and the state after it."""
 
     def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
         """Hands an accumulator to ``writer`` by subtiles; returns both states after it."""
 
-    def store_to_stage(self, res: Any, ops: Operands, thread: Int32, fragment: Fragment, stage: Any) -> None:
+    def store_to_stage(self, res: Any, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any) -> None:
         """Writes a fragment, converted to the stage's type, into the swizzled stage."""
 
-    def fragment_part(self, res: Any, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
+    def fragment_part(self, res: Any, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
 
 

@@ -8,12 +8,12 @@ import cutlass
 from cutlass import Int32, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.orders import Place, TileGrid, WorkList
+from overlap_gemm.config.orders import TilePlace, TileGrid, WorkList
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
 
-class Shards(NamedTuple):
+class TileShards(NamedTuple):
     """How what a rank computes is cut into shards, one per owner: along the rows, or along the columns.
 
     Attributes:
@@ -45,23 +45,23 @@ class Share(NamedTuple):
     cols: Scalar
     rank: Scalar
     owners: Scalar
-    shards: Shards
+    shards: TileShards
     block_cols: Scalar
 
     @staticmethod
     def by_rows(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
         """All of it, in shards of ``shard`` rows."""
-        return Share(rows, cols, rank, num_owners(rows, shard), Shards(shard, cols, shard, 0), cols)
+        return Share(rows, cols, rank, num_owners(rows, shard), TileShards(shard, cols, shard, 0), cols)
 
     @staticmethod
     def by_columns(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
         """All of it, in shards of ``shard`` columns."""
-        return Share(rows, cols, rank, num_owners(cols, shard), Shards(rows, shard, 0, shard), shard)
+        return Share(rows, cols, rank, num_owners(cols, shard), TileShards(rows, shard, 0, shard), shard)
 
     @staticmethod
     def whole(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
         """``cols`` columns as one shard, of ``block_cols`` at most."""
-        return Share(rows, cols, 0, 1, Shards(rows, cols, 0, 0), block_cols)
+        return Share(rows, cols, 0, 1, TileShards(rows, cols, 0, 0), block_cols)
 
     @staticmethod
     def of_own_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
@@ -88,13 +88,13 @@ class Work(NamedTuple):
     stride: Scalar
     num_tiles: Scalar
     whole: WorkList
-    shards: Shards
+    shards: TileShards
     slots: Scalar
     rows: Scalar
     cols: Scalar
 
-    def place(self, order: Any, j: Scalar) -> Place:
-        """Place of this cluster's ``j``-th tile."""
+    def place(self, order: Any, j: Scalar) -> TilePlace:
+        """TilePlace of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
 
     def left(self, at: CtaTile) -> tuple[Any, Any]:
@@ -162,13 +162,13 @@ class CtaTile(NamedTuple):
     owner: Scalar
 
     @staticmethod
-    def at(config: GemmConfig, place: Place) -> CtaTile:
+    def at(config: GemmConfig, place: TilePlace) -> CtaTile:
         """The calling CTA's part of the cluster tile at ``place``."""
         x, y, _ = cute.arch.block_idx()
         return CtaTile.of(config, place, x % config.cluster[0], y)
 
     @staticmethod
-    def of(config: GemmConfig, place: Place, x: Any, y: Any) -> CtaTile:
+    def of(config: GemmConfig, place: TilePlace, x: Any, y: Any) -> CtaTile:
         """The part of the CTA at ``(x, y)`` of its cluster."""
         return CtaTile(
             place.index * config.cluster_size + y * config.cluster[0] + x,
@@ -183,5 +183,5 @@ class CtaTile(NamedTuple):
         inside = index % config.cluster_size
         tile = index // config.cluster_size
         m, n = order.tile(tile, work)
-        place = Place(work.rank, tile, m, n)
+        place = TilePlace(work.rank, tile, m, n)
         return CtaTile.of(config, place, inside % config.cluster[0], inside // config.cluster[0])

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.kernel import split
-from overlap_gemm.kernel.operand_views import Operands
+from overlap_gemm.kernel.operand_views import OperandViews
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LoadedMainloop:
         """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
         res.ab.producer_tail(state)
 
-    def part_of_k(self, ops: Operands) -> tuple[Any, Any]:
+    def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
         """The first k tile of this CTA's, and how many they are."""
         number = split.num_k_tiles(self.config, ops.a)
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

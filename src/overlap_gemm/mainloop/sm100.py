@@ -36,7 +36,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernel import split
 from overlap_gemm.kernel.loads import OperandLoads, tiles_at
-from overlap_gemm.kernel.operand_views import Operands, as_accumulated
+from overlap_gemm.kernel.operand_views import OperandViews, as_accumulated
 from overlap_gemm.kernel.roles import SubtileWriter
 from overlap_gemm.kernel.split import part_of_k
 from overlap_gemm.kernel.work import Work
@@ -51,7 +51,7 @@ TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory al
 
 
 @dataclass(frozen=True)
-class Resources:
+class Sm100Resources:
     """What the roles share: pipelines, tensor memory, stages of A and B, a split tile's, stages of scales."""
 
     ab: Any
@@ -101,10 +101,10 @@ class MainloopSm100(LoadedMainloop):
             self.mma_tile,
         )
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
-        return Operands(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
+        return OperandViews(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
         """See `Mainloop.tma_of_a`."""
@@ -137,7 +137,7 @@ class MainloopSm100(LoadedMainloop):
         split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
         return 2 * self.config.ab_stages + 2 * self.config.acc_stages + 2 + split_barriers
 
-    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+    def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Sm100Resources:
         """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
         cfg, mma = self.config, ops.mma
         cluster = self._cluster_layout(mma)
@@ -171,14 +171,14 @@ class MainloopSm100(LoadedMainloop):
         parts = split.setup(cfg, barriers + 2, smem) if cfg.k_split > 1 else None
         sA, sB = self.allocate(smem, self._smem_layouts(mma))
         scales = mx.setup(cfg, mma, smem) if cfg.blocks == MX else None
-        return Resources(ab, acc, tmem, sA, sB, parts, scales)
+        return Sm100Resources(ab, acc, tmem, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """No register reallocation: 352 threads have enough each."""
 
     # -- load role
 
-    def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+    def loads(self, res: Sm100Resources, ops: OperandViews, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
@@ -202,7 +202,7 @@ class MainloopSm100(LoadedMainloop):
         return ((MMA_WARP, self.mma_role),)
 
     @cute.jit
-    def mma_role(self, res: Resources, ops: Operands, work: Work) -> None:
+    def mma_role(self, res: Sm100Resources, ops: OperandViews, work: Work) -> None:
         """Per tile: waits for a free accumulator and each k tile, accumulates, hands over.
 
         Allocates tensor memory first, frees it when every epilogue warp has read its last accumulator.
@@ -250,13 +250,13 @@ class MainloopSm100(LoadedMainloop):
 
     # -- epilogue side
 
-    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> pipeline.PipelineState:
+    def epilogue_state(self, res: Sm100Resources, ops: OperandViews, group: Int32) -> pipeline.PipelineState:
         """State of an epilogue thread at the start; waits until tensor memory is allocated."""
         res.tmem.wait_for_alloc()
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
     def accumulate(
-        self, res: Resources, ops: Operands, state: pipeline.PipelineState
+        self, res: Sm100Resources, ops: OperandViews, state: pipeline.PipelineState
     ) -> tuple[Accumulator, pipeline.PipelineState]:
         """Waits for the next finished accumulator."""
         copy, tmem, shape = self._accumulator_views(res, ops)
@@ -267,7 +267,7 @@ class MainloopSm100(LoadedMainloop):
     @cute.jit
     def drain(
         self,
-        res: Resources,
+        res: Sm100Resources,
         acc: Accumulator,
         state: pipeline.PipelineState,
         writer: SubtileWriter,
@@ -302,7 +302,7 @@ class MainloopSm100(LoadedMainloop):
     @cute.jit
     def _write_split(
         self,
-        res: Resources,
+        res: Sm100Resources,
         fragment: cute.Tensor,
         state: pipeline.PipelineState,
         writer: SubtileWriter,
@@ -321,7 +321,7 @@ class MainloopSm100(LoadedMainloop):
         return ring_state
 
     def store_to_stage(
-        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+        self, res: Sm100Resources, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any
     ) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
@@ -332,7 +332,7 @@ class MainloopSm100(LoadedMainloop):
         converted.store(fragment.load().to(dtype))
         cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
 
-    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
+    def fragment_part(self, res: Sm100Resources, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
         return copy.get_slice(thread).partition_D(as_accumulated(self.config, subtile))
@@ -387,7 +387,7 @@ class MainloopSm100(LoadedMainloop):
         shape = cute.append(mma.partition_shape_C(self.mma_tile), self.config.acc_stages)
         return mma.make_fragment_C(shape).layout
 
-    def _accumulator_views(self, res: Resources, ops: Operands) -> tuple[Any, Any, Any]:
+    def _accumulator_views(self, res: Sm100Resources, ops: OperandViews) -> tuple[Any, Any, Any]:
         """The load of one subtile, this thread's source for all subtiles and stages, and its shape."""
         cfg = self.config
         base = res.tmem.retrieve_ptr(cutlass.Float32)

@@ -39,7 +39,7 @@ from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.device.traced import Extras, Fragment, Scalar
 from overlap_gemm.kernel import split
 from overlap_gemm.kernel.loads import OperandLoads, tiles_at
-from overlap_gemm.kernel.operand_views import Operands, as_accumulated
+from overlap_gemm.kernel.operand_views import OperandViews, as_accumulated
 from overlap_gemm.kernel.roles import SubtileWriter
 from overlap_gemm.kernel.split import part_of_k
 from overlap_gemm.mainloop import blocks
@@ -59,7 +59,7 @@ NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 
 @dataclass(frozen=True)
-class Resources:
+class Sm90Resources:
     """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, stages of scales."""
 
     ab: Any
@@ -106,12 +106,12 @@ class MainloopSm90(LoadedMainloop):
             (64, self.mma_tile[1] // cfg.sum_parts),
         )
 
-    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> Operands:
+    def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         cfg = self.config
         _, b_layout = self._smem_layouts()
         scales = blocks.scales_of(cfg, *extras[:NUM_MATRICES]) if cfg.blocks else None
-        return Operands(
+        return OperandViews(
             self.tiled_mma(), *self.tma_of_a(a), *self._tma(b, b_layout, cfg.tile[1], cfg.cluster[0]), scales
         )
 
@@ -141,7 +141,7 @@ class MainloopSm90(LoadedMainloop):
         """8-byte words of barrier storage ``setup`` needs."""
         return 2 * self.config.ab_stages + NUM_TURNS * 2 + split.NUM_BARRIERS * (self.config.k_split > 1)
 
-    def setup(self, ops: Operands, barriers: Any, smem: Any) -> Resources:
+    def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Sm90Resources:
         """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
         cfg = self.config
         multicast = cfg.cluster[0] + cfg.cluster[1] - 1
@@ -172,7 +172,7 @@ class MainloopSm90(LoadedMainloop):
             parts = split.setup(cfg, barriers + 2 * cfg.ab_stages + NUM_TURNS * 2, smem)
         sA, sB = self.allocate(smem, self._smem_layouts())
         scales = blocks.setup(cfg, smem) if cfg.blocks else None
-        return Resources(ab, turn, sA, sB, parts, scales)
+        return Sm90Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
         """Moves registers from the producer warp group to the two that hold accumulators.
@@ -191,7 +191,7 @@ class MainloopSm90(LoadedMainloop):
 
     # -- load role
 
-    def loads(self, res: Resources, ops: Operands, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+    def loads(self, res: Sm90Resources, ops: OperandViews, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
@@ -213,7 +213,7 @@ class MainloopSm90(LoadedMainloop):
 
     # -- epilogue side
 
-    def epilogue_state(self, res: Resources, ops: Operands, group: Int32) -> ConsumerState:
+    def epilogue_state(self, res: Sm90Resources, ops: OperandViews, group: Int32) -> ConsumerState:
         """States of an epilogue thread at the start; the second ping-pong group skips the first tile."""
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
@@ -228,7 +228,7 @@ class MainloopSm90(LoadedMainloop):
         return ConsumerState(ab, turn, first_thread)
 
     @cute.jit
-    def accumulate(self, res: Resources, ops: Operands, state: ConsumerState) -> tuple[Any, ConsumerState]:
+    def accumulate(self, res: Sm90Resources, ops: OperandViews, state: ConsumerState) -> tuple[Any, ConsumerState]:
         """Computes this group's next tile into registers, in its turn."""
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1
@@ -279,7 +279,7 @@ class MainloopSm90(LoadedMainloop):
 
     def drain(
         self,
-        res: Resources,
+        res: Sm90Resources,
         acc: cute.Tensor,
         state: ConsumerState,
         writer: SubtileWriter,
@@ -297,7 +297,7 @@ class MainloopSm90(LoadedMainloop):
 
     @cute.jit
     def _drain_split(
-        self, res: Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
+        self, res: Sm90Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
         """A split tile is the first part's to write, once it has added the others."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -327,7 +327,7 @@ class MainloopSm90(LoadedMainloop):
         return ring_state
 
     def store_to_stage(
-        self, res: Resources, ops: Operands, thread: Int32, fragment: Fragment, stage: Any
+        self, res: Sm90Resources, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any
     ) -> None:
         """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
         cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
@@ -341,7 +341,7 @@ class MainloopSm90(LoadedMainloop):
         converted.store(fragment.load().to(dtype).reshape(converted.shape))
         cute.copy(tiled, converted, part.partition_D(stage))
 
-    def fragment_part(self, res: Resources, ops: Operands, thread: Int32, subtile: Scalar) -> Any:
+    def fragment_part(self, res: Sm90Resources, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
         """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 

@@ -19,7 +19,7 @@ from . import mx_scales as mx
 from .tma_operands import ROW_BYTES, has_tma_strides, padded, widened
 
 
-class Layout(Protocol):
+class ScaleLayout(Protocol):
     """How the scales of blocks of one kind lie where kernels read them.
 
     Attributes:
@@ -54,17 +54,17 @@ class Words:
     element = torch.int16
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """See `Layout`."""
+        """See `ScaleLayout`."""
         return ceil_div(rows, ATOM_ROWS), max(mx.atoms_along(depth), 1) * ATOM_BYTES // 2
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `Layout`."""
+        """See `ScaleLayout`."""
         return mx.words_of(scale, shape, step)
 
     of_b = of_a
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """See `Layout`."""
+        """See `ScaleLayout`."""
         matrix.view(torch.uint8).view(-1)[: scale.numel()] = scale.view(torch.uint8).reshape(-1)
 
 
@@ -81,11 +81,11 @@ class Lines:
     element = torch.float32
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """See `Layout`."""
+        """See `ScaleLayout`."""
         return ceil_div(depth, self.width), padded(rows, self.element.itemsize)
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `Layout`; `[rows, ...]` with adjacent elements below each other are not copied.
+        """See `ScaleLayout`; `[rows, ...]` with adjacent elements below each other are not copied.
 
         But where tiles begin anew, lines do at whole 16 bytes.
         """
@@ -95,14 +95,14 @@ class Lines:
         return torch.cat([F.pad(part, (0, -part.shape[1] % unit)) for part in lines.split(step, 1)], 1)
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `Layout`; of a matrix without rows, which is not read, one line.
+        """See `ScaleLayout`; of a matrix without rows, which is not read, one line.
 
         Tiles begin anew with a block (`ExchangeShape.even`), wherever that is.
         """
         return self._readable(scale if len(scale) else scale.new_zeros(1, scale.shape[1]))
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """See `Layout`."""
+        """See `ScaleLayout`."""
         matrix[:, : len(scale)] = scale.t()
 
     @staticmethod
@@ -112,7 +112,7 @@ class Lines:
         return widened(lines)
 
 
-def layout_of(blocks: Blocks) -> Layout:
+def layout_of(blocks: Blocks) -> ScaleLayout:
     """Of scales of these blocks."""
     return Words() if blocks == MX else Lines(blocks[2])
 
