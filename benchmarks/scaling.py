@@ -16,8 +16,8 @@ from cute_emulator import Emulator
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
-from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.time_model import Facts
 
 ARCHS = {"sm_90a": {"mma": "pingpong", "tile": (64, 128)}, "sm_100a": {"mma": "1cta", "tile": (128, 64)}}
 SIZES = 1024, 1024, 256

@@ -20,10 +20,10 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.transports import PeerBulk, Transport
-from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
+from overlap_gemm.tuning.time_model import Facts
 from tests.support.emulated.all_to_all import GEMM_ALL_TO_ALL, PATTERN
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -150,6 +152,30 @@ def test_tests_import_what_they_share_from_the_support_package_alone():
     found = {str(file.relative_to(ROOT)): shared_from(file) for file in files}
     others = {file: {n for n in names if not n.startswith("tests.support")} for file, names in found.items()}
     assert {file: names for file, names in others.items() if names} == {}
+
+
+SAME_MEANING = {"ColumnParallelLinear", "RowParallelLinear"}
+"""Classes of ours that stand for Megatron-LM's of the same name."""
+
+REGISTRY = {"ops.py"}
+"""The list of ops (`spec`), and the ops of torch that are made of it (`dispatch`)."""
+
+
+def repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, times in Counter(names).items() if times > 1}
+
+
+def test_no_file_or_class_of_the_package_has_a_name_twice():
+    files = [file for file in (ROOT / "src").rglob("*.py") if not file.name.startswith("__")]
+    assert repeated(file.name for file in files) <= REGISTRY
+    classes = [
+        node.name
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(files) > 150 and len(classes) > 200
+    assert repeated(classes) == SAME_MEANING
 
 
 def test_the_package_needs_no_tool_of_developers():

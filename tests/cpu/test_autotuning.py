@@ -21,8 +21,8 @@ from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning import space
 from overlap_gemm.tuning.machine import load
 from overlap_gemm.tuning.measured import Kernel, Measured
-from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.time_model import Facts
 
 HOPPER = Reach("sm_90a", 132, None)
 SHAPES = [(8192, 8192, 28672), (2048, 8192, 8192), (512, 10240, 8192), (16, 8192, 8192)]

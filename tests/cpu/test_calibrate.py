@@ -8,8 +8,14 @@ import pytest
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.tuning.calibrate import COLLECTIVES, CURVE_BYTES, HOSTS, calibrate
 from overlap_gemm.tuning.machine import load
-from overlap_gemm.tuning.model import Facts, collective_seconds, efficiency_key, fused_time, product_seconds
 from overlap_gemm.tuning.space import candidates
+from overlap_gemm.tuning.time_model import (
+    Facts,
+    collective_seconds,
+    efficiency_key,
+    fused_time,
+    product_seconds,
+)
 
 
 class ModelProbe:

@@ -8,8 +8,8 @@ import pytest
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
-from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.prediction import predict_on
+from overlap_gemm.tuning.time_model import Facts
 
 TUNED = {
     "mma_rate", "memory_rate", "link_rate", "bulk_rate", "copy_rate", "launch", "epilogue", "arrival", "step",

@@ -9,16 +9,6 @@ import pytest
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.tuning.machine import load, machine_for, save
-from overlap_gemm.tuning.model import (
-    Facts,
-    collective_seconds,
-    efficiency_key,
-    efficiency_of,
-    fused_time,
-    interpolate,
-    link_seconds,
-    transfer_seconds,
-)
 from overlap_gemm.tuning.prediction import predict, predict_on
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import (
@@ -27,6 +17,16 @@ from overlap_gemm.tuning.space import (
     executed_as,
     pattern_of,
     seconds_of,
+)
+from overlap_gemm.tuning.time_model import (
+    Facts,
+    collective_seconds,
+    efficiency_key,
+    efficiency_of,
+    fused_time,
+    interpolate,
+    link_seconds,
+    transfer_seconds,
 )
 
 RS = "gemm_reduce_scatter"

@@ -9,8 +9,8 @@ import torch
 from overlap_gemm.tuning import driver, machine
 from overlap_gemm.tuning.driver import DriverFacts, driver_facts
 from overlap_gemm.tuning.machine import SHIPPED, SOURCES, load, machine_for, scaled, why_untimed
-from overlap_gemm.tuning.model import Facts
 from overlap_gemm.tuning.prediction import predict_on
+from overlap_gemm.tuning.time_model import Facts
 
 H100 = "NVIDIA H100 80GB HBM3"
 H20 = DriverFacts(78, 1.98e9, 4.0e12, 500.0, 18)

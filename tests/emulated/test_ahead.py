@@ -20,8 +20,8 @@ from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for, save
-from overlap_gemm.tuning.model import efficiency_key
 from overlap_gemm.tuning.settings import configured
+from overlap_gemm.tuning.time_model import efficiency_key
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 RS, GATHER = "gemm_reduce_scatter", "all_gather_gemm"

@@ -8,8 +8,8 @@ from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.runtime.executor import cuda_executor
 from overlap_gemm.runtime.group import LOCAL, resolve
 from overlap_gemm.tuning.machine import machine_for
-from overlap_gemm.tuning.model import efficiency_key
 from overlap_gemm.tuning.space import candidates
+from overlap_gemm.tuning.time_model import efficiency_key
 
 
 def test_a_probe_measures_what_one_gpu_has(device):

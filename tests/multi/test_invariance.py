@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import arithmetic
+from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.gradients import forward_and_backward

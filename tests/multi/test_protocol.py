@@ -69,7 +69,7 @@ def torchs_own_way(rank, size, op):
         mock.patch.object(dist, "all_to_all_single", ours),
         mock.patch.object(dist, "batch_isend_irecv", ours),
         mock.patch("overlap_gemm.backends.collectives.sum_in_rank_order", ours),
-        mock.patch("overlap_gemm.backends.arithmetic.sum_in_rank_order", ours),
+        mock.patch("overlap_gemm.backends.portable_arithmetic.sum_in_rank_order", ours),
     ):
         options = {"return_gathered": True} if op == "all_gather_gemm" else {}
         options |= OPS[op].arguments(7, 6, 8, least=True)

@@ -14,9 +14,9 @@ from rich.progress import Progress
 import overlap_gemm
 from overlap_gemm.backends.scales.scaling import FLOAT8
 from overlap_gemm.backends.select import check_name
+from overlap_gemm.cli.command_options import DeviceOption, DTypeOption, chosen_ops
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.cli.link_rates import link_rates
-from overlap_gemm.cli.options import DeviceOption, DTypeOption, chosen_ops
 from overlap_gemm.cli.this_machine import describe, this_arch
 from overlap_gemm.runtime.bootstrap import World
 from overlap_gemm.runtime.group import Group, find

@@ -26,10 +26,10 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..spec.sharding import Shards
 from ..tuning.measured import Kernel, Measured, Policy, Seconds, keep, trying
-from ..tuning.model import Facts
 from ..tuning.prediction import predict
 from ..tuning.settings import configured
 from ..tuning.space import constants, proposals
+from ..tuning.time_model import Facts
 from ..tuning.timing import captured, measure
 from .base import Backend, Problem
 from .fused.plan_cache import DTYPES

@@ -16,9 +16,9 @@ from ..spec import ARGUMENTS, OPS, OpSpec
 from ..spec.promises import NO_PROMISES, Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
-from .arithmetic import Arithmetic, arithmetic_of
 from .collectives import all_gather_rows
 from .known import known_of, may_know
+from .portable_arithmetic import Arithmetic, arithmetic_of
 from .reach import Reach, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
 

@@ -30,8 +30,8 @@ from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUC
 from ..spec.sharding import Shards
 from ..tuning.space import constants
 from . import by_shards
-from .arithmetic import Arithmetic
 from .base import Portable, Problem
+from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
 """Above every tag a user is likely to use on the same group; a tag is a C int."""

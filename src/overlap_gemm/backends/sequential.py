@@ -4,9 +4,9 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
-from .arithmetic import Arithmetic
 from .base import Portable, Problem
 from .collectives import all_gather_rows, scattered_rows
+from .portable_arithmetic import Arithmetic
 from .scales.scaling import why_no_scaled_mm
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
-from .arithmetic import Arithmetic
 from .base import Portable, Problem
 from .collectives import collective
+from .portable_arithmetic import Arithmetic
 from .scales.scaling import Scaled, why_no_scaled_mm
 
 # The name since torch 2.13, where the older one warns.

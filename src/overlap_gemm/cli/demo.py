@@ -23,9 +23,9 @@ from ..runtime.spans import Span, record
 from ..testing.cases import Case
 from ..testing.workload import Workload
 from ..tuning.timing import Timings, measure
+from .command_options import DeviceOption
 from .console import rank_zero_console
 from .emulated_runs import Emulated, run_emulated
-from .options import DeviceOption
 from .this_machine import processor
 
 if TYPE_CHECKING:  # transformers is slow to import, and an extra

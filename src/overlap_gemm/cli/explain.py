@@ -16,8 +16,8 @@ from ..runtime.bootstrap import World
 from ..runtime.group import find
 from ..spec import OPS
 from ..testing.workload import Workload
+from .command_options import BlockOption, DeviceOption, DTypeOption, block_of, chosen_ops
 from .console import rank_zero_console
-from .options import BlockOption, DeviceOption, DTypeOption, block_of, chosen_ops
 
 
 def explain(

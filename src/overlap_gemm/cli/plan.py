@@ -13,10 +13,10 @@ from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
-from ..tuning.model import FusedTime
 from ..tuning.prediction import Facts, Prediction, predict_on
+from ..tuning.time_model import FusedTime
+from .command_options import BlockOption, block_of
 from .console import rank_zero_console
-from .options import BlockOption, block_of
 from .this_machine import this_arch
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}

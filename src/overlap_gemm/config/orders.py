@@ -1,8 +1,8 @@
 """In which order a persistent kernel computes its tiles.
 
-An order maps a position ``t`` in the kernel's work list to a :class:`TilePlace`: the shard (owner rank) and the
-tile in it. Positions are dealt to clusters round robin: cluster ``c`` of ``C`` takes ``t = c, c + C, c + 2C,
-...``, a wave after the other.
+An order maps a position ``t`` in the kernel's work list to a :class:`TilePlace`: the shard (owner rank) and
+the tile in it. Positions are dealt to clusters round robin: cluster ``c`` of ``C`` takes ``t = c, c + C, c +
+2C, ...``, a wave after the other.
 
 Plain integer arithmetic, on non-negative values with ``+ - * // % <`` only, so that the same function runs on
 Python integers (tests, performance model) and on a kernel's ``Int32``.

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.arithmetic import arithmetic_of, ordered_product
 from ..backends.base import Problem
 from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
+from ..backends.portable_arithmetic import arithmetic_of, ordered_product
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..config.scale_blocks import Blocks
 from ..runtime.group import group_size, resolve

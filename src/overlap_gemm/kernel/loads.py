@@ -67,7 +67,9 @@ class JointLoads(NamedTuple):
             part.load(ab, state, k)
 
 
-def tiles_at(ops: OperandViews, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int) -> tuple[Any, Any]:
+def tiles_at(
+    ops: OperandViews, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int
+) -> tuple[Any, Any]:
     """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
     (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)
     return (

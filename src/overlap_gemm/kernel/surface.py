@@ -222,7 +222,9 @@ class Mainloop(Protocol):
     def drain(self, res: Any, acc: Any, state: Any, writer: Any, ring_state: Any) -> tuple[Any, Any]:
         """Hands an accumulator to ``writer`` by subtiles; returns both states after it."""
 
-    def store_to_stage(self, res: Any, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any) -> None:
+    def store_to_stage(
+        self, res: Any, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any
+    ) -> None:
         """Writes a fragment, converted to the stage's type, into the swizzled stage."""
 
     def fragment_part(self, res: Any, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:

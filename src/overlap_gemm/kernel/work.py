@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.orders import TilePlace, TileGrid, WorkList
+from overlap_gemm.config.orders import TileGrid, TilePlace, WorkList
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 

@@ -178,7 +178,9 @@ class MainloopSm100(LoadedMainloop):
 
     # -- load role
 
-    def loads(self, res: Sm100Resources, ops: OperandViews, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+    def loads(
+        self, res: Sm100Resources, ops: OperandViews, row: Int32, col: Int32
+    ) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)

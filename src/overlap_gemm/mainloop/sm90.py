@@ -191,7 +191,9 @@ class MainloopSm90(LoadedMainloop):
 
     # -- load role
 
-    def loads(self, res: Sm90Resources, ops: OperandViews, row: Int32, col: Int32) -> tuple[Any, Any, Any, Any]:
+    def loads(
+        self, res: Sm90Resources, ops: OperandViews, row: Int32, col: Int32
+    ) -> tuple[Any, Any, Any, Any]:
         """See `Mainloop.loads`."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
@@ -228,7 +230,9 @@ class MainloopSm90(LoadedMainloop):
         return ConsumerState(ab, turn, first_thread)
 
     @cute.jit
-    def accumulate(self, res: Sm90Resources, ops: OperandViews, state: ConsumerState) -> tuple[Any, ConsumerState]:
+    def accumulate(
+        self, res: Sm90Resources, ops: OperandViews, state: ConsumerState
+    ) -> tuple[Any, ConsumerState]:
         """Computes this group's next tile into registers, in its turn."""
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1

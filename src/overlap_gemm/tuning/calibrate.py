@@ -15,8 +15,8 @@ from ..config.scale_blocks import BLOCKS
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
-from .model import Facts, efficiency_key, fused_time, times_bytes
 from .space import candidates
+from .time_model import Facts, efficiency_key, fused_time, times_bytes
 
 GEMM_SIZES = (8192, 4096)
 """Edges of the cubes that kernels are compared on."""

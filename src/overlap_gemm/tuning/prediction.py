@@ -8,7 +8,9 @@ from functools import lru_cache
 
 from ..config.gemm_config import GemmConfig
 from .machine import Machine, machine_for
-from .model import (
+from .settings import Settings, settings
+from .space import executed_as, expected
+from .time_model import (
     Facts,
     FusedTime,
     by_shards_seconds,
@@ -17,8 +19,6 @@ from .model import (
     product_seconds,
     transfer_seconds,
 )
-from .settings import Settings, settings
-from .space import executed_as, expected
 
 __all__ = ["Facts", "Prediction", "predict"]
 

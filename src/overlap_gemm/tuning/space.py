@@ -1,7 +1,7 @@
 """Which kernel configuration a call gets: the candidates of an architecture, and the choice among them.
 
 The choice must be the same on every rank, since a slot's layout follows from it; so it is the model's
-(`tuning.model`), which looks only at facts that all ranks share.
+(`tuning.time_model`), which looks only at facts that all ranks share.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..exchange.geometry import ExchangeShape
 from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .measured import Kernel
-from .model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 from .settings import settings
+from .time_model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
 
 SHAPE = ("mma", "tile", "cluster", "k_split")
 """The fields of a configuration among which a choice is made."""

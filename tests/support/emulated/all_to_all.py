@@ -22,7 +22,7 @@ from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.surface import Output
-from overlap_gemm.kernel.work import CtaTile, TileShards, Share, shard_tiles
+from overlap_gemm.kernel.work import CtaTile, Share, TileShards, shard_tiles
 from overlap_gemm.spec import OpSpec, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
@@ -56,7 +56,9 @@ class AllToAll(TileExchange):
     def share(self, exchange: Any, rows: Any, cols: Any, out: Any) -> Share:
         """The own rows by the owners' columns; slots are counted by full shards of both."""
         full, shard = ceil_div(cute.size(out, mode=[0]), exchange.world), exchange.shard_rows
-        return Share(rows, cols, exchange.rank, num_owners(cols, shard), TileShards(full, shard, 0, shard), shard)
+        return Share(
+            rows, cols, exchange.rank, num_owners(cols, shard), TileShards(full, shard, 0, shard), shard
+        )
 
     def output(self, out: Any, exchange: Any) -> Output:
         """By ordinary stores."""

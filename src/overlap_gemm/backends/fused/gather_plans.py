@@ -26,9 +26,9 @@ from ...runtime.peers import Peers
 from ...runtime.workspace import Workspace
 from ...spec import ALL_GATHER_GEMM, patterns_of
 from ...spec.sharding import Shards, ceil_div, num_owners
-from ...tuning.model import Facts
 from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
+from ...tuning.time_model import Facts
 from ..scales.block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
 from ..scales.scaling import rows_with_scales, shard_bytes
 from ..scales.tma_operands import (

@@ -14,9 +14,9 @@ from ...runtime.peers import Agreed
 from ...runtime.workspace import SizeClass, obtain
 from ...spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
 from ...spec.sharding import shard_rows
-from ...tuning.model import Facts
 from ...tuning.settings import settings
 from ...tuning.space import constants, pattern_of, possible
+from ...tuning.time_model import Facts
 from ..scales.scaling import shard_bytes
 from ..scales.tma_operands import padded
 from .plan_cache import kind_of, peers_for
