@@ -16,9 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("src", "emulator/src")
-LONGEST_FILE = 450
-"""The habit is about 400 lines (CONTRIBUTING.md); this is where nobody would defend it any more."""
-
 REMOVED_OPTIONS = re.compile(
     r"own_?last|publisher|k_?slices|ll_?bulk|symmetric_?output|(?<!NVSHMEM_DISABLE_)nvls", re.IGNORECASE
 )
@@ -119,12 +116,6 @@ def test_upward_imports_and_unknown_rooms_are_noticed(tmp_path):
         edge = f"{file.removesuffix('.py').replace('/', '.')} -> {module}"
         assert f"{edge} (l." in said or f"{edge}. (l." in said, edge
     assert "- overlap_gemm.attic (Since this contract is marked as 'exhaustive'" in said
-
-
-@pytest.mark.parametrize("folder", ["src", "tests", "emulator"])
-def test_no_file_outgrows_its_reader(folder):
-    lengths = {file: len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
-    assert {str(file): lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
 
 
 def test_the_package_names_no_option_that_was_removed():
