@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.backends import arithmetic
+from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 

@@ -75,7 +75,7 @@ def test_demo(launch, tmp_path, backend):
 SABOTAGE = """
 import sys
 import torch
-from overlap_gemm.backends import arithmetic
+from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.cli import app
 honest = arithmetic.sum_in_rank_order
 def forgetful(partials, *others):
