@@ -23,6 +23,7 @@ import torch
 
 from ..spec.sharding import Shards
 from .group import Group
+from .ledger import ledger_of
 from .messages import exchange
 from .order import is_capturing
 
@@ -176,6 +177,7 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
     """`group`, whose transfers are compared with the peers' before they begin (`Group.enter`).
 
     On CPUs over gloo, by a message of 16 bytes to each peer: facts, transfer, and number of refused calls.
+    Elsewhere later, by a thread (`runtime.ledger`).
     Without it, ranks that call different things which each of them has called before would take each other's
     bytes for their own, or abort in gloo; and what follows a call that raised on one rank alone would be
     taken for that call.
@@ -190,10 +192,22 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
     progress = group.progress
     has_messages = device.type == "cpu" and group.has_gloo
     known: dict[tuple[str, int], torch.Tensor] = {}
+    noted: dict[tuple[str, int], tuple[int, str]] = {}
+
+    def note(kind: tuple[str, int]) -> None:
+        ledger = ledger_of(group)
+        if ledger.difference is not None:
+            raise DisagreementError(f"{facts[0][1]}: {ledger.difference}")
+        if kind not in noted:
+            told = (*facts, ("transfer", kind[0]), (REFUSED, progress))
+            noted[kind] = _digest((*facts, kind)), ", ".join(f"{name}={value}" for name, value in told)
+        ledger.note(*noted[kind])
 
     def enter(transfer: str) -> None:
-        if has_messages:
-            kind = transfer, progress.skipped
+        kind = transfer, progress.skipped
+        if not has_messages:
+            note(kind)
+        else:
             if (expected := known.get(kind)) is None:
                 words = [progress.skipped, _digest((*facts, ("transfer", transfer)))]
                 expected = known[kind] = torch.tensor(words, dtype=torch.int64).repeat(group.size, 1)
