@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
+    from .api.statistics import stats
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
@@ -38,6 +39,7 @@ HOMES = (
     "api.explanation",
     "api.functional",
     "api.quantization",
+    "api.statistics",
     "epilogues",
     "runtime.agree",
     "runtime.bootstrap",
@@ -74,6 +76,7 @@ __all__ = [
     "quantize_rows",
     "reserve",
     "retry",
+    "stats",
     "swizzle_scales",
     "warmup",
     "workspace_bytes",

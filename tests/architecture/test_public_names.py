@@ -48,6 +48,7 @@ SIGNATURES = {
     ),
     "promising": ("*", "partials=None", "invariant=None"),
     "retry": ("error",),
+    "stats": (),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
     "swizzle_scales": ("scale",),
     "warmup": (

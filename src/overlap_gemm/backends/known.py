@@ -74,6 +74,11 @@ _known: dict[tuple[str, int], tuple[Group, Known]] = {}
 """By name and rank: emulated ranks are threads of one process."""
 
 
+def known_groups() -> list[Known]:
+    """Returns what is known in each group of this process."""
+    return [known for _, known in _known.values()]
+
+
 def known_of(group: Group, device: torch.device) -> Known:
     """Returns what the ranks of `group` know; collective at its first call.
 

@@ -130,6 +130,10 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     return Choice(best, problem, requested, tuple(verdicts.items()), prediction)
 
 
+reasons: dict[tuple[str, str], dict[str, str]] = {}
+"""By op and backend that was chosen: why others, considered before, were not; of the last choice."""
+
+
 def announce(choice: Choice) -> Choice:
     """Logs a choice that is about to be carried out: once per op and class of shapes; returns it.
 
@@ -138,6 +142,8 @@ def announce(choice: Choice) -> Choice:
     problem = choice.problem
     about = (problem.op, (problem.m - 1).bit_length(), problem.width, problem.types, problem.world_size)
     _inform(*about, choice.backend.name, choice.requested)
+    others = {name: reason for name, reason in choice.verdicts if reason is not None}
+    reasons[problem.op, choice.backend.name] = others
     preferred = choice.requested.removesuffix(FALLBACK)
     if preferred not in ("auto", choice.backend.name):
         _warn(problem.op, preferred, choice.backend.name, dict(choice.verdicts)[preferred] or "")

@@ -88,16 +88,22 @@ def chosen(
     if reserve_sms is not None:
         run = configured(reserve_sms=reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks))
+    count = calls.setdefault((op.name, name), [0])
+    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))
 
 
-def _ranged(name: str, run: Run, group: Group) -> Run:
+calls: dict[tuple[str, str], list[int]] = {}
+"""How many calls of an op, by a backend, have begun in this process."""
+
+
+def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
     """`run` in a range of that name for whoever profiles: torch.profiler, or NVTX.
 
     Once more with torch's cache freed, where there was no memory before anything was launched or sent.
     """
 
     def ranged(*operands: Any) -> Any:
+        count[0] += 1
         before = group.progress.events
         try:
             if not torch.autograd._profiler_enabled():

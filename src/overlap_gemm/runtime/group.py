@@ -245,6 +245,11 @@ def resolve(name: str) -> Group:
     return known
 
 
+def known_progress() -> dict[str, Progress]:
+    """Returns by name what became of each group's calls."""
+    return {name: group.progress for name, group in (*_known.items(), *_virtual.items())}
+
+
 def forget_groups(alone: bool) -> None:
     """Begins anew with what is known of groups: the world has been joined, or left.
 
