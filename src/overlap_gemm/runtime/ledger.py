@@ -28,7 +28,7 @@ PERIOD = 0.2
 KEPT = 4096
 """Calls whose number and identity are kept: as many as one rank may be ahead of another."""
 
-TOLD = 32
+PUBLISHED = 32
 """Calls that are written to the store, of which the first that differs is named."""
 
 _MASK = (1 << 64) - 1
@@ -77,7 +77,7 @@ class Ledger:
     def _compare(self) -> None:
         calls = list(self._calls)
         if calls and calls[-1][0] != self._written:
-            self._store.set(self._key(self._group.rank), json.dumps(calls[-TOLD:]))
+            self._store.set(self._key(self._group.rank), json.dumps(calls[-PUBLISHED:]))
             self._written = calls[-1][0]
         said = self._key("difference")
         if not self._store.check([said]):
