@@ -209,6 +209,7 @@ def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtai
     old, new = Answers(), Answers()
     object.__setattr__(new, "_process_group", lambda another=object(): another)  # noqa: B008
     monkeypatch.setattr(Answers, "timeout", lambda self, device_type: None)
+    monkeypatch.setattr(Answers, "device_types", {"cuda"})
     monkeypatch.setattr(peers, "_peers", {})
     first = workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE)
     assert workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE) is first

@@ -38,6 +38,7 @@ from .symmetric import (
     check_network_writes,
 )
 from .virtual_ranks import virtual_ranks
+from .watcher import watch
 
 DEFAULT_LIMIT = 8 << 30
 """Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
@@ -183,9 +184,16 @@ class Workspace:
         """
         assert self.is_open, "a call on a closed workspace"
         if self._words[0]:
-            failure = read_record(list(self._words))
-            assert failure is not None
-            raise FAILURES.get(failure.role, CommTimeoutError)(failure)
+            raise self._failure()
+
+    def _failure(self) -> CommTimeoutError | OverlappingCallsError | MismatchedCallsError:
+        failure = read_record(list(self._words))
+        assert failure is not None
+        return FAILURES.get(failure.role, CommTimeoutError)(failure)
+
+    def watch(self) -> None:
+        """Names a failure on stderr although no call follows."""
+        watch(self._words, self.record.data_ptr(), lambda: str(self._failure()))
 
 
 def obtain(peers: Peers, size: SizeClass) -> Workspace:
@@ -286,7 +294,9 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
 
     # After it no peer's flag can arrive before the zeros.
     together(group, "clearing a workspace", prepare, SymmetricMemoryError)
-    return Workspace(group, size, memory, reaches_all, peers.executor.record)
+    workspace = Workspace(group, size, memory, reaches_all, peers.executor.record)
+    together(group, "watching for failures", workspace.watch)
+    return workspace
 
 
 def workspaces(group: GroupLike = None) -> list[Workspace]:
