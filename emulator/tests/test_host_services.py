@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_emulator import Emulator
 from cute_emulator.host.torch import device_memory, scaled_mm
 from cute_emulator.host.torch.torch_mode import CudaOnCpu, plays_host_memory
 
@@ -47,7 +48,7 @@ def test_block_scaled_products_of_torch(scheme):
     left, a, sa = scaled_operand(rng, m, k, scheme)
     right, b, sb = scaled_operand(rng, n, k, scheme)
     values = left, right
-    with CudaOnCpu(lambda storage: None, lambda: 0, lambda: None):
+    with CudaOnCpu(Emulator(), 0, lambda: None):
         got = torch._scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32)
     np.testing.assert_allclose(got.numpy(), values[0] @ values[1].T, rtol=1e-6)
     assert not scaled_mm.is_block_scaled(a, b, torch.ones(1))
@@ -74,7 +75,7 @@ def test_a_scaled_product_for_each_group(scheme, of_rows):
             side.append(torch.tensor([0.5, 2.0, 3.0]))
         further = np.array([0.25, 4.0, 9.0])
     ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32)
-    with CudaOnCpu(lambda storage: None, lambda: 0, lambda: None):
+    with CudaOnCpu(Emulator(), 0, lambda: None):
         got = torch._scaled_grouped_mm_v2(
             a, b, scales[0], [0], [1], scales[1], [0], [1], ends, None, torch.float32, [], False
         )
@@ -90,7 +91,7 @@ def test_memory_of_the_runtime():
         done.append("wait")
         operation()
 
-    memory = device_memory.DeviceMemory(adopted.append, in_order)
+    memory = device_memory.DeviceMemory(adopted.append, in_order, lambda: done.append("wait"))
     table = device_memory.runtime_functions(memory)
     table |= device_memory.driver_functions(memory, int)
     a, b = table["cudaMalloc"](64), table["cuMemAlloc"](64)
@@ -109,7 +110,7 @@ def test_memory_of_the_runtime():
 
 def test_a_script_has_cpu_tensors_of_its_own():
     assert not plays_host_memory(torch.zeros(3)), "a library's tensors are the device's"
-    with CudaOnCpu(lambda storage: None, lambda: 0, lambda: None):
+    with CudaOnCpu(Emulator(), 0, lambda: None):
         assert plays_host_memory(torch.zeros(3))
         assert not plays_host_memory(torch.zeros(3, device="cuda"))
         assert not plays_host_memory(object())

@@ -28,6 +28,7 @@ ONE_GPU = """
     src = torch.randn(n, device="cuda")
     dst = torch.empty_like(src)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         arguments = [from_dlpack(t).mark_layout_dynamic() for t in (src, dst)] + [3.0, n, stream]

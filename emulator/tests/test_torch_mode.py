@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_emulator import Emulator
 from cute_emulator.host.torch import half_products
 from cute_emulator.host.torch.torch_mode import CudaOnCpu, is_marked
 from cute_emulator.units import mma
@@ -18,9 +19,9 @@ def mode():
     class Recording(CudaOnCpu):
         def __init__(self):
             self.adopted, self.waits = [], 0
-            super().__init__(
-                lambda s: self.adopted.append((s.data_ptr(), s.nbytes())), lambda: 1, self._count_wait
-            )
+            emulator = Emulator(ranks=2)
+            emulator.adopt = lambda s, rank, **_: self.adopted.append((s.data_ptr(), s.nbytes()))
+            super().__init__(emulator, 1, self._count_wait)
 
         def _count_wait(self):
             self.waits += 1

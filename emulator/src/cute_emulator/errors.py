@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from cute_emulator import source
 
 KINDS = (
-    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "lane-race", "mbarrier-init",
-    "mbarrier-race", "nc-load", "proxy-fence", "race", "setmaxnreg", "shared-race", "shfl-exited",
-    "sync-mask", "tmem-fence", "tmem-freed", "tmem-leak", "tmem-unwaited", "wgmma-fence", "wgmma-registers",
+    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "host-race", "lane-race",
+    "mbarrier-init", "mbarrier-race", "nc-load", "proxy-fence", "race", "reuse-race", "setmaxnreg",
+    "shared-race", "shfl-exited", "stream-race", "sync-mask", "tmem-fence", "tmem-freed", "tmem-leak",
+    "tmem-unwaited", "wgmma-fence", "wgmma-registers",
 )  # fmt: skip
 """Of findings."""
 

@@ -72,6 +72,7 @@ class Launch:
         const_image: Initial bytes of `.const` symbols of this rank (NVSHMEM's device state).
         engine: A copy engine's work, which takes no room on the rank's SMs.
         ignore: Kinds of findings that are not kept of this module.
+        work: What it is to the host, in words `work.what`; None where the host is no party.
     """
 
     ptx: str
@@ -88,6 +89,7 @@ class Launch:
     const_image: Mapping[str, bytes] = field(default_factory=dict)
     engine: bool = False
     ignore: frozenset[str] = frozenset()
+    work: Any = None
 
 
 class Machine:
@@ -118,6 +120,7 @@ class Machine:
         residency: Each rank's SMs.
         engines: Each rank's copy engines.
         old: What loads may still find, see `machine.stale`.
+        ended: Called when a run has ended, while all is known of it.
     """
 
     def __init__(
@@ -180,6 +183,7 @@ class Machine:
         self._before: dict[tuple[int, int], str] = {}  # PTX of the last launch of a stream
         self._launched = 0
         self._progress = progress
+        self.ended: Callable[[], object] = lambda: None
 
     def role(self, warp: int) -> str:
         """What a CTA's warp of this number is for, as far as it was told."""
@@ -209,11 +213,6 @@ class Machine:
         self._before[key] = launch.ptx
         self._streams.launch(launch)
 
-    @property
-    def lets_dependents_begin(self) -> bool:
-        """Whether the last launch of a stream may have a programmatic one run beside it."""
-        return any(TRIGGER in ptx for ptx in self._before.values())
-
     def record(self, rank: int, stream: int) -> StreamEvent:
         """An event that is done when all that a stream has been given so far has ended."""
         return self._streams.record((rank, stream))
@@ -239,6 +238,7 @@ class Machine:
                 self._streams.start()
                 self._fill()
                 self.scheduler.run()
+            self.ended()
         finally:
             self._streams.clear()
             self._before.clear()

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from cute_emulator.host.graphs import Capture
 from cute_emulator.host.memory import Symmetric, SymmetricHeap, extent, named, poison_
 from cute_emulator.host.network import Network
 from cute_emulator.host.registry import ARGUMENT, Registry
+from cute_emulator.host.timelines import Timelines
 from cute_emulator.machine.asyncq import Mode
 from cute_emulator.machine.inject import Faults
 from cute_emulator.machine.memory import Named
@@ -87,6 +88,7 @@ class Emulator:
         machine: The machine behind it.
         devices: What each rank's device says of itself.
         captures: CUDA graphs that are being captured, by rank (`host.graphs`).
+        timelines: Of ranks whose host is a script: what its streams do, in which order.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class Emulator:
         self.devices = tuple(DeviceProperties(arch, sms.num_sms) for sms in self.machine.residency)
         self.ranks = ranks
         self.captures: dict[int, Capture] = {}
-        self.waits = False  # with a launch that others may run beside, for those or for who looks
+        self.timelines = Timelines(self.machine)
+        self._told = 0
         self._collect = collect
         self._rewrite = rewrite
         self._reachable = not network
@@ -189,7 +192,6 @@ class Emulator:
                 trap.
             FindingsError: It ran to its end and checks found something (not with ``collect=True``).
         """
-        before = len(self.report.findings)
         try:
             self.machine.run()
         finally:
@@ -198,9 +200,18 @@ class Emulator:
                 self.machine.memory.arguments.clear()
             for item in pending:
                 self._registry.release(item.keys)
-        if len(self.report.findings) > before and not self._collect:
-            raise FindingsError(self.report)
+        self.tell()
         return self.report
+
+    def tell(self) -> None:
+        """Raises what was found since it was last told.
+
+        Raises:
+            FindingsError: Something was (not with ``collect=True``).
+        """
+        before, self._told = self._told, len(self.report.findings)
+        if self._told > before and not self._collect:
+            raise FindingsError(self.report)
 
     def record_event(self, rank: int, stream: int) -> StreamEvent:
         """Marks a place in a stream: the event is done when what was launched there before has ended."""
@@ -229,7 +240,9 @@ class Emulator:
         with self._lock:
             key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")
             self._pending.append(_Pending(rank, (key,), (), stream))
-            self.machine.submit(copy_launch(rank, stream, target, source, nbytes))
+            copy = copy_launch(rank, stream, target, source, nbytes)
+            work = self.timelines.work(rank, stream, "a copy", self.wait_stream)
+            self.machine.submit(replace(copy, work=work))
 
     def calling_rank(self) -> int:
         """Whose calls this thread makes: that of the `rank` block it is in.
@@ -315,7 +328,8 @@ class Emulator:
     def _enqueue(self, call: KernelCall, memory: Sequence[Named], owners: tuple[Any, ...]) -> None:
         """Queues a launch, or keeps it for each replay of the graph that is being captured."""
         rank = self.calling_rank()
-        submit = functools.partial(self._submit, call, rank, memory, owners)
+        kept = tuple(map(self.timelines.kept, owners))
+        submit = functools.partial(self._submit, call, rank, memory, kept)
         capture = self.captures.get(rank)
         if capture is not None:
             capture.keep(submit)
@@ -346,17 +360,16 @@ class Emulator:
                     call.programmatic,
                     self._constants(call.ptx, rank),
                     ignore=call.ignore,
+                    work=self.timelines.work(
+                        rank, call.stream, f"kernel {call.entry[:60]}", self.wait_stream
+                    ),
                 )
             )
 
     def _called(self) -> None:
         self._local.__dict__.pop("packed", None)
-        if self.ranks == 1 and self._pending and not (self.waits and self._others_may_run_beside()):
+        if self.ranks == 1 and self._pending and not self.timelines:
             self.run()
-
-    def _others_may_run_beside(self) -> bool:
-        """Whether later launches may: of other streams, or programmatic ones."""
-        return self.machine.lets_dependents_begin or any(item.stream for item in self._pending)
 
     def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:
         """Initial `.const` bytes: NVSHMEM's device state, for kernels linked with it."""
@@ -378,15 +391,21 @@ class Emulator:
 
     # --- memory
 
-    def adopt(self, storage: torch.UntypedStorage, rank: int) -> None:
-        """Lets kernels touch a storage for as long as it lives."""
-        if storage.nbytes():
+    def adopt(
+        self, storage: torch.UntypedStorage, rank: int, pinned: bool = False, pooled: bool = True
+    ) -> None:
+        """Lets kernels touch a storage for as long as it lives; `pooled`: torch's allocator gave it."""
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes:
+            name = "pinned memory" if pinned else "tensor"
             with self._lock:
-                key = self._registry.hold(storage.data_ptr(), storage.nbytes(), rank=rank, name="tensor")
-            weakref.finalize(storage, self._release, key)
+                key = self._registry.hold(base, nbytes, rank=rank, name=name)
+            weakref.finalize(storage, self._release, key, rank, base)
+            self.timelines.allocated(rank, base, nbytes, pinned, pooled and rank not in self.captures)
 
-    def _release(self, key: int) -> None:
+    def _release(self, key: int, rank: int, base: int) -> None:
         with self._lock:
+            self.timelines.freed(rank, base)
             self._registry.release([key])
 
     def finish(self) -> None:

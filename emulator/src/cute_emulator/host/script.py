@@ -64,15 +64,13 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
 def one_device(emulator: Emulator) -> Iterator[None]:
     """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
     with contextlib.ExitStack() as stack:
-        adopt = functools.partial(emulator.adopt, rank=0)
         devices = cuda_device.CudaDevices(emulator, lambda: 0, emulator.finish)
         for change in cuda_device.changes(devices):
             stack.enter_context(change)
-        mode = CudaOnCpu(adopt, devices.current, devices.synchronize, lambda: emulator.captures.get(0))
+        mode = CudaOnCpu(emulator, 0, devices.synchronize)
         stack.enter_context(_python_gradients(lambda: mode))
         stack.enter_context(mode)
-        emulator.waits = True
-        stack.callback(setattr, emulator, "waits", False)
+        stack.callback(emulator.timelines.close)
         yield
         emulator.finish()
 
@@ -97,26 +95,18 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
     def synchronize() -> None:
         turns.wait_for_device(lambda rank=turns.rank: not emulator.has_pending(rank))  # type: ignore[misc]
 
-    modes = [
-        CudaOnCpu(
-            functools.partial(emulator.adopt, rank=rank),
-            functools.partial(int, rank),
-            synchronize,
-            functools.partial(emulator.captures.get, rank),
-        )
-        for rank in range(emulator.ranks)
-    ]
-
+    modes = [CudaOnCpu(emulator, rank, synchronize) for rank in range(emulator.ranks)]
     devices = cuda_device.CudaDevices(emulator, current, synchronize)
     environ = _RankEnvironment(os.environ, turns, emulator.ranks)
     for change in (
         *cuda_device.changes(devices),
-        *distributed.changes(emulator, turns, synchronize, poison_symmetric),
+        *distributed.changes(emulator, turns, devices.host_waits, poison_symmetric),
         _python_gradients(lambda: modes[turns.rank]),
         replaced(os, "environ", environ),
         replaced(sys, "excepthook", sys.excepthook),  # init_process_group puts its rank in front of errors
     ):
         stack.enter_context(change)
+    stack.callback(emulator.timelines.close)
     # This file's __future__ imports are not the script's.
     code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
 

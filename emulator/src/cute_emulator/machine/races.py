@@ -1,12 +1,14 @@
 """Data races on global memory, found by happens-before (as FastTrack does) rather than by what a run shows.
 
-Every granule of an allocation remembers the last write and the last read: agent, clock, PTX line, strength.
+Every granule of an allocation remembers the last write and each stream's last read: agent, clock, PTX line,
+strength.
 An access that is not ordered after a conflicting one of another warp is reported with both parties,
 unless both are strong (relaxed, acquire, release, atomic) at scopes that include each other. A granule has
 16 bytes, or as few as the smallest access to the allocation. Reads are recorded in
-symmetric memory and memory of other ranks, elsewhere from the first write of a run on; of several reads of a
-granule only the last is remembered. What ended with the run before
-is ordered before everything.
+symmetric memory and memory of other ranks, elsewhere from the first write of a run on, and everywhere where
+launches may run beside each other or the host is a party (`keeps_reads`); of several reads of a granule by a
+stream only the last is remembered. What ended with the run before
+is ordered before everything here; `footprints` tells of it.
 
 Every access also has a name, of the two under which multicast memory may be known: the multicast address, or
 the rank's own. What is ordered after a conflicting access by the other name needs an alias fence between the
@@ -16,7 +18,7 @@ order).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,42 +26,13 @@ from numpy.typing import NDArray
 
 from cute_emulator.machine.lane_plan import Lanes, parts
 from cute_emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
+from cute_emulator.machine.shadow import WEAK, Footprint, History, Shadow, footprints
 from cute_emulator.source import place
 
 if TYPE_CHECKING:
     from cute_emulator.errors import Report
     from cute_emulator.machine.lane_plan import Places, Spread
     from cute_emulator.machine.memory import Allocation, GlobalMemory
-
-WEAK = -1
-History = tuple[NDArray[np.int64], ...]
-
-
-class Shadow:
-    """Last write and last read of each granule of an allocation: epochs, and lines and strengths."""
-
-    def __init__(self, nbytes: int, granule: int) -> None:
-        self.nbytes = nbytes
-        cells = -(-nbytes // granule)
-        self._keep(granule, *(np.zeros((2, cells), np.int64) for _ in range(2)))
-
-    def _keep(self, granule: int, writes: np.ndarray, reads: np.ndarray) -> None:
-        self.granule, self.shift = granule, granule.bit_length() - 1
-        self.writes, self.reads = tuple(writes), tuple(reads)
-
-    def refine(self, granule: int) -> None:
-        """Goes over to smaller granules."""
-        factor = self.granule // granule
-        self._keep(granule, _repeated(self.writes, factor), _repeated(self.reads, factor))
-
-
-def _repeated(history: History, factor: int) -> np.ndarray:
-    """Each column `factor` times, without touching the many that are zero."""
-    used = np.flatnonzero(history[0])
-    out = np.zeros((2, len(history[0]) * factor), np.int64)
-    for row, cells in zip(out, history, strict=True):
-        row.reshape(-1, factor)[used] = cells[used, None]
-    return out
 
 
 def distinct(epochs: NDArray[np.int64]) -> list[int]:
@@ -84,25 +57,42 @@ def _mark(line: int, strength: int, multicast: bool = False) -> int:
     return line << 4 | multicast << 3 | (strength + 1)
 
 
+def _between(owner: Agent, agent: Agent) -> str:
+    """What would order two launches of one rank, beside flags."""
+    theirs, mine = owner.warp.grid.launch, agent.warp.grid.launch
+    return "event, wait_stream, or " if theirs.rank == mine.rank and theirs.stream != mine.stream else ""
+
+
+def _launches(owner: Agent, agent: Agent) -> str:
+    """Where two launches were made, as far as it is known."""
+    theirs, mine = owner.warp.grid.launch.work, agent.warp.grid.launch.work
+    return f"; {mine.what}, after {theirs.what}" if theirs is not mine and theirs and mine else ""
+
+
 class RaceDetector:
     """Told of every access to global memory.
 
     Attributes:
         agents: Every agent of the run by id.
-        keeps_reads: Whether to record all reads, as a launch may run beside the one before it.
+        keeps_reads: Whether to record all reads of this run, as a launch may run beside the one before it.
+        always_keeps_reads: Of every run.
     """
 
     def __init__(self, report: Report, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
         self.report, self.memory, self.agents = report, memory, agents
         self._shadows: dict[int, Shadow] = {}
-        self.keeps_reads = False
+        self.keeps_reads = self.always_keeps_reads = False
         self._lanes: tuple[Lanes, int] | None = None  # of the access that is judged, and the lowest address
         self._by_multicast = False  # whether there has been an access by a multicast address
 
     def clear(self) -> None:
         """Starts afresh: everything so far is ordered before what follows."""
         self._shadows.clear()
-        self._by_multicast = self.keeps_reads = False
+        self._by_multicast, self.keeps_reads = False, self.always_keeps_reads
+
+    def footprints(self) -> Iterator[Footprint]:
+        """What each launch of the run did by ordinary accesses to its own rank's memory."""
+        return footprints(self._shadows, self.memory, self.agents)
 
     def read(
         self,
@@ -146,7 +136,7 @@ class RaceDetector:
         self._by_multicast |= multicast
         if self._by_multicast:
             self._check_alias(agent, line, allocation, writes, cells, multicast, "read", "written")
-        epochs, marks = shadow.reads
+        epochs, marks = shadow.reads_of(agent.warp.grid.launch.stream)
         epochs[cells] = agent.strong_epoch if rmw else agent.epoch
         marks[cells] = _mark(line, strength, multicast)
         agent.touched = True
@@ -217,7 +207,7 @@ class RaceDetector:
                 self._check_alias(
                     agent, line, allocation, shadow.writes, cells, False, "async read", "written"
                 )
-            epochs, marks = shadow.reads
+            epochs, marks = shadow.reads_of(agent.warp.grid.launch.stream)
             epochs[cells] = agent.epoch
             marks[cells] = _mark(line, WEAK)
             agent.touched = True
@@ -254,7 +244,8 @@ class RaceDetector:
         multicast: bool = False,
     ) -> None:
         self._by_multicast |= multicast
-        for history, verb in ((shadow.writes, "written"), (shadow.reads, "read")):
+        histories = [(shadow.writes, "written"), *((reads, "read") for reads in shadow.reads.values())]
+        for history, verb in histories:
             self._check(agent, line, strength, allocation, shadow, history, cells, "write", verb, repeats)
             if self._by_multicast:
                 self._check_alias(agent, line, allocation, history, cells, multicast, "write", verb)
@@ -322,7 +313,7 @@ class RaceDetector:
             elif epoch >> 32 & BULK:
                 why = "no full wait_group for the bulk store, passed on"
             else:
-                why = "no release and acquire of sufficient scope between"
+                why = f"no {_between(owner, agent)}release and acquire of sufficient scope between"
             index = cells.start + at if isinstance(cells, slice) else int(cells[at])
             theirs_ptx = owner.warp.grid.program.module.text
             address = allocation.base + index * shadow.granule
@@ -333,7 +324,7 @@ class RaceDetector:
             self.report.add(
                 "race",
                 f"{why}: {what}, line {self.report.place(line)}, after it was {other_verb} by "
-                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}",
+                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}{_launches(owner, agent)}",
                 line,
                 key=(line, mark >> 4, verb),
                 other=mark >> 4,

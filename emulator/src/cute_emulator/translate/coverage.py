@@ -11,6 +11,7 @@ from cute_emulator.source import line_of_source
 from cute_emulator.translate.program import Program
 
 _ASYNC = r"cp\.(reduce\.)?async|wgmma\.mma_async|tcgen05\.(mma|cp)"
+_GLOBAL = r"(ld|st|atom|red|multimem)\.(?!param|const|local|shared)|cp\.(reduce\.)?async"
 _TENSOR_MEMORY = r"tcgen05\.(ld|st|mma|cp|dealloc)"
 JUDGED = {
     "alias-fence": r"multimem",
@@ -18,15 +19,18 @@ JUDGED = {
     "exit-pending": rf"{_ASYNC}|tcgen05\.commit",
     "exit-remote": r"mapa|.*(shared|multicast)::cluster",
     "exit-tx": r"mbarrier.*expect_tx",
+    "host-race": _GLOBAL,
     "lane-race": r"(ld|st)\.(?!param|const|local)",
     "mbarrier-init": r"mbarrier\.init",
     "mbarrier-race": r"mbarrier\.init",
     "nc-load": r"ld\.global.*\.nc",
     "proxy-fence": rf"{_ASYNC}",
-    "race": r"(ld|st|atom|red|multimem)\.(?!param|const|local|shared)|cp\.(reduce\.)?async",
+    "race": _GLOBAL,
+    "reuse-race": _GLOBAL,
     "setmaxnreg": r"setmaxnreg",
     "shared-race": rf"(ld|st|atom|red)\.(?!param|const|local|global)|(ld|st)matrix|{_ASYNC}|{_TENSOR_MEMORY}",
     "shfl-exited": r"shfl",
+    "stream-race": _GLOBAL,
     "sync-mask": r"shfl|vote|match|redux|elect|bar\.warp",
     "tmem-fence": _TENSOR_MEMORY,
     "tmem-freed": _TENSOR_MEMORY,

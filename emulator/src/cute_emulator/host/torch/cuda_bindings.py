@@ -12,12 +12,15 @@ import torch
 
 from cute_emulator.host.replace import replaced
 from cute_emulator.host.torch import device_memory
+from cute_emulator.host.torch.places import NOWHERE, Place
 
 if TYPE_CHECKING:
     from cute_emulator.host.torch.cuda_device import CudaDevices
 
 Calls = dict[str, Callable[..., Any]]
 DRIVER_VERSION = 13000
+NON_BLOCKING = 1
+"""Flag of a stream that neither waits for the default stream nor has it wait."""
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
@@ -49,20 +52,43 @@ class _Shared:
     def __init__(self, devices: CudaDevices) -> None:
         self._devices = devices
         self._times: dict[int, float] = {}
+        self._places: dict[int, Place] = {}
 
     def accept(self, *_: Any) -> None:
         """There is nothing to do."""
 
     def synchronize(self, *_: Any) -> None:
-        """Of a device, a stream or an event: all that the rank has launched has run."""
-        self._devices.synchronize()
+        """Of a device."""
+        self._devices.host_waits()
+
+    def await_stream(self, stream: Any) -> None:
+        """Of a stream."""
+        self._devices.host_waits(int(stream))
+
+    def await_event(self, event: Any) -> None:
+        """Of an event."""
+        self._devices.host_waits(place=self._places.get(int(event), NOWHERE))
+
+    def create(self, stream: Any, flags: Any = 0) -> Any:
+        """A stream: the default stream and it wait for each other, unless it is to be non-blocking."""
+        timeline = self._devices.timeline()
+        if timeline is not None and not int(flags) & NON_BLOCKING:
+            timeline.made_blocking(int(stream))
+        return stream
+
+    def wait(self, stream: Any, event: Any, *_: Any) -> None:
+        """A stream waits for an event."""
+        rank, place = self._devices.current(), self._places.get(int(event), NOWHERE)
+        self._devices.do(lambda: self._devices.wait(rank, int(stream), place))
 
     def attribute(self, number: Any, _device: Any) -> int:
         """Of the device."""
         return self._devices.attribute(int(number))
 
-    def record(self, event: Any, *_: Any) -> None:
-        """Notes when the launches before an event have run."""
+    def record(self, event: Any, stream: Any = 0, *_: Any) -> None:
+        """Notes what comes before an event, and when the launches before it have run."""
+        rank = self._devices.current()
+        self._places[int(event)] = self._devices.record(rank, int(stream))
         self._devices.synchronize()
         self._times[int(event)] = time.perf_counter()
 
@@ -84,12 +110,13 @@ def _driver_calls(devices: CudaDevices, shared: _Shared, driver: Any) -> Calls:
         "cuDevicePrimaryCtxRetain": lambda _: driver.CUcontext(1),
         "cuDevicePrimaryCtxRelease": shared.accept,
         "cuCtxSynchronize": shared.synchronize,
-        "cuStreamCreate": lambda *_: driver.CUstream(next(devices.handles)),
+        "cuStreamCreate": lambda flags=0: shared.create(driver.CUstream(next(devices.handles)), flags),
         "cuStreamDestroy": shared.accept,
-        "cuStreamSynchronize": shared.synchronize,
+        "cuStreamSynchronize": shared.await_stream,
+        "cuStreamWaitEvent": shared.wait,
         "cuEventCreate": lambda *_: driver.CUevent(next(devices.handles)),
         "cuEventRecord": shared.record,
-        "cuEventSynchronize": shared.synchronize,
+        "cuEventSynchronize": shared.await_event,
         "cuEventElapsedTime": shared.elapsed,
         "cuEventDestroy": shared.accept,
         **device_memory.driver_functions(devices.memory, driver.CUdeviceptr),
@@ -104,12 +131,16 @@ def _runtime_calls(devices: CudaDevices, shared: _Shared, runtime: Any) -> Calls
         "cudaDeviceGetAttribute": shared.attribute,
         "cudaDriverGetVersion": lambda: DRIVER_VERSION,
         "cudaDeviceSynchronize": shared.synchronize,
-        "cudaStreamCreate": lambda: runtime.cudaStream_t(next(devices.handles)),
+        "cudaStreamCreate": lambda: shared.create(runtime.cudaStream_t(next(devices.handles))),
+        "cudaStreamCreateWithFlags": lambda flags=0: shared.create(
+            runtime.cudaStream_t(next(devices.handles)), flags
+        ),
+        "cudaStreamWaitEvent": shared.wait,
         "cudaStreamDestroy": shared.accept,
-        "cudaStreamSynchronize": shared.synchronize,
+        "cudaStreamSynchronize": shared.await_stream,
         "cudaEventCreate": lambda *_: runtime.cudaEvent_t(next(devices.handles)),
         "cudaEventRecord": shared.record,
-        "cudaEventSynchronize": shared.synchronize,
+        "cudaEventSynchronize": shared.await_event,
         "cudaEventElapsedTime": shared.elapsed,
         "cudaEventDestroy": shared.accept,
         "cudaLibraryUnload": shared.accept,
@@ -133,7 +164,7 @@ def _core(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[No
             return None
 
         def sync(self) -> None:
-            devices.synchronize()
+            devices.host_waits()
 
         def create_stream(self, *_: Any, **__: Any) -> Any:
             return torch.cuda.Stream()

@@ -9,14 +9,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from cute_emulator.host.device import L2_BYTES
 from cute_emulator.host.torch import cuda_bindings, dsl_benchmarks, generic_torch, library_ops, torch_cuda
-from cute_emulator.host.torch.device_memory import DeviceMemory
+from cute_emulator.host.torch.device_memory import DeviceMemory, Range
+from cute_emulator.host.torch.places import Place
 
 if TYPE_CHECKING:
     from cute_emulator.host.emulator import Emulator
+    from cute_emulator.host.timeline import Timeline
+    from cute_emulator.host.torch.torch_streams import Streams
 
 
 class CudaDevices:
@@ -38,9 +44,52 @@ class CudaDevices:
         self.current = current
         self.synchronize = synchronize
         self.handles = itertools.count(0x10)
+        self.streams: Streams
         self.memory = DeviceMemory(
-            lambda storage: emulator.adopt(storage, current()), self.in_order, self.copy_beside
+            lambda storage: emulator.adopt(storage, current(), pooled=False),
+            self.in_order,
+            self.host_waits,
+            self.copy_beside,
+            self.touched,
         )
+
+    def open_timelines(self) -> None:
+        """The host of each rank is a party from now on."""
+        for rank in range(self.count):
+            self.emulator.timelines.open(rank, lambda: int(self.streams.current.cuda_stream))
+
+    def timeline(self) -> Timeline | None:
+        """The calling rank's."""
+        return self.emulator.timelines.get(self.current())
+
+    def host_waits(self, stream: int | None = None, place: Place | None = None) -> None:
+        """The host waits for an event, a stream, or the whole device of the calling rank.
+
+        All its launches run, whatever it waits for; what it waits for is what it may then rely on.
+        """
+        self.synchronize()
+        timeline = self.timeline()
+        if timeline is not None:
+            timeline.host_waits(stream, None if place is None else place.before)
+
+    def record(self, rank: int, stream: int) -> Place:
+        """Marks a place in a stream."""
+        timeline = self.timeline()
+        before = {} if timeline is None else timeline.snapshot(stream)
+        return Place(self.emulator.record_event(rank, stream), before)
+
+    def wait(self, rank: int, stream: int, place: Place) -> None:
+        """What a stream is given from now on comes after a place."""
+        timeline = self.timeline()
+        if timeline is not None:
+            timeline.wait(stream, place.before)
+        self.emulator.wait_event(rank, stream, place.mark)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """`torch.Tensor.record_stream`."""
+        timeline = self.timeline()
+        if timeline is not None:
+            timeline.recorded(tensor.untyped_storage().data_ptr(), stream.cuda_stream)
 
     def instructions(self) -> int:
         """Warp instructions executed so far: what benchmarks measure."""
@@ -68,10 +117,25 @@ class CudaDevices:
         self.do(lambda: self.emulator.copy(rank, stream, target, source, nbytes))
         return True
 
+    def touched(
+        self, what: str, stream: int, reads: list[Range], writes: list[Range], host_waits: bool
+    ) -> None:
+        """A stream reads and writes ranges of memory, for which the host may wait."""
+        timeline = self.timeline()
+        if timeline is None:
+            return
+        work = timeline.issue(what, stream)
+        for ranges, write in ((reads, False), (writes, True)):
+            for begin, nbytes in ranges:
+                timeline.touch_at(work, (np.array([begin]), np.array([begin + nbytes])), write)
+        if host_waits:
+            timeline.host_waits(stream)
+        self.emulator.tell()
+
     def wait_stream(self, stream: int, other: int) -> None:
         """What a stream is given from now on begins after what another one has."""
         rank = self.current()
-        self.do(lambda: self.emulator.wait_stream(rank, stream, other))
+        self.do(lambda: self.wait(rank, stream, self.record(rank, other)))
 
     def attribute(self, number: int) -> int:
         """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""

@@ -12,6 +12,9 @@ import torch
 
 from cute_emulator.host.device import ALIGNMENT
 
+Range = tuple[int, int]
+"""Address and bytes."""
+
 
 class DeviceMemory:
     """What was allocated, and copies and fills in stream order.
@@ -19,6 +22,9 @@ class DeviceMemory:
     Args:
         adopt: Told of every storage that becomes device memory.
         in_order: Carries out an operation after the launches before it, or keeps it for a graph's replays.
+        host_waits: Has the host wait for the device.
+        touched: Told of what a stream does (what, stream, addresses and bytes that it reads, that it writes,
+            whether the host waits for it).
         beside: Gives a copy of bytes from one device address to another to a copy engine, in the order of its
             stream (stream, target, source, bytes), or returns False.
     """
@@ -27,11 +33,14 @@ class DeviceMemory:
         self,
         adopt: Callable[[torch.UntypedStorage], None],
         in_order: Callable[[Callable[[], object]], None],
+        host_waits: Callable[[], None],
         beside: Callable[[int, int, int, int], bool] = lambda *_: False,
+        touched: Callable[[str, int, list[Range], list[Range], bool], object] = lambda *_: None,
     ) -> None:
+        self._touched = touched
         self._adopt = adopt
         self._beside = beside
-        self._in_order = in_order
+        self._in_order, self._host_waits = in_order, host_waits
         self._blocks: dict[int, torch.Tensor] = {}
 
     def allocate(self, size: int) -> int:
@@ -44,23 +53,35 @@ class DeviceMemory:
         return block.data_ptr()
 
     def free(self, address: Any) -> None:
-        """Frees what `allocate` gave; kernels that still touch it are reported."""
-        self._in_order(lambda: None)
+        """Frees what `allocate` gave, after all work of the device, as CUDA does."""
+        self._host_waits()
         self._blocks.pop(int(address), None)
 
-    def fill(self, address: Any, value: int, count: int, width: int) -> None:
+    def fill(self, address: Any, value: int, count: int, width: int, stream: Any = 0) -> None:
         """Sets `count` elements of `width` bytes."""
         pattern = (int(value) & (1 << 8 * width) - 1).to_bytes(width, "little") * int(count)
-        self._in_order(lambda: ctypes.memmove(int(address), pattern, len(pattern)))
 
-    def copy(self, to: Any, source: Any, size: int) -> None:
-        """Copies bytes, between host and device alike."""
-        self._in_order(lambda: ctypes.memmove(_address(to), _address(source), int(size)))
+        def fill() -> None:
+            ctypes.memmove(int(address), pattern, len(pattern))
+            self._touched("a memset", int(stream), [], [(int(address), len(pattern))], False)
+
+        self._in_order(fill)
+
+    def copy(self, to: Any, source: Any, size: int, stream: Any = None) -> None:
+        """Copies bytes, between host and device alike; the host waits where no stream is named."""
+        target, begin, nbytes = _address(to), _address(source), int(size)
+
+        def copy() -> None:
+            ctypes.memmove(target, begin, nbytes)
+            waits = stream is None
+            self._touched("a memcpy", int(stream or 0), [(begin, nbytes)], [(target, nbytes)], waits)
+
+        self._in_order(copy)
 
     def copy_in_stream(self, to: Any, source: Any, size: int, stream: Any = None) -> None:
         """Copies bytes of device memory beside running kernels, where that makes a difference."""
         if not self._beside(int(stream or 0), int(to), int(source), int(size)):
-            self.copy(to, source, size)
+            self.copy(to, source, size, stream or 0)
 
 
 def _address(where: Any) -> int:
@@ -74,11 +95,14 @@ def driver_functions(memory: DeviceMemory, pointer: type) -> dict[str, Callable[
         "cuMemFree": memory.free,
     }
     for tail, bits in itertools.product(("", "Async"), (8, 16, 32)):
-        table[f"cuMemsetD{bits}{tail}"] = lambda to, value, count, *_, width=bits // 8: memory.fill(
-            to, value, count, width
+        table[f"cuMemsetD{bits}{tail}"] = lambda to, value, count, stream=0, width=bits // 8: memory.fill(
+            to, value, count, width, stream or 0
         )
-    for kind, tail in itertools.product(("", "DtoD", "HtoD", "DtoH"), ("", "Async")):
-        table[f"cuMemcpy{kind}{tail}"] = lambda to, source, size, *_: memory.copy(to, source, size)
+    for kind in ("", "DtoD", "HtoD", "DtoH"):
+        table[f"cuMemcpy{kind}"] = memory.copy
+        table[f"cuMemcpy{kind}Async"] = lambda to, source, size, stream=0: memory.copy(
+            to, source, size, stream or 0
+        )
     table["cuMemcpyDtoDAsync"] = memory.copy_in_stream
     return table
 
@@ -87,6 +111,11 @@ def runtime_functions(memory: DeviceMemory) -> dict[str, Callable[..., Any]]:
     """Those of `cuda.bindings.runtime`."""
     table: dict[str, Callable[..., Any]] = {"cudaMalloc": memory.allocate, "cudaFree": memory.free}
     for tail in ("", "Async"):
-        table[f"cudaMemset{tail}"] = lambda to, value, size, *_: memory.fill(to, value, size, 1)
-        table[f"cudaMemcpy{tail}"] = lambda to, source, size, *_: memory.copy(to, source, size)
+        table[f"cudaMemset{tail}"] = lambda to, value, size, stream=0: memory.fill(
+            to, value, size, 1, stream or 0
+        )
+    table["cudaMemcpy"] = lambda to, source, size, *_: memory.copy(to, source, size)
+    table["cudaMemcpyAsync"] = lambda to, source, size, kind=None, stream=0: memory.copy(
+        to, source, size, stream or 0
+    )
     return table

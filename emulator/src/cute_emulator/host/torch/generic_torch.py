@@ -41,7 +41,7 @@ def _accelerator(devices: CudaDevices) -> dict[str, Callable[..., Any]]:
         "set_device_idx": nothing,
         "current_stream": lambda *_: torch.cuda.current_stream(),
         "set_stream": lambda stream: torch.cuda.set_stream(stream),
-        "synchronize": lambda *_: devices.synchronize(),
+        "synchronize": lambda *_: devices.host_waits(),
         "empty_cache": nothing,
     }
 

@@ -23,12 +23,15 @@ MEMORY_BYTES = 96 << 30
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
     """Every replacement, to be entered; leaving them restores what was there."""
-    streams = Streams(devices)
+    streams = devices.streams = Streams(devices)
+    devices.open_timelines()
     for name, value in {**_of_devices(devices), **_of_memory(), **_of_streams(devices, streams)}.items():
         yield replaced(torch.cuda, name, value)
     yield replaced(torch._C, "_cuda_getCurrentRawStream", lambda *_: streams.current.cuda_stream)
     yield replaced(torch._C, "_cuda_getDevice", devices.current)
-    yield replaced(torch.Tensor, "record_stream", _nothing())  # memory is not reused while launches wait
+    yield replaced(
+        torch.Tensor, "record_stream", lambda tensor, stream: devices.record_stream(tensor, stream)
+    )
     for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         yield replaced(torch.cuda.nvtx, name, _nothing())
     profile, cpu = torch.profiler.profile, torch.profiler.ProfilerActivity.CPU
@@ -65,7 +68,7 @@ def _of_devices(devices: CudaDevices) -> dict[str, Any]:
         "current_device": devices.current,
         "set_device": _nothing(),
         "device": lambda *_: contextlib.nullcontext(),
-        "synchronize": lambda *_: devices.synchronize(),
+        "synchronize": lambda *_: devices.host_waits(),
         "get_device_capability": lambda *_: devices.properties.capability,
         "get_device_name": lambda *_: device_properties().name,
         "get_device_properties": device_properties,
@@ -91,7 +94,7 @@ def _of_memory() -> dict[str, Any]:
 
 def _of_streams(devices: CudaDevices, streams: Streams) -> dict[str, Any]:
     """Streams, events and graphs."""
-    cuda_graph, graph = classes(devices.captures, devices.current, devices.synchronize)
+    cuda_graph, graph = classes(devices.captures, devices.current, devices.synchronize, devices.timeline)
     return {
         "Stream": streams.Stream,
         "ExternalStream": lambda handle, *_: streams.Stream(handle=handle),

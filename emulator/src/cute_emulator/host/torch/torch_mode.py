@@ -5,7 +5,8 @@ Torch has no switch for this, so a `TorchFunctionMode` keeps the fiction: a stor
 kinds are real copies, as on a GPU; results of operations on marked tensors are marked. Memory that is
 allocated uninitialised is poisoned. Marked storages begin at multiples of 256 bytes, as cudaMalloc's do.
 Pinned host memory is ordinary memory that kernels may touch by its address, as on a GPU; no operation waits
-for them before the host reads it.
+for them before the host reads it. Each operation is a work of the current stream, or of the host
+(`host.timeline`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from cute_emulator.host.device import ALIGNMENT
 from cute_emulator.host.graphs import Capture
+from cute_emulator.host.timeline import Timeline
 from cute_emulator.host.torch import half_products, library_ops, scaled_mm
+from cute_emulator.host.torch.accesses import Accesses, spans
+
+if TYPE_CHECKING:
+    from cute_emulator.host.emulator import Emulator
 
 _CUDA = re.compile(r"cuda(:\d+)?$")
 _CPU = torch.device("cpu")
@@ -48,6 +54,8 @@ _METADATA = {
     "_is_view",
 }  # fmt: skip
 """Names of functions that do not touch a tensor's data, or not that of their arguments."""
+_WHOLE = {"tolist", "numpy", "__array__"}
+"""Functions that read a tensor without an operation of torch's dispatcher."""
 _MARK = "_cute_emulator_device_memory"
 _PINNED = "_cute_emulator_pinned_memory"
 
@@ -87,24 +95,15 @@ class CudaOnCpu(TorchFunctionMode):
     """The fiction, for the thread that enters it.
 
     Args:
-        adopt: Told of every storage that becomes device memory or pinned host memory.
-        current_device: Index of this thread's device.
-        synchronize: Waits for this thread's launches; called before an operation touches device memory.
-        capture: The CUDA graph that this thread captures, if any.
+        emulator: Whose memory and streams they are.
+        rank: This thread's device.
+        synchronize: Runs this thread's launches; called before an operation touches device memory.
     """
 
-    def __init__(
-        self,
-        adopt: Callable[[torch.UntypedStorage], None],
-        current_device: Callable[[], int],
-        synchronize: Callable[[], None],
-        capture: Callable[[], Capture | None] = lambda: None,
-    ) -> None:
+    def __init__(self, emulator: Emulator, rank: int, synchronize: Callable[[], None]) -> None:
         super().__init__()
-        self._capture = capture
-        self._synchronize = synchronize
-        self._adopt = adopt
-        self._current_device = current_device
+        self._emulator, self._rank, self._synchronize = emulator, rank, synchronize
+        self._noting: Accesses | None = None
 
     def backward(self, function: Callable[..., Any], node: Any, *gradients: Any) -> Any:
         """Carries out a node of autograd's graph that is written in Python.
@@ -123,24 +122,24 @@ class CudaOnCpu(TorchFunctionMode):
         """Makes a tensor's storage device memory that kernels may touch; returns the tensor."""
         if not is_marked(tensor):
             self._align(tensor)
-            self._adopt(_storage(tensor))
+            self._emulator.adopt(_storage(tensor), self._rank)
         return set_mark(tensor)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a new host tensor's storage memory that kernels may touch; returns the tensor."""
         self._align(tensor)
-        self._adopt(_storage(tensor))
+        self._emulator.adopt(_storage(tensor), self._rank, pinned=True)
         setattr(_storage(tensor), _PINNED, True)
         return tensor
 
     def _align(self, tensor: torch.Tensor) -> None:
         """Moves a new tensor's storage to where a device's allocator would put one."""
         storage = _storage(tensor)
-        if not storage.data_ptr() % ALIGNMENT:
-            return
         room = np.empty(storage.nbytes() + ALIGNMENT, np.uint8)
         begin = -room.ctypes.data % ALIGNMENT
-        moved = torch.from_numpy(room[begin : begin + storage.nbytes()]).untyped_storage()
+        room = room[begin : begin + storage.nbytes()]
+        self._emulator.timelines.keep(room)
+        moved = torch.from_numpy(room).untyped_storage()
         moved.copy_(storage)
         with torch.no_grad():
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
@@ -158,7 +157,7 @@ class CudaOnCpu(TorchFunctionMode):
         if func == _IS_CUDA:
             return is_marked(args[0])
         if func is torch.Tensor.get_device:
-            return self._current_device() if is_marked(args[0]) else -1
+            return self._rank if is_marked(args[0]) else -1
         if func is torch.Tensor.is_pinned:
             return is_pinned(args[0])
         if func is torch.Tensor.pin_memory:
@@ -176,7 +175,7 @@ class CudaOnCpu(TorchFunctionMode):
         on_device = from_device if target is None else target
         if func in _MOVES:
             return self._move(func, args, kwargs, on_device)
-        capture = self._capture()
+        capture = self._emulator.captures.get(self._rank)
         if capture is not None and on_device and getattr(func, "__name__", "") not in _METADATA:
             return self._captured(capture, func, args, kwargs, inputs)
         return self._carry_out(func, args, kwargs, inputs, on_device)
@@ -192,6 +191,7 @@ class CudaOnCpu(TorchFunctionMode):
         products = on_device and getattr(func, "__name__", "") in half_products.NAMES
         registered = on_device and isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
         with contextlib.ExitStack() as around:
+            noted = around.enter_context(self._noted(on_device or any(map(is_pinned, inputs))))
             if products:
                 around.enter_context(half_products.HalfProducts())
             if registered:
@@ -204,8 +204,76 @@ class CudaOnCpu(TorchFunctionMode):
                 if _storage(output)._cdata not in owned:
                     if func in _UNINITIALISED and output.dtype is not torch.bool:
                         _storage(output).fill_(0xFF)
+                    elif noted is not None:
+                        noted.found.append((output, True))
                     self.mark(output)
+        if noted is not None:
+            self._judge(noted, func, args, kwargs, inputs, result)
         return result
+
+    # --- the order of operations
+
+    @contextlib.contextmanager
+    def _noted(self, matters: bool) -> Iterator[Accesses | None]:
+        """Inside, what an operation accesses is noted, unless it is only being captured."""
+        if not matters or self._emulator.timelines.get(self._rank) is None:
+            yield None
+            return
+        outer, capturing = self._noting, self._rank in self._emulator.captures
+        with Accesses(lambda tensor: is_marked(tensor) or is_pinned(tensor)) as noted:
+            self._noting = noted
+            if outer is not None:
+                outer.muted += 1
+            try:
+                yield None if capturing else noted
+            finally:
+                self._noting = outer
+                if outer is not None:
+                    outer.muted -= 1
+
+    def _judge(
+        self, noted: Accesses, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], result: Any
+    ) -> None:
+        """An operation is a work of the current stream, or, with pinned memory alone, of the host."""
+        timeline, name = self._emulator.timelines.get(self._rank), getattr(func, "__name__", str(func))
+        if timeline is None:
+            return
+        if name in _WHOLE:
+            noted.found += [(tensor, False) for tensor in inputs]
+        if not noted.found:
+            return
+        on_device = any(is_marked(tensor) for tensor, _ in noted.found)
+        if on_device:
+            copies = name in ("copy_", "to", "cuda", "cpu")
+            work = timeline.issue(f"torch's {name}")
+        else:
+            work = timeline.by_host(f"the host's {name}")
+        for tensor, write in noted.found:
+            timeline.touch_at(work, spans(tensor), write)
+        if on_device:
+            if copies:
+                self._copied(timeline, noted, name, args, kwargs, result)
+            elif noted.host_waits or not any(map(is_marked, _tensors(result))):
+                timeline.host_waits(timeline.handle)
+        self._emulator.tell()
+
+    def _copied(
+        self, timeline: Timeline, noted: Accesses, name: str, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        """A copy between device and host: the host waits for it unless it is told not to."""
+        ends = [is_marked(tensor) for tensor in (*_tensors(args[:2]), *_tensors(result))]
+        if all(ends):
+            return
+        at = {"copy_": 2, "cuda": 2, "cpu": 99, "to": 2}[name]
+        flags = [value for value in args[at - (name == "cuda") :] if isinstance(value, bool)]
+        non_blocking = bool(kwargs.get("non_blocking", flags[0] if flags else False))
+        target = result if name != "copy_" else args[0]
+        if not non_blocking or not (is_marked(target) or is_pinned(target)):
+            timeline.host_waits(timeline.handle)
+            return
+        for tensor, _ in noted.found:
+            if is_pinned(tensor):  # the allocator of pinned memory waits for copies
+                timeline.recorded(_storage(tensor).data_ptr(), timeline.handle)
 
     def _captured(
         self,
@@ -229,11 +297,21 @@ class CudaOnCpu(TorchFunctionMode):
                     if mine is not None:
                         mine.copy_(new)
 
-        capture.keep(again)
+        timeline = self._emulator.timelines.get(self._rank)
+        stream = None if timeline is None else timeline.handle
+
+        def in_stream() -> None:
+            if timeline is not None:
+                timeline.on = stream
+            again()
+            if timeline is not None:
+                timeline.on = None
+
+        capture.keep(in_stream)
         return result
 
     def _device(self) -> torch.device:
-        return torch.device("cuda", self._current_device())
+        return torch.device("cuda", self._rank)
 
     def _target(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
         """Whether a call names a device for its result: True for CUDA, False for the CPU, None for none."""
@@ -254,13 +332,22 @@ class CudaOnCpu(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: bool
     ) -> torch.Tensor:
         source = args[0]
-        if func is torch.Tensor.to:
-            moved = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
-        else:
-            moved = source
-        if is_marked(source) != on_device and _storage(moved)._cdata == _storage(source)._cdata:
-            moved = moved.clone()
-        return self.mark(moved) if on_device else moved
+        with self._noted(on_device or is_marked(source) or is_pinned(source)) as noted:
+            if func is torch.Tensor.to:
+                moved = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
+            else:
+                moved = source
+            if is_marked(source) != on_device and _storage(moved)._cdata == _storage(source)._cdata:
+                moved = moved.clone()
+        is_new = _storage(moved)._cdata != _storage(source)._cdata
+        if on_device:
+            self.mark(moved)
+        elif is_new and is_marked(source) and kwargs.get("non_blocking"):
+            self.pin(moved)  # as torch does
+        if noted is not None and is_new:
+            noted.found.append((moved, True))
+            self._judge(noted, func, args, kwargs, [source], moved)
+        return moved
 
 
 def _any_marked(tree: Any) -> bool:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_emulator.host.torch.places import NOWHERE, Place
+
 if TYPE_CHECKING:
     from cute_emulator.host.torch.cuda_device import CudaDevices
-    from cute_emulator.machine.streams import StreamEvent
 
 
 class Streams:
@@ -79,7 +80,7 @@ def _stream_class(devices: CudaDevices) -> type:
             return 0, self.cuda_stream
 
         def synchronize(self) -> None:
-            devices.synchronize()
+            devices.host_waits(self.cuda_stream)
 
         def wait_stream(self, stream: Any) -> None:
             devices.wait_stream(self.cuda_stream, stream.cuda_stream)
@@ -93,7 +94,7 @@ def _stream_class(devices: CudaDevices) -> type:
             return event
 
         def query(self) -> bool:
-            devices.synchronize()
+            devices.host_waits(self.cuda_stream)
             return True
 
         def __enter__(self) -> Any:
@@ -113,7 +114,7 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._time: float | None = None
-            self._place: StreamEvent | None = None
+            self._place: Place | None = None
             self.cuda_event = next(devices.handles)
 
         def record(self, stream: Any = None) -> None:
@@ -121,7 +122,7 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
             rank, handle = devices.current(), (stream or streams.current).cuda_stream
 
             def mark() -> None:
-                self._place = devices.emulator.record_event(rank, handle)
+                self._place = devices.record(rank, handle)
 
             devices.do(mark)
 
@@ -130,16 +131,16 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
 
             def wait() -> None:
                 if self._place is not None:
-                    devices.emulator.wait_event(rank, handle, self._place)
+                    devices.wait(rank, handle, self._place)
 
             devices.do(wait)
 
         def synchronize(self) -> None:
-            devices.synchronize()
+            devices.host_waits(place=self._place or NOWHERE)
             self._time = self._time or time.perf_counter()
 
         def query(self) -> bool:
-            devices.synchronize()
+            devices.host_waits(place=self._place or NOWHERE)
             return True
 
         def elapsed_time(self, end: Any) -> float:

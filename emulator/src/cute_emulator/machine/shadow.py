@@ -1,0 +1,98 @@
+"""Who accessed global memory last, granule by granule, and what each launch did to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cute_emulator.machine.order import OWN, Agent
+
+if TYPE_CHECKING:
+    from cute_emulator.execution.grid import Grid
+    from cute_emulator.machine.memory import GlobalMemory
+
+WEAK = -1
+"""Strength of an ordinary access."""
+History = tuple[NDArray[np.int64], ...]
+
+
+class Shadow:
+    """Last write of each granule, and last read by stream: epochs, and lines and strengths."""
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.nbytes, self.granule, self.shift = nbytes, granule, granule.bit_length() - 1
+        self.writes = self._none()
+        self.reads: dict[int, History] = {}
+
+    def _none(self) -> History:
+        return tuple(np.zeros((2, -(-self.nbytes // self.granule)), np.int64))
+
+    def reads_of(self, stream: int) -> History:
+        """The reads by launches of a stream."""
+        found = self.reads.get(stream)
+        if found is None:
+            found = self.reads[stream] = self._none()
+        return found
+
+    def refine(self, granule: int) -> None:
+        """Goes over to smaller granules."""
+        factor = self.granule // granule
+        self.granule, self.shift = granule, granule.bit_length() - 1
+        self.writes = tuple(_repeated(self.writes, factor))
+        self.reads = {stream: tuple(_repeated(reads, factor)) for stream, reads in self.reads.items()}
+
+
+def _repeated(history: History, factor: int) -> np.ndarray:
+    """Each column `factor` times, without touching the many that are zero."""
+    used = np.flatnonzero(history[0])
+    out = np.zeros((2, len(history[0]) * factor), np.int64)
+    for row, cells in zip(out, history, strict=True):
+        row.reshape(-1, factor)[used] = cells[used, None]
+    return out
+
+
+class Footprint(NamedTuple):
+    """What a launch did to an allocation.
+
+    Attributes:
+        grid: The launch.
+        base: The allocation's address.
+        spans: First addresses and ends of ranges.
+        write: Whether it wrote them, or read.
+    """
+
+    grid: Grid
+    base: int
+    spans: tuple[NDArray[np.int64], NDArray[np.int64]]
+    write: bool
+
+
+def footprints(
+    shadows: Mapping[int, Shadow], memory: GlobalMemory, agents: Mapping[int, Agent]
+) -> Iterator[Footprint]:
+    """What launches did by ordinary accesses to their own rank's memory."""
+    for base, shadow in shadows.items():
+        allocation = memory.lookup(base)
+        for history in (shadow.writes, *shadow.reads.values()):
+            epochs, marks = history
+            cells = np.flatnonzero(epochs)
+            cells = cells[(marks[cells] & 7) - 1 == WEAK]
+            owners = (epochs[cells] >> 32) & OWN
+            masks: dict[Grid, list[NDArray[np.bool_]]] = {}
+            for number in np.unique(owners).tolist():
+                if number in agents:
+                    masks.setdefault(agents[number].warp.grid, []).append(owners == number)
+            for grid, parts in masks.items():
+                if allocation is None or allocation.rank != grid.launch.rank:
+                    continue
+                found = cells[np.logical_or.reduce(parts)]
+                gaps = np.flatnonzero(np.diff(found) > 1)
+                begins, ends = found[np.r_[0, gaps + 1]], found[np.r_[gaps, len(found) - 1]] + 1
+                spans = (
+                    base + begins * shadow.granule,
+                    np.minimum(base + ends * shadow.granule, allocation.end),
+                )
+                yield Footprint(grid, base, spans, history is shadow.writes)
