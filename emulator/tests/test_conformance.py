@@ -7,7 +7,8 @@ import pytest
 
 from cute_emulator.conformance import CASES, findings
 from cute_emulator.conformance.__main__ import main
-from cute_emulator.errors import KINDS, EmulatorError
+from cute_emulator.errors import EmulatorError
+from cute_emulator.rules import KINDS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

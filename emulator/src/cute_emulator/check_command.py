@@ -32,10 +32,11 @@ from cute_emulator.commands import (
     as_user_error,
     with_line_information,
 )
-from cute_emulator.errors import KINDS, EmulatorError
+from cute_emulator.errors import EmulatorError
 from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
+from cute_emulator.rules import KINDS
 from cute_emulator.settings import settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -8,14 +8,6 @@ from dataclasses import dataclass, field
 
 from cute_emulator import source
 
-KINDS = (
-    "alias-fence", "barrier-exit", "exit-pending", "exit-remote", "exit-tx", "host-race", "lane-race",
-    "mbarrier-init", "mbarrier-race", "nc-load", "proxy-fence", "race", "reuse-race", "setmaxnreg",
-    "shared-race", "shfl-exited", "stream-race", "sync-mask", "tmem-fence", "tmem-freed", "tmem-leak",
-    "tmem-unwaited", "wgmma-fence", "wgmma-registers",
-)  # fmt: skip
-"""Of findings."""
-
 
 class EmulatorError(RuntimeError):
     """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
@@ -67,7 +59,7 @@ class Finding:
     """Something that a check found without ending the run.
 
     Attributes:
-        kind: Short name of the check, one of `KINDS`.
+        kind: Short name of the check, the name of a rule.
         message: Who, where and what, both parties named.
         line: PTX line, 0 where none applies.
         excerpt: The instruction there and three on either side, the line of the Python source above them
@@ -140,7 +132,7 @@ class Coverage:
         lines = ", ".join(f"{name}:{line}" for name, line in self.missed[:20])
         more = f" and {len(self.missed) - 20} more" if len(self.missed) > 20 else ""
         said = f"; of these Python lines none did: {lines}{more}" if lines else ""
-        judged = ", ".join(f"{kind} {self.judged[kind]}" for kind in KINDS if self.judged[kind])
+        judged = ", ".join(f"{kind} {self.judged[kind]}" for kind in sorted(self.judged))
         return (
             f"{self.entry[:60]}: {self.ran} of {self.instructions} instructions ran{said}; "
             f"rules had to judge {judged or 'none'}"
@@ -163,6 +155,7 @@ class Report:
         ignore: Kinds of findings that are not kept.
         ignored_in: The same of kernels, by the text of their module.
         ptx: Text of the kernel that is running now.
+        launched: The line of the script that launched it, where the host is a party.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -175,6 +168,7 @@ class Report:
     ignore: frozenset[str] = frozenset()
     ignored_in: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
     ptx: str = field(default="", repr=False)
+    launched: str = field(default="", repr=False)
     _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
 
     @property
@@ -210,7 +204,6 @@ class Report:
             other: PTX line of the other party's instruction, 0 for none.
             other_ptx: The other party's kernel, where that may not be the one that is running.
         """
-        assert kind in KINDS, kind
         if kind in self.ignore or kind in self.ignored_in.get(self.ptx, ()):
             return
         ident = (kind, line if key is None else key)
@@ -219,6 +212,8 @@ class Report:
             shown = [source.excerpt(self.ptx, line)] if line else []
             if other:
                 shown.append(source.other(self.ptx if other_ptx is None else other_ptx, other))
+            if self.launched and line:
+                shown.append(f"      launched by {self.launched}")
             self.findings.append(Finding(kind, message, line, "\n".join(filter(None, shown))))
 
     @property

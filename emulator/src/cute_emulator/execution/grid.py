@@ -43,6 +43,7 @@ class Grid:
         triggers: CTAs that have executed `griddepcontrol.launch_dependents`.
         prerequisite: The grid beside which this one may run, as its programmatic dependent.
         over: Groups that wait for its end.
+        pairs: Whether its tcgen05 instructions name CTA pairs; None before the first.
         is_over: Whether it has ended, its bulk stores included.
         final: What it has known in the end.
     """
@@ -69,6 +70,7 @@ class Grid:
     ) -> None:
         self.machine, self.launch, self.program, self.symbols = machine, launch, program, symbols
         self.scheduler, self.checks, self.engine = machine.scheduler, machine.checks, machine.engine
+        self.pairs: bool | None = None
         self.const, self.number, self.launch_order = const, number, launch_order
         self.params = self._layout(launch.params)
         self.threads = launch.block[0] * launch.block[1] * launch.block[2]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cute_emulator.errors import KINDS, Report
+from cute_emulator.errors import Report
 from cute_emulator.execution.grid import Grid, bank
 from cute_emulator.execution.scheduler import Schedule, Scheduler
 from cute_emulator.machine.asyncq import AsyncEngine
@@ -22,6 +22,7 @@ from cute_emulator.machine.roles import Roles, role_of
 from cute_emulator.machine.stale import OldValues
 from cute_emulator.machine.streams import StreamEvent, Streams
 from cute_emulator.machine.visibility import HeldStores
+from cute_emulator.rules import KINDS, RULES, listeners
 from cute_emulator.translate.coverage import coverage
 from cute_emulator.translate.program import Program, program
 
@@ -160,6 +161,7 @@ class Machine:
         self.report = Report(ignore=frozenset(ignore))
         self.watch: dict[int, list[Any]] = {}
         self.checks = Checks(self.report, frozenset(checks), self.memory)
+        self.checks.listeners = listeners(RULES)
         self.races = self.checks.races
         self.report.measure = lambda: [coverage(p, items) for p, items in self.scheduler.ran.items()]
         self.engine = AsyncEngine(mode, seed)

@@ -189,7 +189,9 @@ class Scheduler:
 
     def _turn(self, warp: Warp, quantum: int) -> None:
         program = warp.grid.program
-        warp.grid.checks.report.ptx = program.module.text
+        report = warp.grid.checks.report
+        report.ptx = program.module.text
+        report.launched = "" if warp.grid.launch.work is None else warp.grid.launch.work.issued
         while quantum > 0:
             group = self._pick(warp)
             if group is None:

@@ -15,6 +15,7 @@ stream that fits, with what other streams may still do to it.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -47,15 +48,16 @@ _MACHINERY = {
 }  # fmt: skip
 
 
-def caller() -> str:
-    """The line of the script that is being carried out, such as `gemm.py:12`; empty where there is none."""
+def caller() -> tuple[str, str]:
+    """The line of the script that is being carried out, such as `gemm.py:12`, and its text; empty if none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = PurePath(frame.f_code.co_filename)
         if not _MACHINERY.intersection(path.parts) and not path.name.startswith("<"):
-            return f"{path.name}:{frame.f_lineno}"
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{path.name}:{frame.f_lineno}", text
         frame = frame.f_back
-    return ""
+    return "", ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +69,14 @@ class Work:
         clock: The party's at it.
         vector: What comes before it.
         what: In words, with its place in the script.
+        issued: The line of the script that issued it.
     """
 
     party: Party
     clock: int
     vector: Vector
     what: str
+    issued: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,8 +275,9 @@ class Timeline:
     def _next(self, party: Party, known: Vector, what: str) -> Work:
         self._clocks[party] += 1
         known[party] = self._clocks[party]
-        where = caller()
-        return Work(party, known[party], dict(known), f"{what} ({where})" if where else what)
+        where, text = caller()
+        issued = f"{where}: {text}" if where else ""
+        return Work(party, known[party], dict(known), f"{what} ({where})" if where else what, issued)
 
     # --- accesses
 
@@ -388,7 +393,7 @@ class Timeline:
                 self._free.remove(place)
             else:
                 place = Place(size, owner)
-        self._tenants[base] = Tenant(place or Place(size, None), caller())
+        self._tenants[base] = Tenant(place or Place(size, None), caller()[0])
 
     def recorded(self, base: int, handle: int) -> None:
         """`record_stream`: freed memory waits for what a stream does until then."""

@@ -234,6 +234,7 @@ def copies_in(
 ) -> None:
     """A warp tells an async unit to write shared memory, and to complete on an mbarrier."""
     checks = group.warp.grid.checks
+    checks.peer_used(group, cta, line)
     checks.mbarrier_known(group, barrier, line)
     chunks = granules_of(where, chunk)
     if in_async_proxy:

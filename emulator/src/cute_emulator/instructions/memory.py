@@ -364,7 +364,7 @@ def _uniform(row: np.ndarray, mask: int) -> Any:
 # -- hints ---------------------------------------------------------------------------------------
 
 
-@instruction("prefetch", "prefetchu", "applypriority", "discard")
+@instruction("prefetch", "prefetchu", "applypriority")
 def _hint(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(lambda group, mask: None)
 

@@ -18,6 +18,7 @@ from cute_emulator.instructions.registry import destinations, instruction
 from cute_emulator.instructions.sync import fail
 from cute_emulator.machine.access import Access
 from cute_emulator.machine.asyncq import Event
+from cute_emulator.machine.events import CancelRead, CancelRequested
 from cute_emulator.machine.warp import Group
 from cute_emulator.machine.window import OFFSET, WINDOW
 from cute_emulator.numbers import fmath
@@ -193,6 +194,7 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
         if at % 16 or at + 16 > grid.smem_bytes:
             raise fail(group, ins, f"shared offset {at:#x} is not 16 aligned bytes of shared memory")
 
+        grid.checks.tell(CancelRequested(group, ins.line))
         targets = cta.cluster.ctas if everywhere else [cta]
         for target in targets:
             chunk = slice(at >> 4, (at >> 4) + 1)
@@ -219,8 +221,10 @@ def _query_cancel(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, handle: Any) -> Any:
         low, high = (one(h, mask) for h in handle)
+        canceled = bool(high & _CANCELED)
+        group.warp.grid.checks.tell(CancelRead(group, ins.line, what, canceled))
         if what == "is_canceled":
-            return bool(high & _CANCELED)
+            return canceled
         ctaid = (low & MASK[32], low >> 32, high & MASK[32] & ~_CANCELED)
         if what == "get_first_ctaid":
             return (*ctaid, 0) if len(outputs) > 1 else ctaid[0]

@@ -11,9 +11,15 @@ from cute_emulator.errors import EmulatorError
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from cute_emulator.instructions.registry import destinations, instruction
 from cute_emulator.machine.barrier import MBarrier
+from cute_emulator.machine.events import (
+    AlignedBarrierPassed,
+    AlignedBarrierReached,
+    MbarrierInvalidated,
+    MbarrierMade,
+)
 from cute_emulator.machine.warp import Group
 from cute_emulator.machine.window import OFFSET, WINDOW
-from cute_emulator.numbers.lanes import bits, lane_list, one
+from cute_emulator.numbers.lanes import FULL, bits, lane_list, one
 from cute_emulator.ptx.ir import Function, Imm, Instruction, Mem, Operand, Pair
 
 
@@ -33,6 +39,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
     if verb not in ("sync", "arrive", "red"):
         raise Unsupported(ins.opcode)
     reduces = verb == "red"
+    aligned = verb != "arrive" and (ins.parts[0] == "bar" or "aligned" in ins.parts)
     number, *rest = ins.operands[1:] if reduces else ins.operands
     vote = rest.pop() if reduces else Imm(0)
     count = rest[0] if rest else Imm(0)
@@ -47,6 +54,8 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
             votes = (bits(vote) & mask).bit_count() if reduces else 0
             expected = (count or barrier.everyone()) if reduces else 0
             cta.grid.checks.arrive(group, mask, barrier, ins)
+            if aligned and mask != group.warp.live:
+                cta.grid.checks.tell(AlignedBarrierReached(group, ins.line, mask, ins))
             try:
                 generation = barrier.arrive(_threads(group, mask), count, votes)
             except EmulatorError as why:
@@ -62,6 +71,8 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
         group.token = None
         cta.grid.checks.leave(group, mask, barrier, ins)
         cta.grid.checks.passed(group, barrier, ins)
+        if aligned and mask != FULL:
+            cta.grid.checks.tell(AlignedBarrierPassed(group, ins.line, mask))
         if not reduces:
             return None
         votes = barrier.votes[generation & 1]
@@ -98,6 +109,7 @@ def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
             barrier.park(group, str(barrier))
             return BLOCK_RESULT
         warp.grid.checks.leave(group, mask, barrier, ins)
+        warp.cta.knows_cluster = True
         warp.cluster_lanes &= ~mask
         if not warp.cluster_lanes & warp.live:
             warp.cluster_token = None
@@ -133,6 +145,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
+            cta.grid.checks.tell(MbarrierMade(group, ins.line, old))
             cta.mbarriers[offset] = barrier = MBarrier(a & WINDOW, n, cta)
             barrier.clocks = cta.grid.checks.clocks
             cta.grid.checks.mbarrier_init(group, barrier, ins.line)
@@ -144,7 +157,9 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("mbarrier.inval")
 def _inval(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> None:
-        group.warp.cta.mbarriers.pop(_shared(address, mask) & OFFSET, None)
+        cta, offset = group.warp.cta, _shared(address, mask) & OFFSET
+        old = cta.mbarriers.pop(offset, None)
+        cta.grid.checks.tell(MbarrierInvalidated(group, ins.line, old, offset))
 
     return Op(run, ins.operands[:1])
 
@@ -172,6 +187,7 @@ def _arrive(program: Any, f: Function, ins: Instruction) -> Op:
             barrier = cta.mbarrier(a & WINDOW)
             cta.grid.checks.mbarrier_known(group, barrier, ins.line)
             if a >> 24 & 0xFF != cta.rank_in_cluster:
+                cta.grid.checks.peer_used(group, cta.cluster.owner(a & WINDOW), ins.line)
                 cta.grid.checks.mbarrier_use(barrier, f"mbarrier.arrive of {group.warp}", ins.line)
                 if not cta.cluster.owner(a & WINDOW).live_warps:
                     raise fail(group, ins, f"arrives at {barrier} of a CTA that has exited")

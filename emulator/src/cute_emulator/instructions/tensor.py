@@ -13,6 +13,7 @@ from cute_emulator.instructions.registry import destinations, instruction
 from cute_emulator.instructions.sync import fail
 from cute_emulator.machine import tensor_fences
 from cute_emulator.machine.asyncq import Event
+from cute_emulator.machine.events import CtaGroupNamed, TensorMemoryUsed
 from cute_emulator.machine.shared_races import Unit, nearby
 from cute_emulator.machine.warp import Cta, Group, Warp
 from cute_emulator.machine.window import OFFSET, WINDOW
@@ -31,6 +32,15 @@ def pair_of(cta: Cta) -> list[Cta]:
 def group_of(cta: Cta, ins: Instruction) -> list[Cta]:
     """The CTAs on which an instruction acts, by its `.cta_group`."""
     return pair_of(cta) if "cta_group::2" in ins.parts else [cta]
+
+
+def grouped(group: Group, ins: Instruction) -> None:
+    """Notes the `.cta_group` that an instruction names: a kernel's are all alike."""
+    pair, grid = "cta_group::2" in ins.parts, group.warp.grid
+    if grid.pairs is None:
+        grid.pairs = pair
+    elif grid.pairs is not pair:
+        grid.checks.tell(CtaGroupNamed(group, ins.line, pair))
 
 
 def cells_of(first: int, columns: int, halves: tuple[int, ...] = (0, 1), quarter: int | None = None) -> Any:
@@ -223,6 +233,8 @@ def _note_product(group: Group, lane: int, product: tcgen05.Mma, ctas: list[Cta]
     footprint = tcgen05.footprint(product, len(ctas))
     if not unit.first_time(footprint):
         return
+    used = (footprint.d, *footprint.others)
+    group.warp.grid.checks.tell(TensorMemoryUsed(group, line, tuple(ctas), used, "tcgen05.mma"))
     for c in ctas:
         for first, end in footprint.atoms:
             if unit.first_time((c.rank_in_cluster, first, end)):
@@ -264,6 +276,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         scale_b: Any,
     ) -> None:
         given = d, a, b, descriptor, enable, shift, (scale_a, scale_b), disabled or ()
+        grouped(group, ins)
         for lane, values in threads(mask, given, each=True):
             issue(group, lane, *values)
 
@@ -320,6 +333,9 @@ def _cp(program: Any, f: Function, ins: Instruction) -> Op:
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         checks = cta.grid.checks
+        grouped(group, ins)
+        cells = ((at & 0xFFFF, form[1], (0, 1)),)
+        checks.tell(TensorMemoryUsed(group, ins.line, tuple(ctas), cells, "tcgen05.cp"))
         for c in ctas:
             if "proxy" in checks.enabled and c.written_in([source.span(*form)]):
                 reads = source.chunk_addresses(*form) >> 4
@@ -350,6 +366,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
     barrier, cta_mask = ins.operands[0], ins.operands[1] if multicast else Imm(0)
 
     def run(group: Group, mask: int, barrier: Any, cta_mask: Any) -> None:
+        grouped(group, ins)
         for lane in lane_list(mask):
             issue(group, lane, one(barrier, 1 << lane) & WINDOW, one(cta_mask, 1 << lane) & 0xFFFF)
 

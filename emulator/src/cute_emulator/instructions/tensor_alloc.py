@@ -10,7 +10,8 @@ from cute_emulator.instructions.convergence import gathered
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op
 from cute_emulator.instructions.registry import instruction
 from cute_emulator.instructions.sync import fail
-from cute_emulator.instructions.tensor import cells_of, group_of, touch
+from cute_emulator.instructions.tensor import cells_of, group_of, grouped, touch
+from cute_emulator.machine.events import TensorMemoryAllocated
 from cute_emulator.machine.pools import COLUMNS, allocate
 from cute_emulator.machine.warp import Group
 from cute_emulator.machine.window import OFFSET
@@ -35,6 +36,9 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
             return BLOCK_RESULT
         cta.tmem_owner[first : first + n] = first + 1
         cta.tmem_alloc_line = ins.line
+        grouped(group, ins)
+        if "cta_group::2" in ins.parts:
+            cta.grid.checks.tell(TensorMemoryAllocated(group, ins.line))
         offset = one(address, mask) & OFFSET
         if cta.grid.checks.shared is not None:
             cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)
@@ -54,6 +58,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
         cta, n, first = group.warp.cta, one(columns, mask), one(address, mask) & 0xFFFF
         if not (cta.tmem_owner[first : first + n] == first + 1).all():
             raise fail(group, ins, f"columns {first}..{first + n - 1} are not one allocation")
+        grouped(group, ins)
         cta.grid.engine.settle()
         cta.grid.checks.tmem_use(
             cta, ("ld", "st"), first, n, (0, 1), f"tcgen05.dealloc of {group.warp}", ins.line
@@ -70,6 +75,7 @@ def _dealloc(program: Any, f: Function, ins: Instruction) -> Op:
 @instruction("tcgen05.relinquish_alloc_permit")
 def _relinquish(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int) -> None:
+        grouped(group, ins)
         group.warp.cta.may_alloc = False
 
     return Op(run)

@@ -188,6 +188,7 @@ class Access:
                 report = cta.grid.checks.report
                 what = f"line {report.place(self.line)} of {group.warp} accesses shared memory of {cta}"
                 report.add("exit-remote", f"{what}, which has exited", self.line)
+            cta.grid.checks.peer_used(group, cta, self.line)
             agent = group.warp.agent
             agent.touched = True
             key = agent.id + order.STRONG if self.publishes else agent.id

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cute_emulator.machine.events import CtaEnded, PeerUsed
 from cute_emulator.machine.lane_order import check_async, joint_untold
 from cute_emulator.machine.order import (
     COPY,
@@ -59,6 +62,7 @@ class Checks:
         sync: Releases visible in memory.
         held: Stores to other ranks that are held back until a release.
         clocks: The model of time, where a trace is wanted.
+        listeners: Class of an event -> rules that look at it.
     """
 
     def __init__(self, report: Report, enabled: frozenset[str], memory: GlobalMemory) -> None:
@@ -70,6 +74,20 @@ class Checks:
         self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
         self.shared = SharedRaces(report, "tmem-fence" in enabled) if "shared" in enabled else None
         self._histories: dict[tuple[int, int], History] = {}
+        self.listeners: Mapping[type, Sequence[Callable[[Checks, Any], None]]] = {}
+        self._notes: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
+
+    def tell(self, event: object) -> None:
+        """Shows an event to the rules that look at its kind (`machine.events`)."""
+        for look in self.listeners.get(event.__class__, ()):
+            look(self, event)
+
+    def notes(self, of: object) -> dict[str, Any]:
+        """What rules have noted of a CTA or a cluster, by their kinds."""
+        found = self._notes.get(of)
+        if found is None:
+            found = self._notes[of] = {}
+        return found
 
     # -- agents ----------------------------------------------------------------------------------------
 
@@ -403,10 +421,16 @@ class Checks:
         where = group.warp.grid.number, group.warp.cta.cluster.first
         return [(where, a) for a in addresses]
 
+    def peer_used(self, group: Group, cta: Cta, line: int) -> None:
+        """Another CTA's shared memory is used: it must have begun."""
+        if cta is not group.warp.cta and not group.warp.cta.knows_cluster:
+            self.tell(PeerUsed(group, line, cta))
+
     # -- exit ------------------------------------------------------------------------------------
 
     def cta_exit(self, cta: Cta) -> None:
         """Nothing may still read or write the memory of a CTA that ends."""
+        self.tell(CtaEnded(cta))
         if "exit" not in self.enabled:
             return
         for event in cta.pending.values():

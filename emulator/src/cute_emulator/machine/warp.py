@@ -274,6 +274,7 @@ class Cta:
         promised: First columns of what its pair has allocated and it has yet to.
         registers: Those that its warps share out, from the first `setmaxnreg` on.
         triggers: Whether it has let the programmatic dependents of its grid begin.
+        knows_cluster: Whether a warp of it has waited at its cluster's barrier.
         may_alloc: Whether it still has the permit to allocate.
         products: wgmmas that some warps of a warpgroup have yet to issue, by warpgroup and number.
         wgmma_units: Its warpgroups' wgmmas as readers of shared memory, by warpgroup.
@@ -309,6 +310,7 @@ class Cta:
         self.registers: Registers | None = None
         self.triggers = False
         self.may_alloc = True
+        self.knows_cluster = False
         self.tmem_order = TmemOrder()
         self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
