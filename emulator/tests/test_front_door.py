@@ -66,7 +66,7 @@ def test_the_readme_runs_alone_and_names_the_planted_bug(tmp_path):
 def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path):
     (script,) = blocks("Run a kernel", "python")
     (tmp_path / "mirror.py").write_text(script)
-    done = command("--picture", "gemm.png", "mirror.py", cwd=tmp_path)
+    done = command("--trace", "gemm.png", "mirror.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "cute-emulator[plots]" in done.stderr and "gemm.html" in done.stderr
     assert "mirrored" not in done.stdout

@@ -57,7 +57,7 @@ def test_the_command_itself_and_its_trace(tmp_path):
             capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
-    done = command("--trace", "trace.json", "--picture", "trace.png", SCRIPT)
+    done = command("--trace", "trace.json", "--trace", "trace.png", SCRIPT)
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"warp 0", "warp 1"} <= {e["args"]["name"] for e in events if e["ph"] == "M"}

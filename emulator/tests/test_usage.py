@@ -57,7 +57,11 @@ def test_a_command_prints_it(tmp_path):
     assert "32 CTAs on an SM, bound by the CTAs an SM holds" in line
     (line,) = [line for line in done.stderr.splitlines() if "instructions ran" in line]
     ran, _, every, *_ = line.split(": ")[2].split()
-    assert ran == every and "rules had to judge barrier-exit 1, lane-race 4, race 2, shared-race 2" in line
+    assert (
+        ran == every
+        and "rules had to judge barrier-divergent 1, barrier-exit 1, lane-race 4, race 2, shared-race 2"
+        in line
+    )
 
 
 def test_python_lines_that_no_warp_came_to_are_named(tmp_path):

@@ -84,9 +84,9 @@ def run(
         bool,
         typer.Option(help="Print what launches took, what of them ran and was judged."),
     ] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write what each warp did when, for Perfetto.")] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="The same as a PNG, or, named .html, as a page that zooms.")
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write what each warp did when: .html, a page; .json, for Perfetto; .png."),
     ] = None,
 ) -> None:
     """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged.
@@ -96,12 +96,9 @@ def run(
     keep = _keeper(keep_ptx) if keep_ptx else None
     with as_user_error():
         names = parse_roles(roles)
-        if picture and picture.suffix != ".html" and find_spec("matplotlib") is None:
-            raise ValueError(
-                f"--picture {picture} needs matplotlib: pip install 'cute-emulator[plots]', or name a page, "
-                f"{picture.with_suffix('.html')}, which needs nothing"
-            )
-        recorder = Trace(roles=names) if trace or picture else None
+        for path in trace or ():
+            check_trace(path)
+        recorder = Trace(roles=names) if trace else None
         options = Setting.of(mode, seed, schedule).options(strict, also or ())
         options |= {
             "num_sms": num_sms,
@@ -127,10 +124,8 @@ def run(
         raise
     finally:  # a trace is wanted most where the run broke off
         if recorder is not None and recorder.spans:
-            if trace:
-                recorder.save_json(trace)
-            if picture:
-                (recorder.save_html if picture.suffix == ".html" else recorder.save_png)(picture)
+            for path in trace or ():
+                getattr(recorder, f"save_{path.suffix[1:]}")(path)
         for made, hits in emulator.faults.hits():
             typer.echo(f"emulator: {made} acted on {hits} stores", err=True)
     for taken, times in report.usage.items() if usage else ():
@@ -142,6 +137,17 @@ def run(
         typer.echo(f"emulator: {finding}", err=True)
     if report.findings:
         raise typer.Exit(1)
+
+
+def check_trace(path: Path) -> None:
+    """Raises `ValueError` where no trace can be written to a file of this name."""
+    if path.suffix not in (".html", ".json", ".png"):
+        raise ValueError(f"--trace {path} must end in .html (a page), .json (for Perfetto) or .png")
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        raise ValueError(
+            f"--trace {path} needs matplotlib: pip install 'cute-emulator[plots]', or name a page, "
+            f"{path.with_suffix('.html')}, which needs nothing"
+        )
 
 
 def _keeper(folder: Path) -> Callable[[str], str]:

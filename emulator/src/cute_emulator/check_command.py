@@ -36,8 +36,10 @@ from cute_emulator.errors import EmulatorError
 from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
-from cute_emulator.rules import KINDS
+from cute_emulator.rules import RULES
 from cute_emulator.settings import settings
+
+KERNEL_KINDS = tuple(rule.kind for rule in RULES if rule.judges)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -152,7 +154,7 @@ def main(
     if report is not None:
         report.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     show(outcomes)
-    idle = ", ".join(kind for kind in KINDS if not judged[kind])
+    idle = ", ".join(kind for kind in KERNEL_KINDS if not judged[kind])
     typer.echo(f"nothing that ran is judged by: {idle or 'no rule'}")
     if any(outcome.verdict != "clean" for outcome in outcomes):
         raise typer.Exit(1)

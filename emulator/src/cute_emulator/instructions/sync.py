@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from cute_emulator.machine.events import (
     MbarrierInvalidated,
     MbarrierMade,
 )
-from cute_emulator.machine.warp import Group
+from cute_emulator.machine.warp import Cta, Group
 from cute_emulator.machine.window import OFFSET, WINDOW
 from cute_emulator.numbers.lanes import FULL, bits, lane_list, one
 from cute_emulator.ptx.ir import Function, Imm, Instruction, Mem, Operand, Pair
@@ -27,6 +28,17 @@ def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
     """An error that names the place."""
     place = group.warp.grid.program.place(ins.line)
     return EmulatorError(f"{group.where()}, line {place} ({ins.opcode}): {what}", ins.line)
+
+
+def within(group: Group, ins: Instruction, cta: Cta, spans: Iterable[tuple[int, int]]) -> None:
+    """Raises where 16-byte chunks that an instruction reads, first and end, are not shared memory."""
+    for first, end in spans:
+        if end > len(cta.dirty):
+            raise fail(
+                group, ins,
+                f"an operand takes the bytes {16 * first:#x} to {16 * end:#x} of the shared memory of {cta}, "
+                f"which ends at {cta.grid.smem_bytes:#x}",
+            )  # fmt: skip
 
 
 # -- named barriers ------------------------------------------------------------------------------
@@ -72,7 +84,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
         cta.grid.checks.leave(group, mask, barrier, ins)
         cta.grid.checks.passed(group, barrier, ins)
         if aligned and mask != FULL:
-            cta.grid.checks.tell(AlignedBarrierPassed(group, ins.line, mask))
+            cta.grid.checks.tell(AlignedBarrierPassed(group, ins.line, mask, ins))
         if not reduces:
             return None
         votes = barrier.votes[generation & 1]

@@ -10,7 +10,7 @@ from cute_emulator.instructions.bulk import multicast_ctas, threads
 from cute_emulator.instructions.convergence import gathered
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from cute_emulator.instructions.registry import destinations, instruction
-from cute_emulator.instructions.sync import fail
+from cute_emulator.instructions.sync import fail, within
 from cute_emulator.machine import tensor_fences
 from cute_emulator.machine.asyncq import Event
 from cute_emulator.machine.events import CtaGroupNamed, TensorMemoryUsed
@@ -299,11 +299,13 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
                 kind, len(ctas), d, a, a_in_tmem, b, descriptor, bool(enable), shift, block,
                 scales if block else None, off,
             )  # fmt: skip
+            spans = tcgen05.smem_spans(product, len(ctas))
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         checks, engine = cta.grid.checks, cta.grid.engine
+        for c in ctas:
+            within(group, ins, c, spans)
         if "proxy" in checks.enabled:
-            spans = tcgen05.smem_spans(product, len(ctas))
             for c in ctas:
                 if c.written_in(spans):
                     reads = product.smem_reads(len(ctas)) >> 4
@@ -330,14 +332,16 @@ def _cp(program: Any, f: Function, ins: Instruction) -> Op:
         ctas = group_of(cta, ins)
         try:
             source, at = smem_desc.decode_umma(one(descriptor, lane)), one(address, lane)
+            span = source.span(*form)
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         checks = cta.grid.checks
         grouped(group, ins)
+        within(group, ins, cta, [span])
         cells = ((at & 0xFFFF, form[1], (0, 1)),)
         checks.tell(TensorMemoryUsed(group, ins.line, tuple(ctas), cells, "tcgen05.cp"))
         for c in ctas:
-            if "proxy" in checks.enabled and c.written_in([source.span(*form)]):
+            if "proxy" in checks.enabled and c.written_in([span]):
                 reads = source.chunk_addresses(*form) >> 4
                 checks.smem_read(group, lane, c, reads, "tcgen05.cp", ins.line)
             if checks.shared is not None:

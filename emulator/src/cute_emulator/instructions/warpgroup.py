@@ -14,7 +14,7 @@ import numpy as np
 from cute_emulator.instructions.convergence import gathered
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from cute_emulator.instructions.registry import destinations, instruction
-from cute_emulator.instructions.sync import fail
+from cute_emulator.instructions.sync import fail, within
 from cute_emulator.machine.access import Access
 from cute_emulator.machine.asyncq import Event
 from cute_emulator.machine.shared_races import Unit
@@ -81,6 +81,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
                 product = Product(accumulator, shape, decode(None if in_registers else one(a, 1), one(b, 1)))
             except ValueError as why:
                 raise fail(group, ins, str(why)) from None
+            within(group, ins, cta, product.operands.spans)
             product.line = ins.line
             product.reads_d = bool(scale_d if scale_d.__class__ in (bool, int) else scale_d[0])
             cta.products[key] = product

@@ -88,9 +88,11 @@ class AlignedBarrierPassed(ByGroup):
 
     Attributes:
         lanes: Which.
+        instruction: The barrier.
     """
 
     lanes: int
+    instruction: Instruction
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ def _reached(checks: Any, event: AlignedBarrierReached) -> None:
 def _passed(checks: Any, event: AlignedBarrierPassed) -> None:
     """The barrier is complete, and lanes of the warp have not come."""
     notes = checks.notes(event.group.warp.cta).get(KIND, {})
-    found = notes.pop(event.group.warp.index, None)
-    if found is not None:
+    found = notes.get(event.group.warp.index)
+    if found is not None and found[0] is event.instruction:
+        del notes[event.group.warp.index]
         first, lanes, _ = found
         _tell(checks, event, lanes, first.line, "the others to none before line ")
 

@@ -4,7 +4,7 @@ from cute_emulator.rules.rule import Row, Rule
 
 RULE = Rule(
     "reuse-race",
-    judges=r"(ld|st|atom|red|multimem)\.(?!param|const|local|shared)|cp\.(reduce\.)?async",
+    judges="",
     rows=(
         Row(
             "Memory that is freed may be the next allocation's of the same stream: what other "

@@ -49,7 +49,7 @@ class Rule:
 
     Attributes:
         kind: Its name.
-        judges: Pattern of how the names of instructions begin that it judges.
+        judges: Pattern of how the names of instructions begin that it judges; empty where it judges none.
         rows: Of the page of rules.
         setting: `default`; `strict`: with ``--strict``; `also`: where ``--also`` names it; `scripts`:
             where the host

@@ -10,7 +10,8 @@ RULE = Rule(
     ),
     rows=(
         Row(
-            "The same in shared and tensor memory, asynchronous units included: a copy is known "
+            "Accesses in shared and tensor memory are ordered, those of asynchronous units "
+            "included: a copy is known "
             "by its mbarrier's phase, a bulk store's read by `wait_group.read`, its write by a "
             "full `wait_group`, a wgmma by its `wait_group`, a product by a `tcgen05.commit` of "
             "the *same thread* (9.7.16.12)",

@@ -4,7 +4,7 @@ from cute_emulator.rules.rule import Row, Rule
 
 RULE = Rule(
     "stream-race",
-    judges=r"(ld|st|atom|red|multimem)\.(?!param|const|local|shared)|cp\.(reduce\.)?async",
+    judges="",
     rows=(
         Row(
             "Works of two streams (kernels, torch's operations, copies, replays of a graph) that "

@@ -11,7 +11,7 @@ from cute_emulator.rules import RULES
 from cute_emulator.source import line_of_source
 from cute_emulator.translate.program import Program
 
-_PATTERNS = {rule.kind: re.compile(rule.judges) for rule in RULES}
+_PATTERNS = {rule.kind: re.compile(rule.judges) for rule in RULES if rule.judges}
 
 
 def coverage(program: Program, items: Iterable[int]) -> Coverage:
