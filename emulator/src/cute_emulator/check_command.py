@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import shlex
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from cute_emulator.causes import Cause, causes
 from cute_emulator.commands import (
     Also,
     Arch,
@@ -36,47 +38,31 @@ from cute_emulator.errors import EmulatorError
 from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
+from cute_emulator.report_files import SUFFIXES, Outcome, check_suffix, told_once, verdict, write
 from cute_emulator.rules import RULES
-from cute_emulator.settings import settings
+from cute_emulator.settings import Setting, settings
 
+R = TypeVar("R")
 KERNEL_KINDS = tuple(rule.kind for rule in RULES if rule.judges)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@dataclass
-class Outcome:
-    """What one run showed.
-
-    Attributes:
-        setting: how it was run.
-        verdict: `clean`, `findings`, `broke off` (fault, deadlock, trap) or `failed` (the script itself).
-        messages: the findings, or what it broke off with.
-        command: repeats the run.
-        seconds: wall time.
-    """
-
-    setting: str
-    verdict: str
-    messages: list[str] = field(default_factory=list)
-    command: str = ""
-    seconds: float = 0.0
-
-
-def attempt(run: Callable[[], None]) -> tuple[str, list[str]]:
-    """Verdict and messages of one run."""
+def attempt(run: Callable[[], None]) -> tuple[str, list[str], list[Cause]]:
+    """Verdict, messages and causes of one run."""
     try:
         run()
     except FindingsError as error:
-        return "findings", [str(finding) for finding in error.report.findings]
+        found = error.report.findings
+        return "findings", [str(finding) for finding in found], causes(found)
     except EmulatorError as error:
-        return "broke off", [f"{type(error).__name__}: {error}"]
+        return "broke off", [f"{type(error).__name__}: {error}"], []
     except SystemExit as end:
         if end.code not in (None, 0):
-            return "failed", [f"the script ended with exit code {end.code}"]
+            return "failed", [f"the script ended with exit code {end.code}"], []
     except Exception as error:
-        return "failed", [f"{type(error).__name__}: {error}"]
-    return "clean", []
+        return "failed", [f"{type(error).__name__}: {error}"], []
+    return "clean", [], []
 
 
 @contextlib.contextmanager
@@ -110,54 +96,71 @@ def main(
     also: Also = None,
     roles: RoleNames = "",
     ignore: Ignore = None,
-    report: Annotated[Path | None, typer.Option("--json", help="Write the outcomes there.")] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", "--json", help=f"Write what was found: {', '.join(SUFFIXES)}."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Runs side by side, in processes.")] = 1,
 ) -> None:
     """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.
 
     Ends with exit code 1 unless every run was clean. Each finding comes with the command that repeats it.
     """
-    outcomes, judged = [], Counter[str]()
+    words = ["--num-sms", str(num_sms)] if num_sms else []
+    words += ["--limit", str(limit)]
+    words += ["--strict"] if strict else []
+    words += [word for name in also or () for word in ("--also", name)]
+    words += ["--roles", roles] if roles else []
+    words += [word for kind in ignore or () for word in ("--ignore", kind)]
     with as_user_error():
-        names = parse_roles(roles)
+        for path in report or ():
+            check_suffix(path)
+        options: dict[str, Any] = {
+            "num_sms": num_sms, "limit": limit, "roles": parse_roles(roles), "ignore": ignore or (),
+        }  # fmt: skip
+        Emulator(arch, ranks, **options)
+    check = partial(_run, arch, ranks, options, strict, tuple(also or ()), words, script, arguments or [])
+    outcomes, judged = [], Counter[str]()
     with with_line_information(), each_warning_once():
-        for setting in settings(seeds, ranks, warps):
-            begin = time.perf_counter()
-
-            options = {
-                **setting.options(strict, also or ()),
-                "num_sms": num_sms,
-                "limit": limit,
-                "roles": names,
-            }
-            options["ignore"] = ignore or ()
-            with as_user_error():
-                emulator = Emulator(arch, ranks, **options)
-
-            def run(emulator: Emulator = emulator) -> None:
-                with emulator, contextlib.redirect_stdout(io.StringIO()):
-                    run_script(emulator, script, arguments or [])
-
-            outcome = Outcome(str(setting), *attempt(run))
-            outcome.seconds = round(time.perf_counter() - begin, 2)
-            for ran in emulator.report.coverage:
-                judged += ran.judged
-            words = ["python", "-m", "cute_emulator", "--arch", arch, "--ranks", str(ranks)]
-            words += ["--mode", setting.mode, "--seed", str(setting.seed), "--schedule", setting.schedule]
-            words += ["--num-sms", str(num_sms)] if num_sms else []
-            words += ["--limit", str(limit)]
-            words += ["--strict"] if strict else []
-            words += [word for name in also or () for word in ("--also", name)]
-            words += ["--roles", roles] if roles else []
-            words += [word for kind in ignore or () for word in ("--ignore", kind)]
-            outcome.command = shlex.join([*words, script, *(arguments or [])])
+        for outcome, counts in side_by_side(check, settings(seeds, ranks, warps), jobs):
             outcomes.append(outcome)
-    if report is not None:
-        report.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+            judged += counts
+    for path in report or ():
+        write(path, outcomes, script)
     show(outcomes)
     idle = ", ".join(kind for kind in KERNEL_KINDS if not judged[kind])
     typer.echo(f"nothing that ran is judged by: {idle or 'no rule'}")
     if any(outcome.verdict != "clean" for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def side_by_side(check: Callable[[Setting], R], settings: Iterable[Setting], jobs: int) -> Iterator[R]:
+    """What a check gives for each setting, in order; in `jobs` processes, which share what is imported."""
+    if jobs < 2:
+        yield from map(check, settings)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        yield from pool.map(check, settings)
+
+
+def _run(
+    arch: str, ranks: int, options: dict[str, Any], strict: bool, also: tuple[str, ...], words: list[str],
+    script: str, arguments: list[str], setting: Setting,
+) -> tuple[Outcome, Counter[str]]:  # fmt: skip
+    """One run, and how many instructions each rule had to judge."""
+    begin = time.perf_counter()
+    emulator = Emulator(arch, ranks, **options, **setting.options(strict, also))
+
+    def run() -> None:
+        with emulator, contextlib.redirect_stdout(io.StringIO()):
+            run_script(emulator, script, arguments)
+
+    outcome = Outcome(str(setting), *attempt(run))
+    outcome.seconds = round(time.perf_counter() - begin, 2)
+    command = ["python", "-m", "cute_emulator", "--arch", arch, "--ranks", str(ranks), "--mode", setting.mode]
+    command += ["--seed", str(setting.seed), "--schedule", setting.schedule, *words, script, *arguments]
+    outcome.command = shlex.join(command)
+    return outcome, sum((ran.judged for ran in emulator.report.coverage), Counter[str]())
 
 
 def show(outcomes: list[Outcome]) -> None:
@@ -168,15 +171,7 @@ def show(outcomes: list[Outcome]) -> None:
         table.add_row(outcome.setting, outcome.verdict, f"{outcome.seconds:.1f}", style=style)
     console = Console(width=120)
     console.print(table)
-    seen = set()
-    for outcome in outcomes:
-        new = [message for message in outcome.messages if message not in seen]
-        seen.update(new)
-        for message in new:
-            console.print(message, markup=False, highlight=False, soft_wrap=True)
-        if new:
-            console.print(f"  repeat: {outcome.command}", markup=False, highlight=False, soft_wrap=True)
-    bad = sum(outcome.verdict != "clean" for outcome in outcomes)
-    console.print(
-        f"{bad} of {len(outcomes)} runs are not clean" if bad else f"{len(outcomes)} runs, all clean"
-    )
+    for text, _, command in told_once(outcomes):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  repeat: {command}", markup=False, highlight=False, soft_wrap=True)
+    console.print(verdict(outcomes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cute_emulator import source
@@ -64,12 +64,14 @@ class Finding:
         line: PTX line, 0 where none applies.
         excerpt: The instruction there and three on either side, the line of the Python source above them
             and the other party's instruction below, as far as they are known.
+        places: Path and line of the source of the instruction and of the other party's, if they are known.
     """
 
     kind: str
     message: str
     line: int = 0
     excerpt: str = ""
+    places: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         below = f"\n{self.excerpt}" if self.excerpt else ""
@@ -193,6 +195,7 @@ class Report:
         key: object = None,
         other: int = 0,
         other_ptx: str | None = None,
+        places: Sequence[tuple[str, int]] = (),
     ) -> None:
         """Adds a finding once per (kind, key).
 
@@ -203,6 +206,7 @@ class Report:
             key: What makes it different from another of its kind; the line by default.
             other: PTX line of the other party's instruction, 0 for none.
             other_ptx: The other party's kernel, where that may not be the one that is running.
+            places: Lines of the source, where no instructions tell them.
         """
         if kind in self.ignore or kind in self.ignored_in.get(self.ptx, ()):
             return
@@ -214,7 +218,11 @@ class Report:
                 shown.append(source.other(self.ptx if other_ptx is None else other_ptx, other))
             if self.launched and line:
                 shown.append(f"      launched by {self.launched}")
-            self.findings.append(Finding(kind, message, line, "\n".join(filter(None, shown))))
+            ends = ((self.ptx, line), (self.ptx if other_ptx is None else other_ptx, other))
+            known = [source.origin(text, number) for text, number in ends if number]
+            excerpt = "\n".join(filter(None, shown))
+            where = (*filter(None, known), *places)
+            self.findings.append(Finding(kind, message, line, excerpt, where))
 
     @property
     def ok(self) -> bool:

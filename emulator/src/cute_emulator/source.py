@@ -59,28 +59,29 @@ def _places(ptx: str) -> tuple[list[int], list[tuple[str, int] | None]]:
     return lines, places
 
 
-def _origin(ptx: str, line: int) -> tuple[str, int] | None:
+def origin(ptx: str, line: int) -> tuple[str, int] | None:
+    """The path and the line of the source that a PTX line comes from; None where that is not known."""
     lines, places = _places(ptx)
     return places[bisect_right(lines, line) - 1]
 
 
 def place(ptx: str, line: int) -> str:
     """A PTX line for messages, such as ``833 (gemm.py:120)``; the number alone where no more is known."""
-    origin = _origin(ptx, line)
-    return f"{line} ({PurePath(origin[0]).name}:{origin[1]})" if origin else str(line)
+    found = origin(ptx, line)
+    return f"{line} ({PurePath(found[0]).name}:{found[1]})" if found else str(line)
 
 
 def line_of_source(ptx: str, line: int) -> tuple[str, int] | None:
     """The file's name and the line in it that a PTX line comes from; None where that is not known."""
-    origin = _origin(ptx, line)
-    return (PurePath(origin[0]).name, origin[1]) if origin else None
+    found = origin(ptx, line)
+    return (PurePath(found[0]).name, found[1]) if found else None
 
 
 def _python(ptx: str, line: int) -> str:
     """The line of the Python source that a PTX line comes from; empty where that is not known."""
-    origin = _origin(ptx, line)
-    text = linecache.getline(*origin).strip() if origin else ""
-    return f"{PurePath(origin[0]).name}:{origin[1]}: {text}" if origin and text else ""
+    found = origin(ptx, line)
+    text = linecache.getline(*found).strip() if found else ""
+    return f"{PurePath(found[0]).name}:{found[1]}: {text}" if found and text else ""
 
 
 @lru_cache(maxsize=4)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cute_emulator import clients
+from cute_emulator.causes import causes
 from cute_emulator.errors import EmulatorError, Report
 from cute_emulator.execution.launch import Dim3, Launch, Machine
 from cute_emulator.host import nvshmem, triton
@@ -41,7 +42,9 @@ class FindingsError(EmulatorError):
     """
 
     def __init__(self, report: Report) -> None:
-        lines = [f"{len(report.findings)} finding(s) in the emulated kernels:", *map(str, report.findings)]
+        found = causes(report.findings)
+        of = f", of {len(found)} cause(s)" if len(found) < len(report.findings) else ""
+        lines = [f"{len(report.findings)} finding(s) in the emulated kernels{of}:", *map(str, found)]
         super().__init__("\n  ".join(lines))
         self.report = report
 

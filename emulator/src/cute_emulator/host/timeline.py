@@ -48,16 +48,24 @@ _MACHINERY = {
 }  # fmt: skip
 
 
-def caller() -> tuple[str, str]:
-    """The line of the script that is being carried out, such as `gemm.py:12`, and its text; empty if none."""
+Line = tuple[str, int]
+"""Path and number."""
+
+
+def caller() -> Line | None:
+    """The line of the script that is being carried out, if there is one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = PurePath(frame.f_code.co_filename)
         if not _MACHINERY.intersection(path.parts) and not path.name.startswith("<"):
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            return f"{path.name}:{frame.f_lineno}", text
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "", ""
+    return None
+
+
+def named(line: Line | None) -> str:
+    """A line in words, such as `gemm.py:12`; empty where there is none."""
+    return f"{PurePath(line[0]).name}:{line[1]}" if line is not None else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +77,19 @@ class Work:
         clock: The party's at it.
         vector: What comes before it.
         what: In words, with its place in the script.
-        issued: The line of the script that issued it.
+        line: The line of the script that issued it.
     """
 
     party: Party
     clock: int
     vector: Vector
     what: str
-    issued: str = ""
+    line: Line | None = None
+
+    @property
+    def issued(self) -> str:
+        """The line of the script, with its text; empty where there is none."""
+        return f"{named(self.line)}: {linecache.getline(*self.line).strip()}" if self.line else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +173,7 @@ class Timeline:
     Args:
         rank: Whose; memory of other ranks is not judged.
         memory: Names what is touched.
-        add: Takes a finding: kind, message, what tells it from others.
+        add: Takes a finding: kind, message, what tells it from others, lines of the script.
         current: Handle of the stream to which torch's operations go now.
     """
 
@@ -168,7 +181,7 @@ class Timeline:
         self,
         rank: int,
         memory: GlobalMemory,
-        add: Callable[[str, str, object], None],
+        add: Callable[[str, str, object, list[Line]], None],
         current: Callable[[], int],
     ) -> None:
         self._rank, self._memory, self._add, self._current = rank, memory, add, current
@@ -275,9 +288,9 @@ class Timeline:
     def _next(self, party: Party, known: Vector, what: str) -> Work:
         self._clocks[party] += 1
         known[party] = self._clocks[party]
-        where, text = caller()
-        issued = f"{where}: {text}" if where else ""
-        return Work(party, known[party], dict(known), f"{what} ({where})" if where else what, issued)
+        line = caller()
+        said = f"{what} ({named(line)})" if line is not None else what
+        return Work(party, known[party], dict(known), said, line)
 
     # --- accesses
 
@@ -295,6 +308,7 @@ class Timeline:
                 f"no reference is left to memory of {tenant.where} that {work.what} {_verb(mine)}s: it was "
                 "freed after a graph captured its address, and may be another tensor's",
                 (work.what, tenant.where),
+                _lines(work),
             )
         kept = []
         for old in tenant.place.touches:
@@ -374,6 +388,7 @@ class Timeline:
             f"{missing}: {_verb(new)} of {self._memory.spot(at)} by {new.work.what}, and {_verb(old)} by "
             f"{old.work.what}{was}",
             (new.work.what, old.work.what, _verb(new)),
+            _lines(new.work, old.work),
         )
 
     # --- the caching allocator
@@ -393,7 +408,7 @@ class Timeline:
                 self._free.remove(place)
             else:
                 place = Place(size, owner)
-        self._tenants[base] = Tenant(place or Place(size, None), caller()[0])
+        self._tenants[base] = Tenant(place or Place(size, None), named(caller()))
 
     def recorded(self, base: int, handle: int) -> None:
         """`record_stream`: freed memory waits for what a stream does until then."""
@@ -410,6 +425,10 @@ class Timeline:
         for party in tenant.settled:
             tenant.settled[party] = self._clocks[party]
         self._free = [*self._free[-FREE:], tenant.place]
+
+
+def _lines(*works: Work) -> list[Line]:
+    return [work.line for work in works if work.line is not None]
 
 
 def _verb(touch: Touch) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.execution.launch import Machine
-from cute_emulator.host.timeline import Timeline, Work
+from cute_emulator.host.timeline import Line, Timeline, Work
 from cute_emulator.machine.order import OWN
 
 
@@ -41,8 +41,8 @@ class Timelines:
         if machine.races is not None:
             machine.races.always_keeps_reads = machine.races.keeps_reads = True
 
-        def add(kind: str, message: str, key: object) -> None:
-            machine.report.add(kind, message, key=key)
+        def add(kind: str, message: str, key: object, places: list[Line]) -> None:
+            machine.report.add(kind, message, key=key, places=places)
 
         self._of[rank] = Timeline(rank, machine.memory, add, current)
         machine.ended = self._run_over

@@ -54,7 +54,9 @@ def _pairs() -> tuple[Pair, ...]:
     spellings = {"bar.sync": "bar.sync 0;", "barrier.sync.aligned": "barrier.sync.aligned 0;",
                  "barrier.cta.sync.aligned": "barrier.cta.sync.aligned 0;",
                  "bar.sync of 64 threads": "bar.sync 3, 64;",
-                 "bar.red.popc": "bar.red.popc.u32 %r30, 0, %p7;"}  # fmt: skip
+                 "bar.red.popc": "bar.red.popc.u32 %r30, 0, %p7;",
+                 "bar.red.and": "bar.red.and.pred %p8, 0, %p7;",
+                 "barrier.cta.red.or": "barrier.cta.red.or.aligned.pred %p8, 2, 64, %p7;"}  # fmt: skip
     found = []
     for name, text in spellings.items():
         arms = f"{split} @|P| bra A; {text} bra E; A: {text} E:"

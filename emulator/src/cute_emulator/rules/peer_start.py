@@ -33,6 +33,12 @@ def _pairs() -> tuple[Pair, ...]:
         "a load": "ld.shared::cluster.b32 %r22, [%r21];",
         "a reduction": "red.shared::cluster.add.u32 [%r21], %r0;",
         "an exchange": "atom.shared::cluster.exch.b32 %r22, [%r21], %r0;",
+        "a minimum": "red.shared::cluster.min.u32 [%r21], %r0;",
+        "a compare-and-swap": "atom.shared::cluster.cas.b32 %r22, [%r21], %r0, %r2;",
+        "a store of 8 bytes": "@%p0 st.shared::cluster.b64 [%r21], %d9;",
+        "a load of 8 bytes": "@%p0 ld.shared::cluster.b64 %d20, [%r21];",
+        "a store of one lane": "@%p0 st.shared::cluster.b32 [%r21], %r0;",
+        "a store of bytes": "st.shared::cluster.b8 [%r21], %h1;",
         "a vector store": "@%p0 st.shared::cluster.v2.b32 [%r21], {%r0, %r0};",
     }
     found = []
