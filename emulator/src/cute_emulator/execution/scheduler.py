@@ -224,6 +224,7 @@ class Scheduler:
                 else:
                     group.pc = pc
             except EmulatorError as error:
+                error.line = error.line or next((ins.line for ins in program.instructions_of(pc)), 0)
                 error.show(program.module.text)
                 if self._jumps and isinstance(error, KernelTrap):
                     # A bounded wait that has run out: without the bound this would have been a deadlock.

@@ -9,7 +9,7 @@ import numpy as np
 
 from cute_emulator.errors import MemoryFault
 from cute_emulator.instructions.bulk import smem_chunks
-from cute_emulator.instructions.emit import BLOCK_RESULT, Op
+from cute_emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from cute_emulator.instructions.registry import instruction
 from cute_emulator.instructions.sync import fail
 from cute_emulator.machine.asyncq import Event
@@ -29,6 +29,8 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
     if "cache_hint" in ins.opcode:
         operands.pop()
     dst, src, size = operands[:3]
+    if "cg" in ins.parts and size != Imm(16):
+        raise Unsupported(f"{ins.opcode} of other than 16 bytes")
     source_size = operands[3] if len(operands) > 3 else size
 
     def run(group: Group, mask: int, dst: Any, src: Any, size: int, source_size: Any) -> None:
