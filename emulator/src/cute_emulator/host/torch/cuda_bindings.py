@@ -71,6 +71,7 @@ class _Shared:
 
     def create(self, stream: Any, flags: Any = 0) -> Any:
         """A stream: the default stream and it wait for each other, unless it is to be non-blocking."""
+        self._devices.emulator.timelines.concurrent()
         timeline = self._devices.timeline()
         if timeline is not None and not int(flags) & NON_BLOCKING:
             timeline.made_blocking(int(stream))

@@ -128,6 +128,7 @@ class CudaOnCpu(TorchFunctionMode):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Makes a new host tensor's storage memory that kernels may touch; returns the tensor."""
         self._align(tensor)
+        self._emulator.timelines.concurrent()
         self._emulator.adopt(_storage(tensor), self._rank, pinned=True)
         setattr(_storage(tensor), _PINNED, True)
         return tensor

@@ -67,6 +67,8 @@ def _stream_class(devices: CudaDevices) -> type:
             self, device: Any = None, priority: int = 0, handle: int | None = None, **_: Any
         ) -> None:
             self.cuda_stream = next(devices.handles) if handle is None else handle
+            if self.cuda_stream:
+                devices.emulator.timelines.concurrent()
             self.device = torch.device("cuda", devices.current())
             self.priority = priority
 
