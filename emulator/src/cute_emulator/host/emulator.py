@@ -219,11 +219,18 @@ class Emulator:
     def record_event(self, rank: int, stream: int) -> StreamEvent:
         """Marks a place in a stream: the event is done when what was launched there before has ended."""
         with self._lock:
-            return self.machine.record(rank, stream)
+            event = self.machine.record(rank, stream)
+            timeline = self.timelines.get(rank)
+            if timeline is not None:
+                event.before = rank, timeline.snapshot(stream)
+            return event
 
     def wait_event(self, rank: int, stream: int, event: StreamEvent) -> None:
         """Launches on a stream from now on begin when an event, of any stream and rank, is done."""
         with self._lock:
+            timeline = self.timelines.get(rank)
+            if timeline is not None and event.before is not None and event.before[0] == rank:
+                timeline.wait(stream, event.before[1])
             self.machine.wait(rank, stream, event)
 
     def wait_stream(self, rank: int, stream: int, other: int) -> None:

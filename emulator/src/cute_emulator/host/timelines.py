@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.execution.launch import Machine
-from cute_emulator.host.timeline import Line, Timeline, Work
+from cute_emulator.host.timeline import LEGACY, Line, Timeline, Work
 from cute_emulator.machine.order import OWN
 
 
@@ -68,6 +68,8 @@ class Timelines:
         timeline = self._of.get(rank)
         if timeline is None:
             return None
+        if stream > LEGACY:
+            self.concurrent()
         for other in timeline.before(stream):
             wait_stream(rank, stream, other)
         return timeline.issue(what, stream)

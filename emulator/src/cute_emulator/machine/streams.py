@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cute_emulator.machine.order import History
 
@@ -29,11 +29,17 @@ class StreamEvent:
         done: Whether everything before it has ended.
         history: What a stream that waits for it then has behind it.
         time: When that was so, by the model of time.
+        before: What the host has issued before it, where the host is a party: the rank, and its order there.
     """
 
     done: bool = False
     history: History = field(default_factory=History)
     time: int = 0
+    before: tuple[int, Any] | None = None
+
+
+NOWHERE = StreamEvent(done=True)
+"""Of an event that was not recorded: nobody waits for it."""
 
 
 @dataclass(frozen=True)

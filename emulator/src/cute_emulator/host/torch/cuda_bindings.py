@@ -12,7 +12,7 @@ import torch
 
 from cute_emulator.host.replace import replaced
 from cute_emulator.host.torch import device_memory
-from cute_emulator.host.torch.places import NOWHERE, Place
+from cute_emulator.machine.streams import NOWHERE, StreamEvent
 
 if TYPE_CHECKING:
     from cute_emulator.host.torch.cuda_device import CudaDevices
@@ -52,7 +52,7 @@ class _Shared:
     def __init__(self, devices: CudaDevices) -> None:
         self._devices = devices
         self._times: dict[int, float] = {}
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, StreamEvent] = {}
 
     def accept(self, *_: Any) -> None:
         """There is nothing to do."""
@@ -67,7 +67,7 @@ class _Shared:
 
     def await_event(self, event: Any) -> None:
         """Of an event."""
-        self._devices.host_waits(place=self._places.get(int(event), NOWHERE))
+        self._devices.host_waits(event=self._places.get(int(event), NOWHERE))
 
     def create(self, stream: Any, flags: Any = 0) -> Any:
         """A stream: the default stream and it wait for each other, unless it is to be non-blocking."""
@@ -80,7 +80,7 @@ class _Shared:
     def wait(self, stream: Any, event: Any, *_: Any) -> None:
         """A stream waits for an event."""
         rank, place = self._devices.current(), self._places.get(int(event), NOWHERE)
-        self._devices.do(lambda: self._devices.wait(rank, int(stream), place))
+        self._devices.do(lambda: self._devices.emulator.wait_event(rank, int(stream), place))
 
     def attribute(self, number: Any, _device: Any) -> int:
         """Of the device."""
@@ -89,7 +89,7 @@ class _Shared:
     def record(self, event: Any, stream: Any = 0, *_: Any) -> None:
         """Notes what comes before an event, and when the launches before it have run."""
         rank = self._devices.current()
-        self._places[int(event)] = self._devices.record(rank, int(stream))
+        self._places[int(event)] = self._devices.emulator.record_event(rank, int(stream))
         self._devices.synchronize()
         self._times[int(event)] = time.perf_counter()
 

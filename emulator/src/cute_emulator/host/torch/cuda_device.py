@@ -17,7 +17,7 @@ import torch
 from cute_emulator.host.device import L2_BYTES
 from cute_emulator.host.torch import cuda_bindings, dsl_benchmarks, generic_torch, library_ops, torch_cuda
 from cute_emulator.host.torch.device_memory import DeviceMemory, Range
-from cute_emulator.host.torch.places import Place
+from cute_emulator.machine.streams import StreamEvent
 
 if TYPE_CHECKING:
     from cute_emulator.host.emulator import Emulator
@@ -62,7 +62,7 @@ class CudaDevices:
         """The calling rank's."""
         return self.emulator.timelines.get(self.current())
 
-    def host_waits(self, stream: int | None = None, place: Place | None = None) -> None:
+    def host_waits(self, stream: int | None = None, event: StreamEvent | None = None) -> None:
         """The host waits for an event, a stream, or the whole device of the calling rank.
 
         All its launches run, whatever it waits for; what it waits for is what it may then rely on.
@@ -70,20 +70,7 @@ class CudaDevices:
         self.synchronize()
         timeline = self.timeline()
         if timeline is not None:
-            timeline.host_waits(stream, None if place is None else place.before)
-
-    def record(self, rank: int, stream: int) -> Place:
-        """Marks a place in a stream."""
-        timeline = self.timeline()
-        before = {} if timeline is None else timeline.snapshot(stream)
-        return Place(self.emulator.record_event(rank, stream), before)
-
-    def wait(self, rank: int, stream: int, place: Place) -> None:
-        """What a stream is given from now on comes after a place."""
-        timeline = self.timeline()
-        if timeline is not None:
-            timeline.wait(stream, place.before)
-        self.emulator.wait_event(rank, stream, place.mark)
+            timeline.host_waits(stream, None if event is None else event.before[1] if event.before else {})
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """`torch.Tensor.record_stream`."""
@@ -135,7 +122,7 @@ class CudaDevices:
     def wait_stream(self, stream: int, other: int) -> None:
         """What a stream is given from now on begins after what another one has."""
         rank = self.current()
-        self.do(lambda: self.wait(rank, stream, self.record(rank, other)))
+        self.do(lambda: self.emulator.wait_stream(rank, stream, other))
 
     def attribute(self, number: int) -> int:
         """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_emulator.host.torch.places import NOWHERE, Place
+from cute_emulator.machine.streams import NOWHERE, StreamEvent
 
 if TYPE_CHECKING:
     from cute_emulator.host.torch.cuda_device import CudaDevices
@@ -116,7 +116,7 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._time: float | None = None
-            self._place: Place | None = None
+            self._place: StreamEvent | None = None
             self.cuda_event = next(devices.handles)
 
         def record(self, stream: Any = None) -> None:
@@ -124,7 +124,7 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
             rank, handle = devices.current(), (stream or streams.current).cuda_stream
 
             def mark() -> None:
-                self._place = devices.record(rank, handle)
+                self._place = devices.emulator.record_event(rank, handle)
 
             devices.do(mark)
 
@@ -133,16 +133,16 @@ def _event_class(devices: CudaDevices, streams: Streams) -> type:
 
             def wait() -> None:
                 if self._place is not None:
-                    devices.wait(rank, handle, self._place)
+                    devices.emulator.wait_event(rank, handle, self._place)
 
             devices.do(wait)
 
         def synchronize(self) -> None:
-            devices.host_waits(place=self._place or NOWHERE)
+            devices.host_waits(event=self._place or NOWHERE)
             self._time = self._time or time.perf_counter()
 
         def query(self) -> bool:
-            devices.host_waits(place=self._place or NOWHERE)
+            devices.host_waits(event=self._place or NOWHERE)
             return True
 
         def elapsed_time(self, end: Any) -> float:
