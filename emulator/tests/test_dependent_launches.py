@@ -8,8 +8,8 @@ import torch
 from cutlass import Constexpr, Int32, const_expr, cute
 from cutlass.cute.runtime import from_dlpack
 
+from cute_emulator import Emulator, FindingsError
 from cute_emulator.errors import EmulatorError
-from cute_emulator.host.emulator import Emulator, FindingsError
 from cute_emulator.host.script import one_device
 
 STREAM = cuda.CUstream(0)

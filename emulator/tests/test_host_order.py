@@ -4,8 +4,7 @@ import pytest
 import torch
 from cuda.bindings import runtime
 
-from cute_emulator import Emulator
-from cute_emulator.host.emulator import FindingsError
+from cute_emulator import Emulator, FindingsError
 from cute_emulator.host.script import one_device
 
 COPY = """

@@ -8,16 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cute_emulator.causes import FindingsError
     from cute_emulator.errors import EmulatorError, Finding, Report
     from cute_emulator.execution.scheduler import Schedule
-    from cute_emulator.host.emulator import Emulator, FindingsError
+    from cute_emulator.host.emulator import Emulator
     from cute_emulator.host.kernels import run
     from cute_emulator.host.memory import Symmetric, poison_
     from cute_emulator.host.nvrtc import compile_cuda
 
 __version__ = "0.1.0"
 
-HOMES = ("errors", "host.emulator", "host.kernels", "host.memory", "host.nvrtc", "execution.scheduler")
+HOMES = (
+    "errors",
+    "causes",
+    "host.emulator",
+    "host.kernels",
+    "host.memory",
+    "host.nvrtc",
+    "execution.scheduler",
+)
 """The modules that the public names come from."""
 
 __all__ = [

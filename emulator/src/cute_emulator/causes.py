@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cute_emulator.errors import Finding
+from cute_emulator.errors import EmulatorError, Finding, Report
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,18 @@ def _places(finding: Finding) -> list[tuple[str, int]]:
 
 def _named(place: tuple[str, int]) -> str:
     return f"{place[0].rpartition('/')[2]}:{place[1]}"
+
+
+class FindingsError(EmulatorError):
+    """A run ended, and the checks found something.
+
+    Attributes:
+        report: What the run recorded.
+    """
+
+    def __init__(self, report: Report) -> None:
+        found = causes(report.findings)
+        of = f", of {len(found)} cause(s)" if len(found) < len(report.findings) else ""
+        lines = [f"{len(report.findings)} finding(s) in the emulated kernels{of}:", *map(str, found)]
+        super().__init__("\n  ".join(lines))
+        self.report = report

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cute_emulator.causes import Cause, causes
+from cute_emulator.causes import Cause, FindingsError, causes
 from cute_emulator.commands import (
     Also,
     Arch,
@@ -35,7 +35,7 @@ from cute_emulator.commands import (
     with_line_information,
 )
 from cute_emulator.errors import EmulatorError
-from cute_emulator.host.emulator import Emulator, FindingsError
+from cute_emulator.host.emulator import Emulator
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
 from cute_emulator.report_files import SUFFIXES, Outcome, check_suffix, told_once, verdict, write

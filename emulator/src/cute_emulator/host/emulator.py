@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cute_emulator import clients
-from cute_emulator.causes import causes
+from cute_emulator.causes import FindingsError
 from cute_emulator.errors import EmulatorError, Report
 from cute_emulator.execution.launch import Dim3, Launch, Machine
 from cute_emulator.host import nvshmem, triton
@@ -32,21 +32,6 @@ from cute_emulator.machine.asyncq import Mode
 from cute_emulator.machine.inject import Faults
 from cute_emulator.machine.memory import Named
 from cute_emulator.machine.streams import StreamEvent
-
-
-class FindingsError(EmulatorError):
-    """A run ended, and the checks found something.
-
-    Attributes:
-        report: What the run recorded.
-    """
-
-    def __init__(self, report: Report) -> None:
-        found = causes(report.findings)
-        of = f", of {len(found)} cause(s)" if len(found) < len(report.findings) else ""
-        lines = [f"{len(report.findings)} finding(s) in the emulated kernels{of}:", *map(str, found)]
-        super().__init__("\n  ".join(lines))
-        self.report = report
 
 
 @dataclass(frozen=True)
@@ -219,18 +204,12 @@ class Emulator:
     def record_event(self, rank: int, stream: int) -> StreamEvent:
         """Marks a place in a stream: the event is done when what was launched there before has ended."""
         with self._lock:
-            event = self.machine.record(rank, stream)
-            timeline = self.timelines.get(rank)
-            if timeline is not None:
-                event.before = rank, timeline.snapshot(stream)
-            return event
+            return self.timelines.recorded(rank, stream, self.machine.record(rank, stream))
 
     def wait_event(self, rank: int, stream: int, event: StreamEvent) -> None:
         """Launches on a stream from now on begin when an event, of any stream and rank, is done."""
         with self._lock:
-            timeline = self.timelines.get(rank)
-            if timeline is not None and event.before is not None and event.before[0] == rank:
-                timeline.wait(stream, event.before[1])
+            self.timelines.waited(rank, stream, event)
             self.machine.wait(rank, stream, event)
 
     def wait_stream(self, rank: int, stream: int, other: int) -> None:
@@ -405,9 +384,8 @@ class Emulator:
         self, storage: torch.UntypedStorage, rank: int, pinned: bool = False, pooled: bool = True
     ) -> None:
         """Lets kernels touch a storage for as long as it lives; `pooled`: torch's allocator gave it."""
-        base, nbytes = storage.data_ptr(), storage.nbytes()
+        base, nbytes, name = storage.data_ptr(), storage.nbytes(), "pinned memory" if pinned else "tensor"
         if nbytes:
-            name = "pinned memory" if pinned else "tensor"
             with self._lock:
                 key = self._registry.hold(base, nbytes, rank=rank, name=name)
             weakref.finalize(storage, self._release, key, rank, base)

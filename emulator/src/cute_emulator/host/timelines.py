@@ -12,6 +12,7 @@ import numpy as np
 from cute_emulator.execution.launch import Machine
 from cute_emulator.host.timeline import LEGACY, Line, Timeline, Work
 from cute_emulator.machine.order import OWN
+from cute_emulator.machine.streams import StreamEvent
 
 
 class Timelines:
@@ -73,6 +74,17 @@ class Timelines:
         for other in timeline.before(stream):
             wait_stream(rank, stream, other)
         return timeline.issue(what, stream)
+
+    def recorded(self, rank: int, stream: int, event: StreamEvent) -> StreamEvent:
+        """An event was recorded in a stream; returns it."""
+        if rank in self._of:
+            event.before = rank, self._of[rank].snapshot(stream)
+        return event
+
+    def waited(self, rank: int, stream: int, event: StreamEvent) -> None:
+        """A stream waits for an event; one of another rank tells nothing of this one's streams."""
+        if rank in self._of and event.before is not None and event.before[0] == rank:
+            self._of[rank].wait(stream, event.before[1])
 
     # --- memory
 

@@ -17,6 +17,7 @@ from cute_emulator.instructions.registry import destinations, instruction
 from cute_emulator.instructions.sync import fail, within
 from cute_emulator.machine.access import Access
 from cute_emulator.machine.asyncq import Event
+from cute_emulator.machine.events import WgmmaChanged, WgmmaUnfenced
 from cute_emulator.machine.shared_races import Unit
 from cute_emulator.machine.warp import Group, Warp
 from cute_emulator.machine.wgmmas import Accumulator, Product
@@ -155,7 +156,7 @@ def _hand_over(
     w, flying = warp.index % 4, slots in state.flying
     touched = not flying and not (product.reads_d and all(state.returned.get(s) is R[s] for s in slots))
     if (touched or a is not None) and not state.fenced:
-        warp.grid.checks.wgmma_unfenced(warp, line)
+        warp.grid.checks.tell(WgmmaUnfenced(warp, line))
     if not flying:
         state.flying[slots] = product.accumulator
         if product.reads_d:
@@ -251,7 +252,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         w = warp.index % 4
         for product in due:
             if any(_changed(group.R[s], value) for s, value in product.a_held[w].items()):
-                warp.grid.checks.wgmma_changed(warp, "A", product.line)
+                warp.grid.checks.tell(WgmmaChanged(warp, product.line, "A"))
         busy = {id(p.accumulator) for g in (*state.groups, state.open) for p in g}
         for slots, accumulator in list(state.flying.items()):
             if id(accumulator) in busy:
@@ -259,7 +260,8 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             assert accumulator.matrix is not None
             if any(_changed(group.R[s], POISON) for s in slots):
                 lines = [p.line for p in due if p.accumulator is accumulator]
-                warp.grid.checks.wgmma_changed(warp, "D", lines[-1] if lines else ins.line)
+                line = lines[-1] if lines else ins.line
+                warp.grid.checks.tell(WgmmaChanged(warp, line, "D"))
             part = accumulator.matrix[WARP_ROWS * w : WARP_ROWS * (w + 1)]
             for slot, row in zip(slots, mma.c_registers(part, accumulator.shape.d_type), strict=True):
                 group.R[slot] = state.returned[slot] = row

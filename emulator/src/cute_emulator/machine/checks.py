@@ -269,32 +269,6 @@ class Checks:
                 line,
             )
 
-    # -- wgmma registers -------------------------------------------------------------------------
-
-    def wgmma_unfenced(self, warp: Warp, line: int) -> None:
-        """A wgmma uses registers that the warp may have accessed since the last wgmma.fence."""
-        if "wgmma" in self.enabled:
-            self.report.add(
-                "wgmma-fence",
-                f"no wgmma.fence before: the wgmma of line {self.report.place(line)} of {warp} uses "
-                "registers that other instructions may access",
-                line,
-            )
-
-    def wgmma_changed(self, warp: Warp, what: str, line: int) -> None:
-        """Registers of a wgmma in flight hold something else when it is waited for than when it was issued.
-
-        PTX ISA 9.7.15.5: "accessing the registers [...] before the wgmma.wait_group" is undefined.
-        """
-        if "wgmma" in self.enabled:
-            self.report.add(
-                "wgmma-registers",
-                f"no wgmma.wait_group between: {warp} has changed registers of {what} of the wgmma of line "
-                f"{self.report.place(line)}, which is in flight",
-                line,
-                key=(line, what),
-            )
-
     # -- synchronisation -------------------------------------------------------------------
 
     def fence(self, group: Group, ins: Instruction) -> None:

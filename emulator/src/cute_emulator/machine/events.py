@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cute_emulator.machine.barrier import MBarrier
-    from cute_emulator.machine.warp import Cta, Group
+    from cute_emulator.machine.warp import Cta, Group, Warp
     from cute_emulator.ptx.ir import Instruction
 
 Cells = tuple[int, int, tuple[int, ...]]
@@ -146,3 +146,31 @@ class PeerUsed(ByGroup):
     """
 
     cta: Cta
+
+
+@dataclass(frozen=True)
+class WgmmaUnfenced:
+    """A wgmma uses registers that the warp may have accessed since the last `wgmma.fence`.
+
+    Attributes:
+        warp: The warp.
+        line: Of the wgmma.
+    """
+
+    warp: Warp
+    line: int
+
+
+@dataclass(frozen=True)
+class WgmmaChanged:
+    """Registers of a wgmma in flight hold something else when it is waited for than when it was issued.
+
+    Attributes:
+        warp: The warp.
+        line: Of the wgmma.
+        operand: Which registers.
+    """
+
+    warp: Warp
+    line: int
+    operand: str

@@ -30,12 +30,12 @@ def _pairs() -> tuple[Pair, ...]:
     text = umma("", product).replace(commit.format(1), commit.format("|G|"))
     give = "@%p1 tcgen05.relinquish_alloc_permit.cta_group::{}.sync.aligned;"
     later = umma(give.format("|G|"), product)
-    copy = umma("", "tcgen05.cp.cta_group::1.128x256b [%r30], %d20;")
-    copy = copy.replace(commit.format(1), commit.format("|G|"))
+    copied = umma("", "tcgen05.cp.cta_group::1.128x256b [%r30], %d20;")
+    copied = copied.replace(commit.format(1), commit.format("|G|"))
     wrong, right = {"|G|": "2"}, {"|G|": "1"}
     return (
         Pair("a commit of a pair after a product of one CTA", f"{text} {meet}", wrong, right, cluster),
-        Pair("a commit of a pair after a copy of one CTA", f"{copy} {meet}", wrong, right, cluster),
+        Pair("a commit of a pair after a copy of one CTA", f"{copied} {meet}", wrong, right, cluster),
         Pair("the permit of a pair after an allocation of one CTA", f"{later} {meet}", wrong, right, cluster),
     )
 

@@ -30,11 +30,11 @@ def _look(checks: Any, event: TensorMemoryUsed) -> None:
 
 def _pairs() -> tuple[Pair, ...]:
     product = "tcgen05.mma.cta_group::1.kind::f16 [|D|], %d20, %d20, %r21, %p14;"
-    copy = "tcgen05.cp.cta_group::1.|S| [|D|], %d20;"
+    copied = "tcgen05.cp.cta_group::1.|S| [|D|], %d20;"
     cases = {"a product into columns that nobody allocated": (product, "%r40", "%r30")}
     cases["a product into columns beyond its allocation"] = (product, "%r41", "%r30")
     for shape in ("128x256b", "4x256b", "128x128b", "32x128b.warpx4", "64x128b.warpx2::02_13"):
-        text = copy.replace("|S|", shape)
+        text = copied.replace("|S|", shape)
         cases[f"tcgen05.cp.{shape} into columns that nobody allocated"] = (text, "%r40", "%r30")
         cases[f"tcgen05.cp.{shape} into columns beyond its allocation"] = (text, "%r42", "%r30")
     at = "add.s32 %r40, %r30, 64; add.s32 %r41, %r30, 30; add.s32 %r42, %r30, 30;"

@@ -1,6 +1,23 @@
 """The rule `wgmma-fence`."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from cute_emulator.machine.events import WgmmaUnfenced
 from cute_emulator.rules.rule import Row, Rule
+
+
+def _look(checks: Any, event: WgmmaUnfenced) -> None:
+    if "wgmma" in checks.enabled:
+        checks.report.add(
+            "wgmma-fence",
+            f"no wgmma.fence before: the wgmma of line {checks.report.place(event.line)} of "
+            f"{event.warp} uses "
+            "registers that other instructions may access",
+            event.line,
+        )
+
 
 RULE = Rule(
     "wgmma-fence",
@@ -12,4 +29,5 @@ RULE = Rule(
             suite="wgmma.fence",
         ),
     ),
+    on={WgmmaUnfenced: _look},
 )
