@@ -6,6 +6,7 @@ from cuda.bindings import runtime
 
 from cute_emulator import Emulator, FindingsError
 from cute_emulator.host.script import one_device
+from cute_emulator.testing import emulator_command
 
 COPY = """
 .version 8.6
@@ -258,6 +259,33 @@ def run(hazard, mended, **options):
         torch.cuda.synchronize()
         hazard(x, y, z, side, mended)
     return emulator.report
+
+
+SCRIPT = f"""
+import sys, torch
+from cute_emulator import Emulator
+COPY = '''{COPY}'''
+def copy(out, source, stream):
+    handle = stream.cuda_stream
+    Emulator.current().launch(COPY, "copy", (1, 1, 1), (64, 1, 1), [out, source], stream=handle)
+x, y, z = (torch.ones(64, device="cuda") for _ in range(3))
+one, two = torch.cuda.Stream(), torch.cuda.Stream()
+torch.cuda.synchronize()
+copy(y, x, one)
+if "mended" in sys.argv:
+    two.wait_stream(one)
+copy(z, y, two)
+torch.cuda.synchronize()
+"""
+
+
+def test_check_finds_a_race_of_two_streams(tmp_path):
+    (tmp_path / "two.py").write_text(SCRIPT)
+    done = emulator_command("check", "--seeds", "0", tmp_path / "two.py")
+    assert done.returncode == 1 and "[race] no event, wait_stream, or release" in done.stdout, done.stderr
+    assert "launched by two.py" in done.stdout
+    done = emulator_command("check", "--seeds", "0", tmp_path / "two.py", "mended")
+    assert done.returncode == 0 and "all clean" in done.stdout
 
 
 @pytest.mark.parametrize(("kind", "hazard"), CASES, ids=lambda value: getattr(value, "__name__", value))
