@@ -1,16 +1,32 @@
-"""What mkdocs is told in addition to mkdocs.yml."""
+"""Pages of the site that are outside of this folder: the emulator's and the benchmarks'."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
-EMULATOR = Path(__file__).parents[1] / "emulator" / "docs"
+ROOT = Path(__file__).parents[1]
+EMULATOR = ROOT / "emulator" / "docs"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """The emulator's pages lie with the emulator; a symbolic link to them is lost where git has none."""
-    for page in sorted(EMULATOR.rglob("*.*")):
-        place = Path("emulator") / page.relative_to(EMULATOR)
-        files.append(File.generated(config, str(place), abs_src_path=str(page)))
+    """Adds the pages; a symbolic link to them is lost where git has none."""
+    places = {
+        Path("benchmarks.md"): BENCHMARKS / "README.md",
+        Path("results/scaling.png"): BENCHMARKS / "results" / "scaling.png",
+    }
+    places |= {Path("emulator") / page.relative_to(EMULATOR): page for page in EMULATOR.rglob("*.*")}
+    for place, page in sorted(places.items()):
+        files.append(File.generated(config, place.as_posix(), abs_src_path=str(page)))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Returns the page with links between documents and benchmarks as they are in the site."""
+    if page.file.src_uri == "benchmarks.md":
+        return markdown.replace("](../docs/", "](")
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(r"\]\((?:\.\./)+benchmarks/README\.md", f"]({up}benchmarks.md", markdown)

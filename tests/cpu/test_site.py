@@ -1,5 +1,6 @@
 """The documentation is a site: strict, with no broken link, and every public name in its reference."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,20 @@ def test_the_site_builds(tmp_path):
     names += cute_emulator.__all__
     for name in names:
         assert f"{name}</span>" in reference or f'.{name}"' in reference, name
+    assert dead_links(tmp_path) == []
+    assert "swap_ab" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+def dead_links(site):
+    """Returns (page, target) of links and pictures whose file is not in the site; mkdocs checks pages alone."""
+    return [
+        (page.relative_to(site).as_posix(), target)
+        for page in site.rglob("*.html")
+        for target in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text())
+        if not re.match(r"\w+:|/", target) and not (page.parent / target).exists()
+    ]
+
+
+def test_links_to_files_outside_the_site_are_noticed(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="a.html#x">here</a> <a href="../b.md#y">there</a>')
+    assert dead_links(tmp_path) == [("a.html", "../b.md")]
