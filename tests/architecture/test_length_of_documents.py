@@ -6,10 +6,10 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "benchmarks", "emulator/docs")
 
 GOAL = 35_000
-AT_MOST = 44_700
+AT_MOST = 43_300
 """Words today. Lower it with every page that becomes shorter, until it is the goal."""
 
-PAGE_AT_MOST = 4_700
+PAGE_AT_MOST = 4_600
 
 
 def words_of_pages() -> dict[str, int]:
