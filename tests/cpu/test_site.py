@@ -42,7 +42,7 @@ def test_the_site_builds(tmp_path):
 
 
 def dead_links(site):
-    """Returns (page, target) of links and pictures whose file is not in the site; mkdocs checks pages alone."""
+    """Returns (page, target) of links and pictures whose file is not in the site; mkdocs checks pages."""
     return [
         (page.relative_to(site).as_posix(), target)
         for page in site.rglob("*.html")
