@@ -147,9 +147,9 @@ class Scaled(NamedTuple):
         """Of the values."""
         return self.values.shape
 
-    def new_empty(self, *shape: int) -> Tensor:
-        """Room for products."""
-        return self.values.new_empty(*shape, dtype=self.out_dtype)
+    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Room for products; without `dtype` of `out_dtype`."""
+        return self.values.new_empty(*shape, dtype=dtype or self.out_dtype)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
         """All ranks' rows and their scales; `gather` does that to a matrix, of bytes or float32."""
