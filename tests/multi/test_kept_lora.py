@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from overlap_gemm.api.linears import whole_of
-from overlap_gemm.parallel import from_pretrained, full_state_dict
+from overlap_gemm.parallel import from_pretrained, full_state_dict, requantize
 from overlap_gemm.parallel.assignment import UnknownModuleError
 from overlap_gemm.parallel.kept_linears import KeptLinear
 from tests.support.adapters import ALL, config_of
@@ -173,6 +173,62 @@ def test_merging(ranks, tmp_path, monkeypatch, form):
 def test_merging_packed(ranks, tmp_path):
     make(tmp_path, "compressed-tensors FP8_DYNAMIC packed")
     ranks(2).run(merges, str(tmp_path), PACKED)
+
+
+def requantizes(rank, ranks, folder, targets, least):
+    """Merged and put back: the checkpoint's form again, near the merged model by the errors it says."""
+    with pytest.raises(ValueError, match="no linear that was kept in 8 bits before a merge"):
+        requantize(from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.bfloat16))
+    model = adapted(folder, ranks, targets, dtype=torch.bfloat16)
+    count = len(kept(model))
+    merged = model.merge_and_unload()
+    expected = full_state_dict(merged)
+    with torch.no_grad():
+        logits = merged(IDS).logits
+    errors = requantize(merged)
+    assert len(kept(merged)) == count and len(errors) >= least
+    assert all(0.01 < error < 0.05 for error in errors.values()), errors
+    with torch.no_grad():
+        assert apart(merged(IDS).logits, logits) < 0.15
+    path = f"{folder}/requantized"
+    merged.save_pretrained(path)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (ranks,))
+    again = from_pretrained(path, mesh, dtype=torch.bfloat16)
+    assert len(kept(again)) == count
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, merged(IDS).logits)
+    plain = full_state_dict(from_pretrained(path, mesh, dtype=torch.bfloat16, quantized="dequantize"))
+    for name, error in errors.items():
+        if name.rpartition(".")[2] in ("q", "k", "v", "gate", "up"):
+            continue
+        value = expected[f"{name}.weight"].float()
+        assert abs(apart(plain[f"{name}.weight"].float(), value) - error) < 2e-3, name
+
+
+REQUANTIZED = {
+    "fp8 by tensor, static": ALL,
+    "fp8 128x128 ue8m0": ALL,
+    "compressed-tensors FP8_DYNAMIC": ALL,
+    "compressed-tensors FP8 packed": PACKED,
+}
+
+
+@pytest.mark.parametrize("form", REQUANTIZED)
+def test_merged_weights_are_requantized(ranks, tmp_path, monkeypatch, form):
+    sizes_for(form, monkeypatch)
+    make(tmp_path, form)
+    ranks(2).run(requantizes, str(tmp_path), REQUANTIZED[form], 14)
+
+
+def test_adapters_of_k_and_v_that_every_rank_keeps_whole(ranks, tmp_path, monkeypatch):
+    """Their shards would be half a block each: trained, merged as dequantised ones are, and put back."""
+    for name, value in (("head_dim", 64), ("intermediate_size", 256), ("num_attention_heads", 4)):
+        monkeypatch.setitem(SIZES, name, value)
+    make(tmp_path, "fp8 128x128")
+    ranks(2).run(trains, str(tmp_path), ALL, True)
+    ranks(2).run(merges, str(tmp_path), ALL)
+    ranks(2).run(requantizes, str(tmp_path), ALL, 14)
 
 
 def files(rank, ranks, folder):

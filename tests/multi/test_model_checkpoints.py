@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap_gemm.parallel import exportable, full_state_dict, parallelize
+from overlap_gemm.parallel import exportable, full_state_dict, full_tensors, parallelize
 from tests.support.models import VOCABULARY, tiny
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}  # of 1, 2 and 3 ranks
@@ -148,3 +150,25 @@ def what_nobody_could_gather(rank, size):
 
 def test_what_nobody_could_gather(ranks):
     ranks(2).run(what_nobody_could_gather)
+
+
+def streams(rank, size, family):
+    """A rollout engine's weights: the unsharded model's names and values, one gathered tensor at a time."""
+    plain, sharded, _, _ = trained(size, family)
+    gathered = []
+    whole = DTensor.full_tensor
+    with mock.patch.object(DTensor, "full_tensor", lambda self: (gathered.append(1), whole(self))[1]):
+        tensors = full_tensors(sharded)
+        assert not gathered
+        name, _ = next(tensors)
+        assert name == "model.embed_tokens.weight" and len(gathered) == 1
+        rest = dict(tensors)
+    expected = plain.state_dict()
+    assert [name, *rest] == list(expected)
+    for name, value in rest.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "gemma3"])
+def test_weights_are_streamed(ranks, family):
+    ranks(2).run(streams, family)

@@ -265,6 +265,10 @@ NUMBERS = {
     "past": (past_the_hook(NORM, nn.Parameter(torch.ones(24).double())), r"norm' .*is a plain tensor"),
     "past-head": (past_the_hook(HEAD, nn.Parameter(torch.ones(97, 24))), "'lm_head' .*is a plain"),
     "head-forward": (setting("lm_head.forward", lambda x: x), r"'lm_head' .*its forward has been replaced"),
+    "weight-norm": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.o_proj),
+        r"self_attn.o_proj' .*weight_norm needs the norms of full rows",
+    ),
     "max-norm": (setting("model.embed_tokens.max_norm", 1.0), r"embed_tokens' .*max_norm, sparse"),
 }  # fmt: skip
 
@@ -275,7 +279,8 @@ def numbers(rank, size):
     for model, (who, (case, (change, words))) in zip(
         models, itertools.product((None, 1), NUMBERS.items()), strict=True
     ):
-        model(IDS)
+        if who is not None:  # what is done before the first forward pass is noticed, too
+            model(IDS)
         if who in (None, rank):
             change(model)
         # One rank's refusal is every rank's.
@@ -305,6 +310,23 @@ def numbers(rank, size):
     with pytest.raises(DisagreementError, match=r"parameter model\.norm\.weight, assigned since: rank"):
         model(IDS)
     model(IDS)
+
+
+def foreign_cache(rank, size):
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model = parallelize(tiny("llama", size), init_device_mesh("cpu", (size,)))
+    prefixed = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    words = r"past_key_values has \[2\] key/value heads, .* has 1: .* Prefix tuning is not carried"
+    with pytest.raises(ValueError, match=words):
+        prefixed(input_ids=IDS)
+    with torch.no_grad():  # the model's own cache, of a rank's heads
+        first = model(IDS[:, :3], use_cache=True)
+        model(IDS[:, 3:], past_key_values=first.past_key_values)
+
+
+def test_a_cache_of_all_heads_is_refused(ranks):
+    ranks(2).run(foreign_cache)
 
 
 def test_numbers_are_refused_by_name_on_every_rank(ranks):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.api.linears import whole_of
-from overlap_gemm.integrations import hugging_face
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.adapters import (
     ALL,
@@ -170,6 +169,8 @@ def through_transformers(rank, size, folder):
     from peft import get_peft_model
     from transformers.distributed import DistributedConfig
 
+    from overlap_gemm.integrations import hugging_face
+
     hugging_face.install()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     base = tiny("llama", size)
@@ -196,6 +197,7 @@ def through_transformers(rank, size, folder):
 
 
 def test_through_transformers(ranks, tmp_path):
+    pytest.importorskip("overlap_gemm.integrations.hugging_face", exc_type=ImportError)
     tiny("llama", 2).save_pretrained(tmp_path)
     assert min(ranks(2).run(through_transformers, str(tmp_path))) > 0
 

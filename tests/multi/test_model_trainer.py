@@ -21,12 +21,15 @@ def sharded(size, family="qwen3", **options):
 def plain_trainer(rank, size, folder, sequence_parallel):
     from transformers import AutoModelForCausalLM, Trainer
 
+    from overlap_gemm.integrations.trainer import SAVES_ON_EVERY_RANK, TensorParallelTrainer
+
+    kind = Trainer if SAVES_ON_EVERY_RANK else TensorParallelTrainer
     if size == 1:
         model = tiny("qwen3", 2, dtype=torch.float32)
         return trained(Trainer, model, folder), model.state_dict()
     model = sharded(size, sequence_parallel=sequence_parallel)
     before = full_state_dict(model)
-    found = trained(Trainer, model, folder), full_state_dict(model)
+    found = trained(kind, model, folder), full_state_dict(model)
     dist.barrier()
     again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name, value in found[1].items():

@@ -80,11 +80,8 @@ def runs(rank, size, text):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     # As a launcher says it; and what a snippet sets of torch's configuration goes with it.
-    # accelerate trains tensor-parallel models on several GPUs, and on CPUs only if it takes them for such.
-    several = property(lambda accelerator: accelerator.num_processes > 1)
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch("accelerate.Accelerator.multi_device", several),
         torch._inductor.config.patch(),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):

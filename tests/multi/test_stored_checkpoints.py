@@ -140,6 +140,50 @@ def test_blocks_are_kept_where_shards_end_on_their_borders(ranks, tmp_path, monk
     ranks(2).run(kept, str(tmp_path))
 
 
+def few_heads(rank, ranks, folder, width):
+    """Near the dequantised model; every rank has k and v whole, bit for bit; saved as it was."""
+    error = kept_model(rank, ranks, folder)
+    assert 0 < error < 0.2
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = from_pretrained(folder, mesh, dtype=torch.bfloat16, sequence_parallel=False)
+    stored = load_file(f"{folder}/model.safetensors")
+    for name in ("k_proj", "v_proj"):
+        linear = model.model.layers[1].self_attn.get_submodule(name)
+        own, whole = linear.weight.to_local(), stored[f"model.layers.1.self_attn.{name}.weight"]
+        assert torch.equal(own.view(torch.uint8), whole.view(torch.uint8))
+        assert len(linear.rows) == width
+    saved_as_it_was(model, folder, stored)
+
+
+def kept_model(rank, ranks, folder):
+    mesh = init_device_mesh("cpu", (ranks,))
+    kept, plain = (
+        from_pretrained(folder, mesh, dtype=torch.bfloat16, quantized=how) for how in ("keep", "dequantize")
+    )
+    with torch.no_grad():
+        found, expected = (model(IDS).logits.float() for model in (kept, plain))
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("form", "heads", "width", "world"),
+    [
+        ("fp8 128x128", 2, 64, 2),  # a rank's head is half a block
+        ("fp8 128x128", 2, 64, 4),  # and is shared by two ranks
+        ("fp8 128x128", 1, 128, 2),
+        ("fp8 by tensor", 1, 64, 2),
+        ("compressed-tensors FP8_DYNAMIC", 1, 64, 2),
+    ],
+)
+def test_k_and_v_of_few_heads_are_kept_whole(ranks, tmp_path, monkeypatch, form, heads, width, world):
+    monkeypatch.setitem(SIZES, "head_dim", width)
+    monkeypatch.setitem(SIZES, "intermediate_size", 128 * world)
+    monkeypatch.setitem(SIZES, "num_attention_heads", 2 * world)
+    monkeypatch.setitem(SIZES, "num_key_value_heads", heads)
+    make(tmp_path, form)
+    ranks(world).run(few_heads, str(tmp_path), width)
+
+
 def refused(rank, ranks, folder, words):
     with pytest.raises(QuantizedCheckpointError, match=words + ".*'dequantize'"):
         from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.bfloat16)

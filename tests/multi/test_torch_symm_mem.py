@@ -1,7 +1,11 @@
 """Our ops as torch's symm_mem ops: values and strides of torch's own, and under its async-TP pass."""
 
+import importlib
 import itertools
 import logging
+import os
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from overlap_gemm.integrations import torch_symm_mem
 
 OPS = torch.ops.symm_mem
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def same(found, expected):
@@ -267,3 +272,16 @@ def scaled_falls_back(rank, size):
 
 def test_a_scaled_result_is_torchs_business(ranks):
     ranks(2).run(scaled_falls_back)
+
+
+def test_sglang_loads_it_by_an_entry_point():
+    """As SGLang does in every worker; without its switch nothing is installed."""
+    group = r'\[project\.entry-points\."sglang\.srt\.plugins"\]'
+    given = re.search(group + r'\n\w+ = "(.+):(.+)"', PROJECT.read_text())
+    register = getattr(importlib.import_module(given[1]), given[2])
+    for switch, expected in (("0", False), ("1", True)):
+        with mock.patch.dict(os.environ, {"OVERLAP_GEMM_SGLANG": switch}):
+            register()
+            register()
+        assert torch_symm_mem.installed() is expected
+    torch_symm_mem.uninstall()

@@ -281,7 +281,9 @@ def _bound_groups_of_gloo(limit: timedelta) -> None:
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
 
-    def bounded(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def bounded(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_newer: Any
+    ) -> None:
         options = gloo._Options()
         interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
         options._devices = [gloo.create_device(interface=interface) for interface in interfaces]

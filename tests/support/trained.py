@@ -23,34 +23,35 @@ def samples():
 
 
 @contextlib.contextmanager
-def on_cpus():
-    """accelerate takes tensor parallelism on several GPUs, and refuses several CPUs; nothing else differs.
-
-    It reads a launcher's variables. Its state is a process's, and the next test begins anew.
-    """
-    from accelerate import Accelerator
+def launched():
+    """With a launcher's variables, which accelerate reads; its state is removed afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    several = property(lambda accelerator: accelerator.num_processes > 1)
-    launched = dict(zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), (rank, rank, size), strict=True))
-    launched = {name: str(value) for name, value in launched.items()}
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there already
+    names = dict(zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), (rank, rank, size), strict=True))
+    names = {name: str(value) for name, value in names.items()}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the process group is there already
     try:
-        with (
-            mock.patch.dict(os.environ, launched if size > 1 else {}),
-            mock.patch.object(Accelerator, "multi_device", several),
-        ):
+        with mock.patch.dict(os.environ, names if size > 1 else {}):
             yield
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
 
 
-def trained(kind, model, folder, resume=None, **settings):
-    from transformers import TrainingArguments
+@contextlib.contextmanager
+def on_cpus():
+    """The same, and accelerate takes tensor parallelism on CPUs."""
+    from overlap_gemm.integrations import trainer
 
-    with on_cpus():
+    with launched(), trainer.on_cpus():
+        yield
+
+
+def trained(kind, model, folder, resume=None, **settings):
+    from transformers import Trainer, TrainingArguments
+
+    with on_cpus() if kind is Trainer else launched():
         arguments = TrainingArguments(folder, **{**SETTINGS, **settings})
         trainer = kind(model, arguments, train_dataset=samples())
         trainer.train(resume_from_checkpoint=resume)

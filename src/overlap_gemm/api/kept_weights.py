@@ -43,11 +43,15 @@ class Stored:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight, `[N, K]`, multiplied in float32."""
+        return (self.values.float() * self.spread_scale()).to(dtype)
+
+    def spread_scale(self) -> Tensor:
+        """Returns the scales of blocks, repeated for each element of `values`; others as they are."""
         scale, (rows, columns) = self.scale, self.values.shape
         if self.block is not None:
             scale = scale.repeat_interleave(self.block, 0)[:rows]
             scale = scale.repeat_interleave(self.block, 1)[:, :columns]
-        return (self.values.float() * scale).to(dtype)
+        return scale
 
     def operand(self) -> Quantized:
         """Returns the weight as the ops take it, with the block of `block`."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, RowwiseParallel
+from transformers import __version__ as transformers_version
 
 from ..backends.base import BackendName
 from ..backends.select import check_name
@@ -25,6 +25,22 @@ from ..parallel.styles import (
     OverlapRowwiseParallel,
     RowwiseForward,
 )
+
+try:
+    from transformers.distributed.tensor_parallel import (
+        ALL_PARALLEL_STYLES,
+        ColwiseParallel,
+        RowwiseParallel,
+    )
+
+    is_new_enough = hasattr(ColwiseParallel, "install_forward")
+except ImportError:
+    is_new_enough = False
+if not is_new_enough:
+    raise ImportError(
+        f"overlap_gemm.integrations.hugging_face needs transformers >= 5.17, whose styles install forwards, "
+        f"got {transformers_version}; overlap_gemm.parallel.parallelize takes >= 5.10"
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -9,23 +9,46 @@ whole weights: any number of ranks goes on from it.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from packaging.version import Version
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import Trainer
+from transformers import Trainer, __version__
 
 from ..parallel.optimizers import check_class, check_optimizer
 from ..parallel.places import placed
 from ..parallel.stacks import as_unsharded
+from ..parallel.state import full_state_dict
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 OPTIMIZER = "optimizer_shards"
 """The distributed checkpoint's folder in a Trainer's."""
 SCHEDULER = "scheduler.pt"
+SAVES_ON_EVERY_RANK = Version(__version__) >= Version("5.19")
+"""Whether transformers' own Trainer calls `save_pretrained` on every rank, since it gathers."""
+
+
+@contextmanager
+def on_cpus() -> Iterator[None]:
+    """Within the block accelerate accepts tensor parallelism between processes on CPUs.
+
+    accelerate refuses it by the kind of device; nothing else differs. `TensorParallelTrainer` does this by
+    itself where a model is on CPUs. Another Trainer, or an `Accelerator`, is made within the block.
+    """
+    from accelerate import Accelerator
+
+    original = Accelerator.multi_device
+    Accelerator.multi_device = property(lambda accelerator: accelerator.num_processes > 1)
+    try:
+        yield
+    finally:
+        Accelerator.multi_device = original
 
 
 class ShardedCheckpoints(_Base):
@@ -40,7 +63,9 @@ class ShardedCheckpoints(_Base):
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         with as_unsharded(model) as is_sharded:
-            super().__init__(model, *args, **kwargs)
+            is_on_cpus = is_sharded and model.device.type == "cpu"
+            with on_cpus() if is_on_cpus else nullcontext():
+                super().__init__(model, *args, **kwargs)
         self.is_distributed_loading_by_transformers = is_sharded
         if is_sharded:
             self._check()
@@ -58,6 +83,15 @@ class ShardedCheckpoints(_Base):
                 self.args, self.model
             )
             check_class(kind, [settings])
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves full weights, or the adapter. Collective."""
+        if SAVES_ON_EVERY_RANK or not self.is_distributed_loading_by_transformers:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = full_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Called by Trainer on every rank."""

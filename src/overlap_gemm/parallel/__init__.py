@@ -9,11 +9,12 @@ unchanged.
 
 from . import replacements  # noqa: F401 - registers its hook with torch
 from .export import exportable
+from .kept_linears import requantize
 from .loading import from_pretrained, materialize
 from .model import parallelize
 from .optimizers import full_norm
 from .places import sees_shards
-from .state import full_state_dict
+from .state import full_state_dict, full_tensors
 from .stored import QuantizedCheckpointError
 from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
@@ -26,7 +27,9 @@ __all__ = [
     "from_pretrained",
     "full_norm",
     "full_state_dict",
+    "full_tensors",
     "materialize",
     "parallelize",
+    "requantize",
     "sees_shards",
 ]

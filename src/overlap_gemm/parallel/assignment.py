@@ -148,9 +148,16 @@ def unsupported_setting(role: Role | None, module: Any) -> str | None:
     elif role == "mixture":
         if noise := getattr(module, "jitter_noise", 0):
             return f"jitter_noise={noise} would need the same random numbers on each rank"
+    elif any(type(one).__name__ == "_WeightNorm" for one in _parametrizations(module)):
+        return "weight_norm needs the norms of full rows, and torch has no gradient of it on DTensors"
     elif isinstance(module, nn.Dropout) and module.p:
         return f"dropout p={module.p} would need its own random numbers on each rank"
     return None
+
+
+def _parametrizations(module: nn.Module) -> list[nn.Module]:
+    lists = getattr(module, "parametrizations", {})
+    return [one for name in lists for one in lists[name]]
 
 
 def _path(name: str) -> str:

@@ -30,13 +30,19 @@ def placements(experts: Any) -> dict[str, Placement]:
 def set_apart(experts: Any) -> None:
     """Gives gates and ups a dimension of their own."""
     dim, old = features_dim(experts), experts.gate_up_proj
+    if old.ndim > len(expert_shapes(experts)[PAIRED]):  # assigned since, and set apart then
+        return
     if isinstance(old, DTensor):
         whole = torch.Size(expert_shapes(experts)[PAIRED])
         apart = torch.Size((*whole[:dim], 2, whole[dim] // 2, *whole[dim + 1 :]))
         _replace(experts, old.to_local().unflatten(dim, (2, -1)), Shard(dim + 1), apart)
     else:
-        apart = old.detach().unflatten(dim, (2, -1))
-        experts.gate_up_proj = nn.Parameter(apart, requires_grad=old.requires_grad)
+        experts.gate_up_proj = nn.Parameter(gates_and_ups(experts, old), requires_grad=old.requires_grad)
+
+
+def gates_and_ups(experts: Any, paired: Tensor) -> Tensor:
+    """Returns the unsharded model's `gate_up_proj` with gates and ups as a dimension of their own."""
+    return paired.detach().unflatten(features_dim(experts), (2, -1))
 
 
 def put_together(experts: Any) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..dispatch.moves import for_each_rank, sum_over_ranks
 from ..runtime.group import group_name, group_rank, group_size
+from .kept_linears import KeptLinear
 from .layouts import local
 from .styles import ColwiseForward, OverlapColwiseParallel
 
@@ -30,19 +31,25 @@ class SharedHeadForward(ColwiseForward):
         super().__init__(module, mesh, style)
         self.heads, self.group = heads, group_name(mesh)
 
-    def operands(self) -> tuple[Tensor, Tensor | None, int]:
+    def operands(self) -> tuple[Any, Tensor | None, int]:
         """The head's rows of weight and bias, and the columns of all ranks' together."""
-        module, ranks = self.module, group_size(self.group)
-        width = module.out_features // self.heads
-        start = group_rank(self.group) // (ranks // self.heads) * width
+        module, rows = self.module, self.rows()
 
         def own(parameter: Tensor) -> Tensor:
             if isinstance(parameter, DTensor):
                 parameter = for_each_rank(parameter.to_local(), self.group)
-            return parameter.narrow(0, start, width)
+            return parameter[rows.start : rows.stop]
 
         bias = None if module.bias is None else own(module.bias)
-        return own(self.source.weight), bias, width * ranks
+        kept = isinstance(self.source, KeptLinear)
+        weight = self.source.stored(Replicate()) if kept else own(self.source.weight)
+        return weight, bias, len(rows) * group_size(self.group)
+
+    def rows(self) -> range:
+        """Rows of the weight that are this rank's head."""
+        width, ranks = self.module.out_features // self.heads, group_size(self.group)
+        start = group_rank(self.group) // (ranks // self.heads) * width
+        return range(start, start + width)
 
 
 class SpreadNormForward:

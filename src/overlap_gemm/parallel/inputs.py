@@ -56,11 +56,17 @@ def in_loss_parallel() -> bool:
 class SameInputs:
     """Pre-forward hook of a decoder: raises on every rank unless all have the same inputs.
 
-    On CPUs it also raises on every rank what `Watch` or `WatchParameters` refuses on any of them.
+    On CPUs it also raises on every rank what `Watch` or `WatchParameters` refuses on any of them. A cache
+    that the model has not made itself (prefix tuning's) has all heads, and is refused.
+
+    Args:
+        sharding: Of the model.
+        labels: Inputs that the decoder does not see.
+        heads: Key/value heads of a rank.
     """
 
-    def __init__(self, sharding: Sharding, labels: Labels):
-        self.sharding, self.labels = sharding, labels
+    def __init__(self, sharding: Sharding, labels: Labels, heads: int):
+        self.sharding, self.labels, self.heads = sharding, labels, heads
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by torch before the decoder."""
@@ -68,12 +74,23 @@ class SameInputs:
         if not torch.compiler.is_compiling():
             named |= self.labels.fetch()
         sharding = self.sharding
+        if not torch.compiler.is_compiling():
+            self._look_at_cache(named.get("past_key_values"))
         refusal, sharding.refusal = sharding.refusal, None
         named |= {f"the parameter {name}, assigned since": digest for name, digest in sharding.assigned}
         sharding.assigned.clear()
         same_inputs(sharding.group, "forward", named, sharding.replicated_dropout, refusal)
         if refusal is not None:
             raise refusal
+
+    def _look_at_cache(self, cache: Any) -> None:
+        keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+        given = {part.shape[1] for part in keys if isinstance(part, Tensor) and part.ndim == 4}
+        if given - {self.heads}:
+            self.sharding.refusal = self.sharding.refusal or ValueError(
+                f"forward: past_key_values has {sorted(given)} key/value heads, but a rank of this model has "
+                f"{self.heads}: caches are made by the model's own forward pass. Prefix tuning is not carried"
+            )
 
 
 def same_inputs(

@@ -67,9 +67,18 @@ def local(parameter: Tensor, layout: Placement) -> Tensor:
     Args:
         parameter: Of a module; what a parametrization makes of it may lie in any way.
         layout: How it shall lie.
+
+    Raises:
+        RuntimeError: FSDP has sharded it, too, and has not gathered it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
+    if parameter.device_mesh.ndim > 1:
+        raise RuntimeError(
+            f"a parameter of {list(parameter.shape)} is sharded by FSDP, too: its module is called outside "
+            f"of the forward pass of the model that fully_shard has wrapped (as prompt tuning calls the "
+            f"embedding). fully_shard that module by itself, or call the model"
+        )
     if parameter.placements != (layout,):
         parameter = parameter.redistribute(placements=(layout,))
     return parameter.to_local()

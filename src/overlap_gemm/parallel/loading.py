@@ -1,10 +1,13 @@
 """Models that are larger than a device: made without memory, cut, and only then filled.
 
-transformers' own loader does the reading: it makes the model on the meta device, lets the model's class
-distribute it, and then reads of every tensor in the safetensors files the slice that a DTensor parameter has
-on this rank. So `from_pretrained` lends it a class that distributes with `parallelize`. What comes with the
-loader (the hub, renamed and merged checkpoints, dtypes, generation settings, reports of missing keys) is
-transformers', and so it is for the next release's families.
+transformers' own loader does the reading: it makes the model on the meta device, and then reads of every
+tensor in the safetensors files the slice that a DTensor parameter has on this rank. So `from_pretrained`
+lends it a class that is parallelized before the loader reads. What comes with the loader (the hub, renamed
+and merged checkpoints, dtypes, generation settings, reports of missing keys) is transformers', and so it is
+for the next release's families.
+
+Loaders before 5.14 assign full tensors. They are given slices that read as DTensors; experts, which they
+rename and merge, they read whole, and the model cuts them as they are assigned.
 """
 
 from collections.abc import Iterator
@@ -17,13 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..api.float8 import Float8
 from ..backends.base import BackendName
+from .assignment import PAIRED
 from .experts import put_together, set_apart
 from .initialization import DONE
 from .layouts import lying_as
 from .model import Logits, Model, parallelize
+from .parameters import remember
 from .state import StoredAs, kept_linears, mixed_experts, packed_linears, save_pretrained
 from .stored import Checkpoint, Quantized, Whole, form_of, keep
 
@@ -61,7 +67,6 @@ def from_pretrained(
         ValueError: An argument that says where the weights go: the mesh does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     if wrong := {"device_map", "distributed_config", "tp_plan", "tp_size"} & loading.keys():
         raise ValueError(f"{sorted(wrong)}: from_pretrained places weights by its mesh, and by nothing else")
@@ -76,13 +81,12 @@ def from_pretrained(
         config, quantization = copy(config), config.quantization_config
         del config.quantization_config
 
-    def distribute(model: nn.Module, *_: Any) -> nn.Module:
+    def distribute(model: nn.Module) -> None:
         model.tie_weights()  # transformers does when they are loaded, and parallelize must know
         how: dict[str, Any] = {"logits": logits, "backend": backend, "float8": float8}
         parallelize(model, mesh, sequence_parallel=sequence_parallel, **how)
         for _name, experts in mixed_experts(model):
             put_together(experts)
-        return model
 
     # Named and placed as the original: transformers looks conversions of checkpoints up by these names.
     lent: Any = type(
@@ -90,8 +94,7 @@ def from_pretrained(
         (_ReadsPacked, original),
         {
             "__module__": original.__module__,
-            "prepare_distribute_model": staticmethod(lambda config, device_map: (config, device_map, None)),
-            "maybe_distribute_model": staticmethod(distribute),
+            "_distribute": staticmethod(distribute),
             "_stored": (form, quantized),
         },
     )
@@ -99,7 +102,6 @@ def from_pretrained(
         name,
         config=config,
         device_map={"": _device_of(mesh)},
-        distributed_config=DistributedConfig(tp_size=1),
         **{"use_safetensors": True, **loading},
     )
     model.__class__ = original
@@ -110,6 +112,7 @@ def from_pretrained(
         model.save_pretrained = partial(save_pretrained, model, stored=stored)
     for _, experts in mixed_experts(model):
         set_apart(experts)
+    remember(model)
     return model
 
 
@@ -159,6 +162,7 @@ def materialize(model: Model) -> Model:
     model.initialize_weights()
     for each in (*made.values(), *opened):
         setattr(each, DONE, False)
+    remember(model)
     return model
 
 
@@ -177,7 +181,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class _ReadsPacked:
-    """A model class that finds the parts of a `PackedLinear` in its checkpoint's one tensor."""
+    """A model class, cut before it is read; parts of a `PackedLinear` are found in one tensor."""
 
     @staticmethod
     def _load_pretrained_model(
@@ -186,14 +190,72 @@ class _ReadsPacked:
         """Transformers' own, which reads what it is given slice by slice."""
         original: Any = type(model).__mro__[2]
         form, quantized = type(model)._stored
+        type(model)._distribute(model)
         with ExitStack() as opened:
-            if state_dict is None and (form is not None or any(packed_linears(model))):
+            if state_dict is None and (
+                form is not None or any(packed_linears(model)) or not _loader_reads_slices()
+            ):
                 from safetensors import safe_open
 
                 files = [opened.enter_context(safe_open(path, framework="pt")) for path in checkpoint_files]
                 whole = _whole(files) if form is None else _stored(model, Checkpoint(files, form), quantized)
                 state_dict = dict(_in_parts(model, whole))
+                if not _loader_reads_slices():
+                    state_dict = _as_dtensors(model, state_dict)
             return original._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
+
+
+def _loader_reads_slices() -> bool:
+    """Returns whether transformers' loader reads of a tensor what a DTensor has on this rank (since 5.14)."""
+    from transformers import core_model_loading
+
+    return hasattr(core_model_loading, "DtensorShardOperation")
+
+
+def _as_dtensors(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same; tensors that are parameters of the model under their own name read as DTensors."""
+    prefix = getattr(model, "base_model_prefix", "")
+    own = dict(model.named_parameters(remove_duplicate=False))
+
+    def one(key: str, tensor: Any) -> Any:
+        parameter = own.get(key, own.get(f"{prefix}.{key}"))
+        is_read_here = isinstance(parameter, DTensor) and not key.endswith(PAIRED)
+        return _ReadAsDTensor(tensor, parameter) if is_read_here else tensor
+
+    return {key: one(key, tensor) for key, tensor in tensors.items()}
+
+
+class _ReadAsDTensor:
+    """An unread tensor, with what transformers' loader asks of a safetensors slice; read, it is a DTensor.
+
+    Args:
+        whole: The unread tensor.
+        like: The parameter that it will be.
+    """
+
+    def __init__(self, whole: Any, like: DTensor):
+        self.whole, self.like = whole, like
+
+    def get_shape(self) -> list[int]:
+        """As safetensors says it."""
+        shape: list[int] = self.whole.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        """As safetensors says it."""
+        dtype: str = self.whole.get_dtype()
+        return dtype
+
+    def __getitem__(self, _: Any) -> Tensor:
+        """This rank's slice. A tensor of another shape is read whole, for the loader to report."""
+        if self.get_shape() != list(self.like.shape):
+            tensor: Tensor = self.whole[...]
+            return tensor
+        shape, offsets = compute_local_shape_and_global_offset(
+            self.like.shape, self.like.device_mesh, self.like.placements
+        )
+        index = tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
+        return lying_as(self.like, self.whole[index])
 
 
 def _whole(files: list[Any]) -> Iterator[tuple[str, Any]]:

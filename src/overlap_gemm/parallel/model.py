@@ -20,7 +20,7 @@ from .heads import SharedHeadForward, SpreadNormForward
 from .initialization import initialize_in_shards
 from .inputs import Labels, SameInputs
 from .layouts import Rows, check_mesh, cut
-from .parameters import WatchParameters
+from .parameters import WatchParameters, remember
 from .parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -132,6 +132,7 @@ def parallelize(
     if hasattr(model, "generate"):
         model.generate = partial(generate, model, sharding.group)
         model._get_stopping_criteria = partial(stopping_criteria, model, sharding.group)
+    remember(model)
     initialize_in_shards(model, sharding)
     model.save_pretrained = partial(save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
@@ -168,9 +169,12 @@ class _Builder:
         """Makes `module` what `role` says; modules come in the model's order, parents first."""
         match role:
             case "decoder":
+                heads = max(kv_heads(self.config) // self.mesh.size(), 1)
                 module.register_forward_pre_hook(Watch(self.sharding))
                 module.register_forward_pre_hook(WatchParameters(self.sharding))
-                module.register_forward_pre_hook(SameInputs(self.sharding, self.labels), with_kwargs=True)
+                module.register_forward_pre_hook(
+                    SameInputs(self.sharding, self.labels, heads), with_kwargs=True
+                )
                 records = ["output_attentions"] + ["output_hidden_states"] * self.sequence_parallel
                 module.register_forward_pre_hook(RefuseRecords(self.config, records), with_kwargs=True)
                 if self.sequence_parallel:

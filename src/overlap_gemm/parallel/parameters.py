@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .assignment import Role, unknown
+from .assignment import PAIRED, Role, unknown
+from .experts import gates_and_ups
 from .inputs import digest_of
 from .kept_linears import KeptLinear
 from .places import Place, place_of, placed, refuse
@@ -48,7 +49,10 @@ def _registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Par
             return None
         raise unknown(place.name, module, f"it has no parameter {name!r} to assign")
     placement, shape = layout
-    if parameter.shape != shape:
+    full_tensor = parameter.detach()
+    if place.role == "experts" and name == PAIRED and full_tensor.ndim < len(shape):
+        full_tensor = gates_and_ups(module, full_tensor)
+    if full_tensor.shape != shape:
         full, given = list(shape), list(parameter.shape)
         raise unknown(place.name, module, f"its {name} is {full}, of all ranks together, got {given}")
     if name == "weight" and sharding.are_tied and place.role in ("embedding", "head"):
@@ -62,9 +66,11 @@ def _registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Par
     if name not in place.layouts:
         place.layouts[name] = layout
         sharding.changes += 1
-    own = distribute_tensor(parameter.detach(), sharding.mesh, [placement], src_data_rank=None)
+    own = distribute_tensor(full_tensor, sharding.mesh, [placement], src_data_rank=None)
     sharding.assigned.append((f"{place.name}.{name}", _summary(parameter)))
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    new = nn.Parameter(own, requires_grad=parameter.requires_grad)
+    vars(new).update(vars(parameter))  # marks, such as transformers' that it needs no initialization
+    return new
 
 
 def _is_shard(parameter: Any) -> bool:
@@ -154,6 +160,14 @@ class WatchParameters:
             refuse(module, place, f"its {name} is a plain tensor that is not cut, put there past the module")
             return
         self.known[i], self.storages[i], self.locals[i] = parameter, storage, own
+
+
+def remember(model: nn.Module) -> None:
+    """Takes a model's parameters as they are now for those with which later ones are compared."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WatchParameters):
+                hook(module, ())
 
 
 def _storage(parameter: Any) -> int:

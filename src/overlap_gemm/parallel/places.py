@@ -115,6 +115,14 @@ def give_places(module: nn.Module, roles: dict[str, Role], sharding: Sharding, n
             give_places(child, roles, sharding, f"{name}.{key}" if name else key)
 
 
+def set_layout(module: nn.Module, name: str, tensor: DTensor) -> None:
+    """Gives a module of a parallelized model a frozen parameter, and its place that parameter's layout."""
+    module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    place = place_of(module)
+    if place is not None and name in place.layouts:
+        place.layouts[name] = tensor.placements[-1], tensor.shape
+
+
 def layouts_of(module: nn.Module) -> dict[str, tuple[Placement, torch.Size]]:
     """Returns placement and full shape of each DTensor parameter of a module itself."""
     own = module.named_parameters(recurse=False)
@@ -227,7 +235,8 @@ def placed(model: nn.Module, without: nn.Module | None) -> Iterator[tuple[nn.Mod
 
 
 def _has_settings(module: nn.Module, place: Place) -> bool:
-    return place.role in ("embedding", "mixture") or isinstance(module, nn.Dropout) and place.forward is None
+    is_dropout = isinstance(module, nn.Dropout) and place.forward is None
+    return place.role in ("embedding", "mixture") or is_dropout or hasattr(module, "parametrizations")
 
 
 def refuse(module: nn.Module, place: Place, why: str) -> None:

@@ -23,6 +23,8 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     model = getattr(child, "model", child)
     if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
         parent.save_pretrained = functools.partial(save_adapters, parent)
+    if place is not None and name == "parametrizations":  # looked at before the next forward pass
+        place.sharding.changes += 1
     if place is not None and name in place.children:
         place.sharding.changes += 1
         path = f"{place.name}.{name}" if place.name else name

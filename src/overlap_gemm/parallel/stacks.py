@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +14,9 @@ SHARDED_BEFORE = "_is_distributed_loading_by_transformers"
 def describe(model: Any, mesh: DeviceMesh) -> None:
     """Says in transformers' own terms that `model` is tensor-parallel over `mesh`.
 
-    transformers >= 5.23: its Trainer then gives all ranks of the mesh the same batches, wraps the model in
-    nothing, divides what it sums over processes, and calls `save_pretrained` on every rank; accelerate takes
-    `ParallelismConfig(tp_size=)` for true; `generate` makes static caches of the rank's heads; peft gathers
-    what it saves.
+    transformers' Trainer then gives all ranks of the mesh the same batches, wraps the model in nothing,
+    divides what it sums over processes, and calls `save_pretrained` on every rank; accelerate takes
+    `ParallelismConfig(tp_size=)` for true; `generate` makes static caches of the rank's heads.
 
     `_device_mesh` stays None: peft would cut adapters by transformers' plan, which is not ours.
     """
@@ -28,7 +28,8 @@ def describe(model: Any, mesh: DeviceMesh) -> None:
     model._tp_size = mesh.size()
     setattr(model, SHARDED_BEFORE, True)
     # One data-parallel rank: accelerate refuses a world with more, until somebody says who sums gradients.
-    model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
+    if "tp_size" in {field.name for field in fields(DistributedConfig)}:  # transformers >= 5.13
+        model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
 
 
 @contextmanager

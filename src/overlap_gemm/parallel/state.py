@@ -46,6 +46,25 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: Somebody has put local tensors in the place of the DTensors, and nobody knows the rest.
     """
+    return dict(full_tensors(model))
+
+
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The entries of `full_state_dict`, one after the other, each gathered when it is asked for. Collective.
+
+    For a rollout engine that shares the trainer's GPUs: a rank holds one full tensor at a time beside its
+    shards. vLLM's `model.load_weights` takes the iterator as it is.
+
+    Args:
+        model: What `parallelize` returned, in peft's model or not. An adapter's tensors keep their names;
+            merge it (`merge_adapter`) for an engine that has no adapters.
+
+    Yields:
+        Name and tensor; every rank iterates to the end.
+
+    Raises:
+        ValueError: As `full_state_dict`.
+    """
     for name, module in model.named_modules():
         is_ours = isinstance(vars(module).get("forward"), FORWARDS)
         if is_ours and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -53,19 +72,23 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 f"the parameters of {name!r} are no DTensors any more: DistributedDataParallel or exportable "
                 f"has made local tensors of them, which are one rank's"
             )
-    state = {
-        name: _whole(value) if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
+    state = model.state_dict()
+    paired = {f"{name}.{PAIRED}": features_dim(experts) for name, experts in mixed_experts(model)}
+    parts_of = {
+        f"{name}.{part}.{key}": (f"{name}.{key}", [f"{name}.{other}.{key}" for other in packed.sizes])
+        for name, packed in packed_linears(model)
+        for part in packed.sizes
+        for key in ("weight", *SCALES)
     }
-    for name, packed in packed_linears(model):
-        for key in ("weight", *SCALES):
-            parts = [state.pop(f"{name}.{part}.{key}", None) for part in packed.sizes]
-            if parts[0] is not None:
-                state[f"{name}.{key}"] = torch.cat(parts) if len(parts[0]) > 1 else parts[0]
-    for name, experts in mixed_experts(model):
-        dim = features_dim(experts)
-        state[f"{name}.{PAIRED}"] = state[f"{name}.{PAIRED}"].flatten(dim, dim + 1)
-    return state
+    for name in state:
+        packed_name, parts = parts_of.get(name, (name, [name]))
+        if name != parts[0]:
+            continue
+        tensors = [_whole(part) if isinstance(part, DTensor) else part for part in map(state.get, parts)]
+        if name in paired:
+            yield name, tensors[0].flatten(paired[name], paired[name] + 1)
+        else:
+            yield packed_name, torch.cat(tensors) if len(tensors) > 1 and len(tensors[0]) > 1 else tensors[0]
 
 
 def _whole(value: DTensor) -> Tensor:
@@ -106,15 +129,17 @@ def save_pretrained(model: Any, *args: Any, stored: "StoredAs | None" = None, **
     kwargs.setdefault("is_main_process", dist.get_rank() == 0)
     if stored is not None and is_kept:
         model.config.quantization_config = stored.quantization_config
+    ranks, model._tp_size = model._tp_size, None  # transformers before 5.15 would gather what is whole
     try:
         type(model).save_pretrained(model, *args, **kwargs)
     finally:
+        model._tp_size = ranks
         if is_kept:
             del model.config.quantization_config
 
 
 def save_adapters(holder: Any, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of a `PeftModel`, which gathers on every rank all that it is given, then picks.
+    """`save_pretrained` of a `PeftModel`, which is given full tensors. Collective.
 
     Args:
         holder: peft's model around a parallelized model.
@@ -125,7 +150,11 @@ def save_adapters(holder: Any, *args: Any, **kwargs: Any) -> None:
     state = holder.state_dict() if state is None else state
     places = [(name, place_of(module)) for name, module in holder.named_modules()]
     bases = tuple(f"{name}." for name, place in places if place is not None and place.role in NEVER_SAVED)
-    wanted = {key: value for key, value in state.items() if not key.startswith(bases) or key.endswith("bias")}
+    wanted = {
+        key: _whole(value) if isinstance(value, DTensor) else value
+        for key, value in state.items()
+        if not key.startswith(bases) or key.endswith("bias")
+    }
     type(holder).save_pretrained(holder, *args, state_dict=wanted, **kwargs)
 
 

@@ -23,6 +23,7 @@ from ..spec.sharding import Shards
 from .heads import SharedHeadForward
 from .kept_linears import KeptLinear
 from .layouts import lying_as
+from .places import place_of, set_layout
 from .styles import ColwiseForward, RowwiseForward
 
 Quantized: TypeAlias = Literal["keep", "dequantize"]
@@ -258,6 +259,10 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
             f"{name!r} ({form}) cannot be kept in 8 bits: {why}. from_pretrained(..., "
             f"quantized='dequantize') makes the model's dtype of it"
         )
+    rows = _replicated_rows(module, form)
+    if rows is not None and module.weight.placements != (Replicate(),):
+        full = torch.empty(module.weight.shape, dtype=module.weight.dtype, device="meta")
+        set_layout(module, "weight", distribute_tensor(full, module.weight.device_mesh, [Replicate()]))
     weight, scale = module.weight, checkpoint.scale(source)
     shape, (placement,) = (1, 1), weight.placements
     if scale.numel() > 1:
@@ -265,10 +270,11 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
     if placement != Shard(0) and form.block is None or scale.numel() == 1:
         placement = Replicate()
     module.__class__ = KeptLinear
+    module.rows = rows
     module.block = None if form.block is None else form.block[1]
     module.compute_dtype = weight.dtype
     module.files = checkpoint.files(source)
-    module.weight = _frozen(lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
+    set_layout(module, "weight", lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
     for own, extents, layout in (("weight_scale", shape, placement), ("input_scale", (1, 1), Replicate())):
         parameter = None
         if own in module.files:
@@ -277,18 +283,77 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
         module.register_parameter(own, parameter)
 
 
+SHARED = (".k_proj", ".v_proj")
+"""Linears of few rows, which every rank may keep whole."""
+
+
 def _why_not_kept(module: Any, form: Form) -> str | None:
     forward = vars(module).get("forward")
     if form.block is not None and (1, *form.block) not in PROMOTED:
         known = " and ".join(f"{rows} x {columns}" for _, rows, columns in PROMOTED)
         return f"of blocks the ops take those of {known}"
-    if isinstance(forward, SharedHeadForward) or not isinstance(forward, (ColwiseForward, RowwiseForward)):
+    if not isinstance(forward, (ColwiseForward, RowwiseForward)):
         return "it is no linear that is cut by rows or columns"
+    if form.block is None or _replicated_rows(module, form) is not None:
+        return None
     by_depth = isinstance(forward, RowwiseForward)
-    cut = Shards.even(module.in_features if by_depth else module.out_features, forward.mesh.size())
-    if form.block is not None and len(cut.sizes) > 1 and cut.chunk % (block := form.block[by_depth]):
-        return f"its shards, {cut.sizes}, do not end on borders of blocks of {block}"
-    return None
+    extent, block = module.in_features if by_depth else module.out_features, form.block[by_depth]
+    ranks = forward.mesh.size()
+    if _ends_on_borders(extent, block, ranks):
+        return None
+    most = max(p for p in range(1, ranks) if _ends_on_borders(extent, block, p))
+    sizes = Shards.even(extent, ranks).sizes
+    return f"its shards, {sizes}, do not end on borders of blocks of {block}; at P={most} they do"
+
+
+def keeps_blocks(sizes: tuple[int, int, int, int], block: int, ranks: int) -> bool:
+    """Returns whether a decoder's linears can be kept in square blocks on so many ranks.
+
+    Args:
+        sizes: Query heads, width of a head, key/value heads, features of the MLP.
+        block: Rows and columns that share a scale.
+        ranks: P.
+    """
+    heads, width, kv_heads, features = sizes
+    if heads % ranks or kv_heads % ranks and ranks % kv_heads:
+        return False
+    if not all(_ends_on_borders(extent, block, ranks) for extent in (heads * width, features)):
+        return False
+    own = width * max(kv_heads // ranks, 1)
+    starts = range(0, kv_heads * width, own)
+    return all(_has_one_start(range(start, start + own), block) for start in starts)
+
+
+def _ends_on_borders(extent: int, block: int, ranks: int) -> bool:
+    cut = Shards.even(extent, ranks)
+    return len(cut.sizes) == 1 or cut.chunk % block == 0
+
+
+def _replicated_rows(module: Any, form: Form) -> range | None:
+    """Rows that this rank multiplies of a weight that every rank keeps whole; None: the weight is sharded.
+
+    Of k and v each shard may lie within one block, whose scale is then all its rows'.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, SharedHeadForward):
+        rows = forward.rows()
+        return rows if form.block is None or _has_one_start(rows, form.block[0]) else None
+    place = place_of(module)
+    if form.block is None or place is None or not place.name.endswith(SHARED):
+        return None
+    ranks, block = forward.mesh.size(), form.block[0]
+    if _ends_on_borders(module.out_features, block, ranks) or module.out_features % ranks:
+        return None
+    size = module.out_features // ranks
+    shards = [range(start, start + size) for start in range(0, module.out_features, size)]
+    if not all(_has_one_start(rows, block) for rows in shards):
+        return None
+    return shards[forward.mesh.get_local_rank()]
+
+
+def _has_one_start(rows: range, block: int) -> bool:
+    """Whether blocks begin where rows do, or all rows are within one block."""
+    return rows.start % block == 0 or rows.start // block == (rows.stop - 1) // block
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,0 +1,396 @@
+"""Compositions of what users do to a model, one thing after the other, drawn by a seeded generator.
+
+    OVERLAP_GEMM_DRAWS=120 OVERLAP_GEMM_DRAW_SEED=7 pytest tests/multi/test_drawn_compositions.py
+
+Each step is taken on the unsharded model and on the sharded one. Where both take it, numbers are compared;
+where the unsharded model refuses it, nothing is wanted. Where the sharded model alone refuses, the refusal is
+raised by this package, on every rank alike, and the model is as it was before.
+"""
+
+import copy
+import io
+import os
+import random
+import traceback
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from overlap_gemm.parallel import full_state_dict, parallelize
+from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
+from tests.support.surgery import SURGERY
+
+DRAWS = int(os.environ.get("OVERLAP_GEMM_DRAWS", "6"))
+SEED = int(os.environ.get("OVERLAP_GEMM_DRAW_SEED", "0"))
+CLOSE = {"rtol": 3e-4, "atol": 3e-5}
+IDS = torch.arange(3, 15).view(2, 6)
+
+
+ADAPTERS = (
+    "none", "none", "lora", "all", "head", "saved", "two", "rslora", "dora", "pissa", "ia3", "vera", "oft",
+    "tokens", "prompt", "prefix",
+)  # fmt: skip
+OPTIMIZERS = (
+    "AdamW", "fused AdamW", "amsgrad Adam", "SGD", "nesterov SGD", "Adagrad", "RMSprop", "Adamax", "NAdam",
+    "RAdam", "Adadelta", "ASGD", "Rprop", "LBFGS", "Adafactor", "fused SGD", "Muon",
+)  # fmt: skip
+CHOICES = {
+    "family": (*FAMILIES, *MORE_FAMILIES),
+    "sequence": (True, False),
+    "first": (True, False),
+    "surgery": tuple(SURGERY),
+    "adapter": ADAPTERS,
+    "optimizer": OPTIMIZERS,
+    "wrapper": ("none", "none", "fsdp", "replicate", "recompute", "reentrant", "compile"),
+    "precision": ("double", "double", "autocast"),
+    "generation": ("greedy", "sample", "beams", "static", "no cache", "penalty", "none"),
+    "file": ("whole", "pretrained", "dcp", "pickle", "copy"),
+}
+
+
+def draws(seed, count):
+    """The same in every process, for a seed."""
+    dice = random.Random(f"compositions {seed}")
+    return [{name: dice.choice(values) for name, values in CHOICES.items()} for _ in range(count)]
+
+
+def targets(family):
+    if family == "phi3":
+        return ["qkv_proj", "gate_up_proj"], ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    if family in ("mixtral", "qwen3_moe"):
+        return ["q_proj"], attention
+    return ["q_proj", "up_proj"], [*attention, "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model, kind, family):
+    import peft
+
+    some, every = targets(family)
+    torch.manual_seed(11)
+    task, lora = {"task_type": "CAUSAL_LM"}, {"r": 3, "lora_alpha": 2, "init_lora_weights": False}
+    configs = {
+        "lora": lambda: peft.LoraConfig(target_modules=some, **lora, **task),
+        "all": lambda: peft.LoraConfig(target_modules=every, **lora, **task),
+        "head": lambda: peft.LoraConfig(target_modules=[*some, "lm_head"], **lora, **task),
+        "saved": lambda: peft.LoraConfig(target_modules=some, modules_to_save=["norm"], **lora, **task),
+        "two": lambda: peft.LoraConfig(target_modules=every, **lora, **task),
+        "rslora": lambda: peft.LoraConfig(target_modules=some, use_rslora=True, **lora, **task),
+        "dora": lambda: peft.LoraConfig(target_modules=some, use_dora=True, **lora, **task),
+        "pissa": lambda: peft.LoraConfig(target_modules=some, r=3, init_lora_weights="pissa", **task),
+        "ia3": lambda: peft.IA3Config(target_modules=some, feedforward_modules=[], **task),
+        "vera": lambda: peft.VeraConfig(target_modules=some[:1], r=3, **task),
+        "oft": lambda: peft.OFTConfig(target_modules=some[:1], oft_block_size=4, r=0, **task),
+        "tokens": lambda: peft.LoraConfig(
+            target_modules=some, trainable_token_indices=[3, 5], **lora, **task
+        ),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **task),
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **task),
+    }
+    model = peft.get_peft_model(model, configs[kind]())
+    if kind == "two":
+        model.add_adapter("second", peft.LoraConfig(target_modules=some, **lora, **task))
+        model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def inner(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def optimizer_of(kind, model):
+    *how, name = kind.split()
+    options = {"lr": 1e-2, **dict.fromkeys(how, True)}
+    if name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"):
+        options["eps"] = 1e-2
+    if name == "SGD":
+        options["momentum"] = 0.9
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "Muon":
+        parameters = [parameter for parameter in parameters if parameter.ndim == 2]
+    return getattr(torch.optim, name)(parameters, **options)
+
+
+class Refused(Exception):
+    """The sharded model refused a step by name, on every rank: this composition ends."""
+
+
+def is_ours(error):
+    """Whether this package raised the error, or an error that it caused."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "/overlap_gemm/" in frames[-1].filename and isinstance(
+        error, (ValueError, TypeError, RuntimeError)
+    )
+
+
+def both(step, pair, what):
+    """Takes a step on both models; their results, or None where the unsharded model refuses."""
+    try:
+        expected = step(pair[0])
+    except Exception:
+        return None
+    found, error = None, None
+    try:
+        found = step(pair[1])
+    except Exception as raised:
+        error = raised
+    words = None if error is None else f"{type(error).__name__}: {error}"[:600]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, words)
+    if not any(everyone):
+        return expected, found
+    assert all(everyone), f"{what}: some ranks alone raise: {everyone}"
+    assert error is not None
+    if not is_ours(error):
+        raise AssertionError(f"{what}: a nameless error, {words}") from error
+    raise Refused(words)
+
+
+def close(found, expected, what, rtol=CLOSE["rtol"], atol=CLOSE["atol"]):
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def same(pair, what, **how):
+    results = both(logits, pair, what)
+    if results is not None:
+        close(results[1], results[0], what, **how)
+
+
+def steps(row, optimizers):
+    """Two steps of training, as a function of one model."""
+
+    def train(model):
+        model.train()
+        optimizer, losses = optimizers[model], []
+        for number in range(2):
+            torch.manual_seed(number)
+            ids = torch.randint(3, VOCABULARY, (2, 6 + number))
+            is_low = row["precision"] == "autocast"
+
+            def closure(ids=ids, is_low=is_low):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16) if is_low else nullcontext():
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                return loss
+
+            losses.append(closure().detach())
+            if number == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step(closure) if row["optimizer"] == "LBFGS" else optimizer.step()
+        return torch.stack([loss.full_tensor() if hasattr(loss, "full_tensor") else loss for loss in losses])
+
+    return train
+
+
+def generate(row):
+    options = {
+        "greedy": {},
+        "sample": {"do_sample": True, "top_k": 0},
+        "beams": {"num_beams": 2},
+        "static": {"cache_implementation": "static"},
+        "no cache": {"use_cache": False},
+        "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    }[row["generation"]]
+
+    def run(model):
+        torch.manual_seed(5)
+        options_of_all = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0, **options}
+        with torch.no_grad():
+            return model.eval().generate(input_ids=IDS, **options_of_all)
+
+    return run
+
+
+def saved(row, folder, fresh):
+    """Saves a model, and returns the logits of what is read again."""
+
+    def run(model):
+        match row["file"]:
+            case "pickle":
+                buffer = io.BytesIO()
+                torch.save(model, buffer)
+                buffer.seek(0)
+                return logits(torch.load(buffer, weights_only=False))
+            case "copy":
+                return logits(copy.deepcopy(model))
+            case "whole":
+                new = fresh(model)
+                new.load_state_dict(full_state_dict(model))
+                return logits(new)
+            case "dcp":
+                path = f"{folder}/{'plain' if new_is_plain(model) else 'sharded'}"
+                dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
+                new = fresh(model)
+                state = {"model": get_model_state_dict(new)}
+                dcp.load(state, checkpoint_id=path)
+                set_model_state_dict(new, state["model"])
+                return logits(new)
+            case _:
+                path = f"{folder}/{'plain' if new_is_plain(model) else 'sharded'}"
+                model.save_pretrained(path, is_main_process=dist.get_rank() == 0)
+                dist.barrier()
+                if inner(model) is not model:
+                    return None
+                loading = {"dtype": model.dtype, "experts_implementation": "eager"}
+                return logits(type(model).from_pretrained(path, **loading))
+
+    return run
+
+
+def new_is_plain(model):
+    return not any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def wrapped(row, mesh):
+    """Puts the wrapper around the sharded model; recomputation and compilation around both."""
+
+    def run(model):
+        base, is_plain = inner(model), new_is_plain(model)
+        match row["wrapper"]:
+            case "fsdp" if not is_plain:
+                for layer in base.model.layers:
+                    fully_shard(layer, mesh=mesh["dp"])
+                fully_shard(base, mesh=mesh["dp"])
+            case "replicate" if not is_plain:
+                replicate(base, mesh=mesh["dp"])
+            case "recompute" | "reentrant":
+                base.enable_input_require_grads()
+                base.gradient_checkpointing_enable({"use_reentrant": row["wrapper"] == "reentrant"})
+            case "compile" if not is_plain:
+                base.model.compile(backend="aot_eager")
+
+    return run
+
+
+def composes(rank, world, row, folder):
+    replicas = 2 if row["wrapper"] in ("fsdp", "replicate") else 1
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp", "tp"))
+    dtype = torch.float64 if row["precision"] == "double" else torch.float32
+    every = {"num_experts_per_tok": 5} if row["family"] in ("mixtral", "qwen3_moe", "llama4") else {}
+
+    def base():
+        options = {} if dtype == torch.float64 else {"experts_implementation": "eager", **every}
+        return tiny(row["family"], world // replicas, dtype=dtype, **options)
+
+    def cut(model):
+        return parallelize(model, mesh["tp"], sequence_parallel=row["sequence"])
+
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    done, refusals = [], []
+    pair = [base(), None]
+    try:
+        pair[1] = cut(base())
+    except ValueError as error:
+        raise AssertionError(f"parallelize: {error}") from error
+
+    def attempt(what, step, follows=False):
+        """A step in place, on copies where it is refused; `follows`: its result is the model from here on."""
+        nonlocal pair
+        done.append(what)
+        plain = copy.deepcopy(pair[0])
+        try:
+            results = both(step, [plain, pair[1]], what)
+        except Refused as error:
+            refusals.append(f"{what}: {error}")
+            return False
+        if results is None:
+            return False
+        new = [plain, pair[1]]
+        if follows:
+            new = [new[i] if results[i] is None else results[i] for i in range(2)]
+        pair = new
+        return True
+
+    def adapt():
+        if row["adapter"] != "none":
+            attempt(row["adapter"], lambda m: adapted(m, row["adapter"], row["family"]), follows=True)
+
+    def operate():
+        attempt(row["surgery"], lambda m: SURGERY[row["surgery"]](inner(m)), follows=row["adapter"] == "none")
+
+    try:
+        operate() if row["first"] else adapt()
+        adapt() if row["first"] else operate()
+        try:
+            same(pair, f"forward after {done}")
+        except Refused as error:  # at the next forward, as the pages say: of what was done past the model
+            return [*refusals, f"forward: {error}"]
+        attempt(row["wrapper"], wrapped(row, mesh))
+        optimizers = {}
+        plain_optimizer = optimizer_of(row["optimizer"], pair[0])
+        optimizers[pair[0]] = plain_optimizer
+        try:
+            made = both(
+                lambda m: optimizers.setdefault(m, optimizer_of(row["optimizer"], m)), pair, "optimizer"
+            )
+            results = (
+                None
+                if made is None
+                else both(steps(row, optimizers), pair, f"{row['optimizer']} after {done}")
+            )
+        except Refused as error:
+            return [*refusals, f"optimizer: {error}"]
+        low = row["precision"] == "autocast"
+        if results is not None:
+            close(
+                results[1], results[0], f"losses after {done}", **({"rtol": 3e-2, "atol": 0} if low else {})
+            )
+        if low:  # rounding took them apart
+            return refusals
+        # Muon orthogonalises in bfloat16; others divide by roots of small sums.
+        is_rough = row["optimizer"] == "Muon" or row["surgery"] == "single" or row["family"] == "gemma2"
+        same(pair, f"trained after {done}", **({"rtol": 5e-2, "atol": 1e-2} if is_rough else {}))
+        if row["generation"] != "none":
+            texts = both(generate(row), pair, f"generate {row['generation']} after {done}")
+            assert texts is None or torch.equal(*texts), (texts, done)
+        is_wrapped = row["wrapper"] in ("fsdp", "replicate")
+        # torch copies nothing that FSDP has wrapped, and pickles no recomputed or compiled model.
+        by_value = row["file"] in ("copy", "pickle")
+        by_state = row["file"] in ("whole", "dcp")
+        if refusals or by_value and row["wrapper"] != "none" or by_state and row["surgery"] != "none":
+            return refusals
+
+        def fresh(model):
+            new = base() if new_is_plain(model) else cut(base())
+            return new if row["adapter"] == "none" else adapted(new, row["adapter"], row["family"])
+
+        if not (by_state and is_wrapped):  # tests/multi/test_model_matrix.py does that
+            outs = both(saved(row, folder, fresh), pair, f"{row['file']} after {done}")
+            if outs is not None and outs[0] is not None:
+                close(outs[1], outs[0], f"read again after {done}")
+    except Refused as error:
+        refusals.append(str(error))
+    return refusals
+
+
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_drawn_compositions(ranks, tmp_path, number, record_property):
+    row = draws(SEED, number + 1)[number]
+    world = 4 if row["wrapper"] in ("fsdp", "replicate") else 2
+    refusals = ranks(world).run(composes, row, str(tmp_path))
+    record_property("refused", str(refusals[0]))
+
+
+def test_draws_are_the_seeds():
+    assert draws(3, 5) == draws(3, 9)[:5] != draws(4, 5)
+    many = draws(0, 400)
+    for name, values in CHOICES.items():
+        assert {row[name] for row in many} == set(values)
