@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
     from .runtime.identity import GroupThreadError, retry
-    from .runtime.order import CaptureError
-    from .runtime.symmetric import SymmetricMemoryError
-    from .runtime.workspace import (
+    from .runtime.memory.symmetric import SymmetricMemoryError
+    from .runtime.memory.workspace import (
         CommTimeoutError,
         MismatchedCallsError,
         OverlappingCallsError,
         close_workspaces,
         workspace_bytes,
     )
+    from .runtime.order import CaptureError
     from .spec.promises import InvarianceError
     from .tuning.settings import configured, promising
 
@@ -45,8 +45,8 @@ HOMES = (
     "runtime.bootstrap",
     "runtime.identity",
     "runtime.order",
-    "runtime.symmetric",
-    "runtime.workspace",
+    "runtime.memory.symmetric",
+    "runtime.memory.workspace",
     "spec.promises",
     "tuning.settings",
 )

@@ -91,7 +91,7 @@ PLANTED = {
     "cute_emulator/execution/launch.py": "cute_emulator.host.emulator",
     "cute_emulator/host/torch/turns.py": "cute_emulator.host.dsl",
     "overlap_gemm/transports/nvshmem.py": "torch",
-    "overlap_gemm/transports/peer_bulk.py": "overlap_gemm.runtime.workspace",
+    "overlap_gemm/transports/peer_bulk.py": "overlap_gemm.runtime.memory.workspace",
     "overlap_gemm/runtime/executor.py": "cute_emulator",
     "overlap_gemm/runtime/order.py": "overlap_gemm.dispatch.ops",
     "overlap_gemm/config/gemm_config.py": "overlap_gemm.transports",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import overlap_gemm
 from overlap_gemm.cli import app, llama, timelines
-from overlap_gemm.runtime.spans import Span
+from overlap_gemm.tuning.spans import Span
 from overlap_gemm_tools import plots
 
 

@@ -21,7 +21,7 @@ from overlap_gemm.exchange.geometry import OWNED, ExchangeShape
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.runtime import bootstrap, executor, messages
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
-from overlap_gemm.runtime.workspace import CommTimeoutError, SizeClass, Workspace
+from overlap_gemm.runtime.memory.workspace import CommTimeoutError, SizeClass, Workspace
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.machine import machine_for

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from overlap_gemm import gemm_reduce_scatter
-from overlap_gemm.runtime.spans import record, span, watch
+from overlap_gemm.tuning.spans import record, span, watch
 
 
 class Transfer:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from overlap_gemm.runtime import symmetric
 from overlap_gemm.runtime.group import Group
+from overlap_gemm.runtime.memory import symmetric
 
 CPU = torch.device("cpu")
 

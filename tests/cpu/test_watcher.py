@@ -10,7 +10,7 @@ CODE = """
 import time, torch
 from types import SimpleNamespace
 from overlap_gemm.device.failure import RECORD_WORDS, Role
-from overlap_gemm.runtime.workspace import SizeClass, Workspace
+from overlap_gemm.runtime.memory.workspace import SizeClass, Workspace
 record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
 for _ in range(2):  # workspaces of one executor share a record
     workspace = Workspace(None, SizeClass(64, 64, 1, 1), None, True, record)

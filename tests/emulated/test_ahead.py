@@ -15,8 +15,8 @@ from overlap_gemm.backends.fused.plan_cache import plan_for
 from overlap_gemm.backends.fused.reserved import reserve
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.exchange.geometry import ExchangeShape
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.runtime.workspace import workspaces
 from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for, save

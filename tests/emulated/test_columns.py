@@ -10,7 +10,7 @@ import torch
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.exchange.send import Destination
-from overlap_gemm.runtime import workspace
+from overlap_gemm.runtime.memory import workspace
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from tests.support.emulated.op_runs import SMALL, world_of

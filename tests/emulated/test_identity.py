@@ -15,8 +15,8 @@ from overlap_gemm.dispatch import bound as dispatch
 from overlap_gemm.exchange import call as kernel_call
 from overlap_gemm.runtime import identity
 from overlap_gemm.runtime.group import find
+from overlap_gemm.runtime.memory.workspace import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.runtime.workspace import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
 from tests.support.emulated.op_runs import world_of

@@ -9,9 +9,9 @@ from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends.fused import ways
 from overlap_gemm.exchange.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
+from overlap_gemm.runtime.memory.workspace import CommTimeoutError, OverlappingCallsError, workspaces
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.runtime.workspace import CommTimeoutError, OverlappingCallsError, workspaces
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
 from overlap_gemm.tuning.settings import configured

@@ -9,7 +9,7 @@ import overlap_gemm
 from cute_emulator import Emulator, Schedule
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.exchange.geometry import EPOCH_OFFSET
-from overlap_gemm.runtime import workspace
+from overlap_gemm.runtime.memory import workspace
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches

@@ -16,8 +16,8 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.device.failure import Role
-from overlap_gemm.runtime.symmetric import why_no_puts
-from overlap_gemm.runtime.workspace import CommTimeoutError, raise_if_failed
+from overlap_gemm.runtime.memory.symmetric import why_no_puts
+from overlap_gemm.runtime.memory.workspace import CommTimeoutError, raise_if_failed
 from overlap_gemm.spec import op_coded
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured

@@ -5,8 +5,8 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.device.failure import NOTHING, Role
+from overlap_gemm.runtime.memory.workspace import CommTimeoutError
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.runtime.workspace import CommTimeoutError
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

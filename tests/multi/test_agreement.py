@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from overlap_gemm.device.failure import RECORD_WORDS
-from overlap_gemm.runtime import peers, workspace
+from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import group_name, resolve
-from overlap_gemm.runtime.workspace import SizeClass
+from overlap_gemm.runtime.memory import workspace
+from overlap_gemm.runtime.memory.workspace import SizeClass
 
 CPU = torch.device("cpu")
 

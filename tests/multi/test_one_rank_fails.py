@@ -26,7 +26,7 @@ from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError, together
 from overlap_gemm.runtime.agree import gather as gather_from
 from overlap_gemm.runtime.group import group_name, resolve
-from overlap_gemm.runtime.workspace import SizeClass
+from overlap_gemm.runtime.memory.workspace import SizeClass
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.settings import configured

@@ -8,7 +8,7 @@ import torch
 
 from overlap_gemm.backends import reach
 from overlap_gemm.runtime.group import group_name, resolve
-from overlap_gemm.runtime.symmetric import SymmetricMemoryError
+from overlap_gemm.runtime.memory.symmetric import SymmetricMemoryError
 
 CUDA = torch.device("cuda", 0)
 

@@ -53,12 +53,16 @@ NOTICED_BY = {
     "runtime/compile_cache.py": ["tests/cpu/test_compile_cache.py"],
     "runtime/environment.py": ["tests/cpu/test_environment.py"],
     "runtime/peers.py": ["tests/cpu/test_peers.py", RULES, "tests/multi/test_one_rank_fails.py"],
-    "runtime/symmetric.py": [
+    "runtime/memory/symmetric.py": [
         "tests/cpu/test_symmetric.py",
         "tests/cpu/test_workspace.py",
         "tests/multi/test_one_rank_fails.py",
     ],
-    "runtime/workspace.py": ["tests/cpu/test_workspace.py", RULES, "tests/multi/test_one_rank_fails.py"],
+    "runtime/memory/workspace.py": [
+        "tests/cpu/test_workspace.py",
+        RULES,
+        "tests/multi/test_one_rank_fails.py",
+    ],
     "backends/reach.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_reach.py"],
     "backends/select.py": [
         "tests/cpu/test_select.py",

@@ -7,7 +7,7 @@ from ..backends.known import known_groups
 from ..backends.select import reasons
 from ..dispatch.choosing import calls
 from ..runtime.group import known_progress
-from ..runtime.workspace import workspaces
+from ..runtime.memory.workspace import workspaces
 
 __all__ = ["Stats", "stats"]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..exchange.geometry import END
 from ..runtime.group import Group
+from ..runtime.memory.workspace import obtain
 from ..runtime.peers import Peers
-from ..runtime.workspace import obtain
 from ..spec import ALL_GATHER_GEMM, patterns_of
 from ..spec.sharding import Shards
 from ..tuning.space import constants

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..runtime.spans import span
 from ..spec.sharding import Shards
+from ..tuning.spans import span
 from .scales.scaling import Scaled
 
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..runtime.spans import Waitable, watch
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from ..tuning.space import constants
+from ..tuning.spans import Waitable, watch
 from . import by_shards
 from .base import Portable, Problem
 from .portable_arithmetic import Arithmetic

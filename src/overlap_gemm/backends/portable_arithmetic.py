@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..runtime.order import is_capturing
-from ..runtime.spans import span
 from ..spec.promises import InvarianceError, Promises
+from ..tuning.spans import span
 from .collectives import accumulation_dtype, gemm, sum_in_rank_order, sum_in_tree
 
 BLOCK = {"cpu": (32, 128), "cuda": (256, 1024)}

@@ -16,9 +16,9 @@ from ..config.arch import arch_of_capability
 from ..runtime.agree import differences, gather
 from ..runtime.executor import why_no_cuda
 from ..runtime.group import Group
+from ..runtime.memory.symmetric import TorchSymmetric
 from ..runtime.order import forbid_capture
 from ..runtime.peers import reserved_sms
-from ..runtime.symmetric import TorchSymmetric
 from ..tuning.machine import machine_for, why_untimed
 
 PROBE_BYTES = 16

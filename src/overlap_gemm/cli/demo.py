@@ -19,9 +19,9 @@ from ..backends.base import BackendName
 from ..parallel import parallelize
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, find
-from ..runtime.spans import Span, record
 from ..testing.cases import Case
 from ..testing.workload import Workload
+from ..tuning.spans import Span, record
 from ..tuning.timing import Timings, measure
 from .command_options import DeviceOption
 from .console import rank_zero_console

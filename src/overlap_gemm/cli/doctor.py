@@ -20,7 +20,7 @@ from rich.table import Table
 from ..backends.base import Problem
 from ..backends.select import BACKENDS
 from ..config.arch import arch_of_capability
-from ..runtime.symmetric import numbers, why_no_puts
+from ..runtime.memory.symmetric import numbers, why_no_puts
 from ..spec import GEMM_REDUCE_SCATTER
 from ..tuning.machine import machine_for, why_untimed
 

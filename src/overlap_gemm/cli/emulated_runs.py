@@ -67,9 +67,9 @@ def run_emulated(
     from cute_emulator import Emulator, EmulatorError
     from cute_emulator.trace import Trace
 
+    from ..runtime.memory.workspace import CommTimeoutError
     from ..runtime.peers import sides
     from ..runtime.virtual import VirtualWorld
-    from ..runtime.workspace import CommTimeoutError
     from ..testing.emulated import judge, run_launches
 
     recorder = None if trace is None else Trace()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..runtime.symmetric import NO_MULTICAST
+from ..runtime.memory.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
 
 LINK_BYTES = 768 << 20

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ..runtime.spans import Span
+from ..tuning.spans import Span
 
 SPAN_COLOURS = {"compute": "#4c78a8", "transfer": "#f58518"}
 mpl.rcParams["font.size"] = 8

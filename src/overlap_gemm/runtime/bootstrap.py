@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .group import forbid_forked, forget_groups, is_forked
-from .workspace import close_workspaces
+from .memory.workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
 

@@ -21,11 +21,11 @@ from . import executor as executors
 from .agree import DisagreementError, differences, gather, together
 from .executor import Executor, cuda_executor
 from .group import Group
+from .memory.virtual_ranks import virtual_ranks
 from .order import forbid_capture, is_capturing
-from .virtual_ranks import virtual_ranks
 
 if TYPE_CHECKING:
-    from .workspace import SizeClass, Workspace
+    from .memory.workspace import SizeClass, Workspace
 
 T = TypeVar("T")
 

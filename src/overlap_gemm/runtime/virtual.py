@@ -26,8 +26,8 @@ import torch
 
 from . import executor as executors
 from .executor import Executor, cuda_executor, cuda_order, cuda_record
-from .virtual_ranks import VirtualRanks, virtual_ranks
-from .workspace import close_workspaces, raise_if_failed
+from .memory.virtual_ranks import VirtualRanks, virtual_ranks
+from .memory.workspace import close_workspaces, raise_if_failed
 
 if TYPE_CHECKING:
     from cute_emulator import Emulator

@@ -9,8 +9,8 @@ from typing import Any
 from ...config.gemm_config import GemmConfig
 from ...runtime.compile_cache import OPTIONS, CompileCache
 from ...runtime.executor import Executor
+from ...runtime.memory.symmetric import init_nvshmem_library
 from ...runtime.order import forbid_capture
-from ...runtime.symmetric import init_nvshmem_library
 from .ways import Way
 
 

@@ -22,8 +22,8 @@ from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, Excha
 from ...runtime.executor import CudaExecutor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
+from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers
-from ...runtime.workspace import Workspace
 from ...spec import ALL_GATHER_GEMM, patterns_of
 from ...spec.sharding import Shards, ceil_div, num_owners
 from ...tuning.settings import late_weights, settings, within

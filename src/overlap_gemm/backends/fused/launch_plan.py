@@ -17,7 +17,7 @@ from ...config.gemm_config import GemmConfig
 from ...exchange.geometry import END, FLAG_BYTES, Puts
 from ...runtime.executor import Executor
 from ...runtime.identity import after_skipped
-from ...runtime.workspace import Workspace
+from ...runtime.memory.workspace import Workspace
 from ...spec import OPS, PATTERNS
 
 

@@ -1,9 +1,9 @@
 """How plans (`plan`) of ops that exchange tiles are made, and kept with the group.
 
 A configuration (`tuning.space`) and a transport make a kernel (`build`), the compile cache keeps it,
-a workspace (`runtime.workspace`) is what it exchanges tiles through, and an executor (`runtime.executor`)
-runs it on a CUDA device or in the emulator. Nothing here knows one op from another but by its
-`ExchangeShape`.
+a workspace (`runtime.memory.workspace`) is what it exchanges tiles through, and an executor
+(`runtime.executor`) runs it on a CUDA device or in the emulator. Nothing here knows one op from another but
+by its `ExchangeShape`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...exchange.geometry import ExchangeShape, Puts, tile_layout, tile_puts
 from ...runtime.executor import Executor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
+from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers, peers_of
-from ...runtime.workspace import Workspace
 from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
 from ..scales.scaling import FLOAT8

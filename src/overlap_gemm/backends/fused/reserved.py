@@ -10,8 +10,8 @@ import torch
 from ...config.scale_blocks import Blocks
 from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
+from ...runtime.memory.workspace import SizeClass, obtain
 from ...runtime.peers import Agreed
-from ...runtime.workspace import SizeClass, obtain
 from ...spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
 from ...spec.sharding import shard_rows
 from ...tuning.settings import settings

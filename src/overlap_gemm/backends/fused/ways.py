@@ -23,9 +23,9 @@ from ...exchange.geometry import (
     ExchangeShape,
     slots_offset,
 )
+from ...runtime.memory.symmetric import SymmetricMemory, why_no_puts
+from ...runtime.memory.workspace import SizeClass, Workspace, obtain, why_no_put_memory
 from ...runtime.peers import Peers
-from ...runtime.symmetric import SymmetricMemory, why_no_puts
-from ...runtime.workspace import SizeClass, Workspace, obtain, why_no_put_memory
 from ...spec import EMPTY_BYTE, TransportSpec
 
 SMALLEST_BUFFER = 1 << 20
@@ -117,7 +117,7 @@ def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> 
 
     Raises:
         RuntimeError: puts are needed or asked for, and there are none.
-        SymmetricMemoryError, CaptureError: see `runtime.workspace.obtain`.
+        SymmetricMemoryError, CaptureError: see `runtime.memory.workspace.obtain`.
     """
     arch = peers.agreed.arch
     if way.puts:

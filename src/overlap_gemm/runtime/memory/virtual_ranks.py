@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .executor import Executor
-from .group import Group, add_virtual, remove_virtual
+from ..executor import Executor
+from ..group import Group, add_virtual, remove_virtual
 
 if TYPE_CHECKING:
     from cute_emulator import Emulator

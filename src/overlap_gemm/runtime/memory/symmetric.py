@@ -6,7 +6,8 @@ Three providers behind one surface, `SymmetricMemory`:
   process group; needs no further package. The default.
 - `NvshmemSymmetric`: nvshmem4py. Beyond peer access; world-collective (every rank of the job allocates
   together).
-- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator (`runtime.virtual_ranks`).
+- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator
+(`runtime.memory.virtual_ranks`).
 
 Allocation and `close` are collective and explicit; nothing is freed by the garbage collector, because a free
 that one rank's collector starts alone hangs the others. Before any rank goes on, all ranks have agreed that
@@ -25,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agree import DisagreementError, together
-from .group import Group
+from ..agree import DisagreementError, together
+from ..group import Group
 
 PUTS_SINCE = (3, 7, 2)
 """The oldest NVSHMEM whose puts CuTe DSL links. Its compiler refuses a section marker in those of 3.4.5,

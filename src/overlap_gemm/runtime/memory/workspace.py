@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
-from ..spec import op_coded
-from . import environment
-from .agree import DisagreementError, differences, gather, together
-from .group import Group, GroupLike, group_name
-from .identity import describe
-from .order import forbid_capture
-from .peers import Peers, forget, left_behind, sides
+from ...device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
+from ...spec import op_coded
+from .. import environment
+from ..agree import DisagreementError, differences, gather, together
+from ..group import Group, GroupLike, group_name
+from ..identity import describe
+from ..order import forbid_capture
+from ..peers import Peers, forget, left_behind, sides
+from ..watcher import watch
 from .symmetric import (
     NvshmemSymmetric,
     SymmetricMemory,
@@ -38,7 +39,6 @@ from .symmetric import (
     check_network_writes,
 )
 from .virtual_ranks import virtual_ranks
-from .watcher import watch
 
 DEFAULT_LIMIT = 8 << 30
 """Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
