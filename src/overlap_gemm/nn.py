@@ -27,6 +27,7 @@ from .api.random_numbers import Dropout, per_rank_random
 from .backends.base import BackendName
 from .dispatch import moves
 from .runtime.group import GroupLike
+from .spec.promises import Invariant, Partials
 
 __all__ = [
     "ColumnParallelLinear",
@@ -70,6 +71,8 @@ class ColumnParallelLinear(ShardedLinear):
             all, or "exchange".
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -92,6 +95,8 @@ class ColumnParallelLinear(ShardedLinear):
         rows: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
         float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -101,7 +106,8 @@ class ColumnParallelLinear(ShardedLinear):
         super().__init__(
             input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
-            backend=backend, reserve_sms=reserve_sms, float8=float8, device=device, dtype=dtype,
+            backend=backend, reserve_sms=reserve_sms, partials=partials, invariant=invariant, float8=float8,
+            device=device, dtype=dtype,
         )  # fmt: skip
         self.gather_output, self.rows = gather_output, rows
 
@@ -143,6 +149,8 @@ class RowParallelLinear(ShardedLinear):
         tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -164,6 +172,8 @@ class RowParallelLinear(ShardedLinear):
         tp_group: GroupLike = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
         float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -171,7 +181,8 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(
             input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
-            backend=backend, reserve_sms=reserve_sms, float8=float8, device=device, dtype=dtype,
+            backend=backend, reserve_sms=reserve_sms, partials=partials, invariant=invariant, float8=float8,
+            device=device, dtype=dtype,
         )  # fmt: skip
         self.input_is_parallel = input_is_parallel
 
@@ -208,6 +219,8 @@ class ParallelMLP(nn.Module):
             all, or "exchange".
         backend: As for `overlap_gemm.all_gather_gemm`.
         reserve_sms: As for `overlap_gemm.all_gather_gemm`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -226,6 +239,8 @@ class ParallelMLP(nn.Module):
         rows: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
         float8: Float8 | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -234,7 +249,8 @@ class ParallelMLP(nn.Module):
         common: dict[str, Any] = {
             "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend,
-            "reserve_sms": reserve_sms, "float8": float8, "device": device, "dtype": dtype,
+            "reserve_sms": reserve_sms, "partials": partials, "invariant": invariant, "float8": float8,
+            "device": device, "dtype": dtype,
         }  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)

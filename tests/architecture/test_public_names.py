@@ -88,7 +88,7 @@ def test_signatures():
 def test_parallelize():
     assert signature(parallel.parallelize) == (
         "model", "mesh", "*", "sequence_parallel=True", "logits='replicated'", "backend='auto'",
-        "float8=None",
+        "float8=None", "partials=None", "invariant=None",
     )  # fmt: skip
 
 
@@ -162,9 +162,11 @@ def test_an_op_may_be_the_first_thing_used_inside_a_compiled_function():
     assert loaded(code, {"overlap_gemm.dispatch.ops"}) == ["overlap_gemm.dispatch.ops"]
 
 
-def test_examples_need_only_the_pipelines_and_the_emulator():
+def test_examples_of_kernels_need_only_the_pipelines_and_the_emulator():
     for file in (Path(__file__).parents[2] / "examples").glob("*.py"):
         imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        if file.name == "same_bits.py":  # of models
+            continue
         ours = {node.module for node in imports if node.module.startswith(("overlap_gemm", "cute_emulator"))}
         assert ours == {"overlap_gemm.pipelines", "cute_emulator"}, file.name
 

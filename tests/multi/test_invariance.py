@@ -196,6 +196,16 @@ def test_a_backend_that_sums_in_another_order_cannot_be_named(ranks):
         overlap_gemm.promising(partials="bf16").__enter__()
 
 
+def test_explain_says_what_a_promise_costs(ranks):
+    x, weight = torch.ones(8, 64).bfloat16(), torch.ones(8, 64).bfloat16()
+    printed = str(overlap_gemm.explain("gemm_reduce_scatter", x, weight, invariant="ranks"))
+    assert "invariant='ranks': no time decides between backends" in printed
+    assert "K is summed in 8 leaves, 8 a rank" in printed
+    assert "partial sums are float32: 2 times the bytes of torch.bfloat16" in printed
+    assert "float32" not in str(overlap_gemm.explain("gemm_reduce_scatter", x, weight, invariant="batch"))
+    assert "invariant" not in str(overlap_gemm.explain("gemm_reduce_scatter", x, weight))
+
+
 def disagree(rank, size):
     x, weight = torch.ones(4, 16), torch.ones(8, 16)
     for options in ({"invariant": "batch" if rank else None}, {"partials": "float32" if rank else None}):

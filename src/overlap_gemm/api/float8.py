@@ -27,7 +27,7 @@ from ..backends.select import with_fallback
 from ..dispatch import moves, ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op
-from ..dispatch.options import CallOptions, Length
+from ..dispatch.options import CallOptions, Length, promises_of
 from ..runtime.group import GroupLike, group_name
 from ..spec import (
     ALL_GATHER_GEMM,
@@ -38,6 +38,7 @@ from ..spec import (
     OPS,
     OpSpec,
 )
+from ..spec.promises import Invariant, Partials
 from . import functional
 from .quantization import Quantized, quantize_rows
 
@@ -111,9 +112,20 @@ class Float8(Products):
         columns: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ) -> Any:
         """`overlap_gemm.all_gather_gemm`; 8-bit rows travel, with a scale each."""
-        how = How(ALL_GATHER_GEMM.name, group_name(group), backend, reserve_sms, columns, rows, dim)
+        how = How(
+            ALL_GATHER_GEMM.name,
+            group_name(group),
+            backend,
+            reserve_sms,
+            *promises_of(partials, invariant),
+            columns,
+            rows,
+            dim,
+        )
         single = not isinstance(weight, (list, tuple))
         weights: list[Any] = [weight] if single else list(weight)
         biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
@@ -131,9 +143,19 @@ class Float8(Products):
         k: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_reduce_scatter`; partial sums travel in x's type, their gradients in 8 bits."""
-        how = How(GEMM_REDUCE_SCATTER.name, group_name(group), backend, reserve_sms, k, dim=dim)
+        how = How(
+            GEMM_REDUCE_SCATTER.name,
+            group_name(group),
+            backend,
+            reserve_sms,
+            *promises_of(partials, invariant),
+            k,
+            dim=dim,
+        )
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def gemm_all_reduce(  # type: ignore[override]
@@ -146,9 +168,18 @@ class Float8(Products):
         k: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_all_reduce`."""
-        how = How(GEMM_ALL_REDUCE.name, group_name(group), backend, reserve_sms, k)
+        how = How(
+            GEMM_ALL_REDUCE.name,
+            group_name(group),
+            backend,
+            reserve_sms,
+            *promises_of(partials, invariant),
+            k,
+        )
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def gemm_all_gather(  # type: ignore[override]
@@ -161,9 +192,18 @@ class Float8(Products):
         columns: Length = None,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ) -> Tensor:
         """`overlap_gemm.gemm_all_gather`."""
-        how = How(GEMM_ALL_GATHER.name, group_name(group), backend, reserve_sms, columns)
+        how = How(
+            GEMM_ALL_GATHER.name,
+            group_name(group),
+            backend,
+            reserve_sms,
+            *promises_of(partials, invariant),
+            columns,
+        )
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def column_parallel_gemm(  # type: ignore[override]
@@ -174,14 +214,19 @@ class Float8(Products):
         group: GroupLike,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ) -> Tensor:
         """`overlap_gemm.nn.column_parallel_gemm`."""
-        how = How(LOCAL, group_name(group), backend, reserve_sms)
+        told = backend, reserve_sms, partials, invariant
+        how = How(LOCAL, group_name(group), *told)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def _product(
         self, how: "How", x: Tensor, weights: list[Tensor], biases: list[Tensor]
     ) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling():  # for the gradients, wherever they are made
+            how = how._replace(**promises_of(how.partials, how.invariant)._asdict())
         x, weights, biases = autocast(x, weights, biases)
         for name, given in (("weight", weights), ("bias", biases)):
             for tensor in given:
@@ -204,6 +249,8 @@ class How(NamedTuple):
         group: The group's.
         backend: As for the op.
         reserve_sms: As for the op.
+        partials: As for the op.
+        invariant: As for the op.
         weight: Extent over all ranks of the weight's sharded axis.
         x: That of x's, where it is another one.
         dim: The sharded dimension of x, or of the result.
@@ -213,6 +260,8 @@ class How(NamedTuple):
     group: str
     backend: Any
     reserve_sms: int | None
+    partials: Any = None
+    invariant: Any = None
     weight: Length = None
     x: Length = None
     dim: int = 0
@@ -246,6 +295,7 @@ class How(NamedTuple):
         extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
         dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
         how = {"out_dtype": dtype, "block": block, "copied_weight": copied_weight}
+        how |= {"partials": self.partials, "invariant": self.invariant}
         options = CallOptions(self.backend, None, self.reserve_sms, dim, **extents, **how)
         op = ops.local_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
@@ -264,6 +314,7 @@ class How(NamedTuple):
         return functional.column_parallel_gemm(
             rows.values, weight.values, None, self.group, self.backend,
             scale_x=rows.scale, scale_w=weight.scale, out_dtype=x.dtype,
+            partials=self.partials, invariant=self.invariant,
         )  # fmt: skip
 
     def dual(self, x: torch.Size, out: torch.Size) -> "How":
@@ -327,10 +378,13 @@ class _Product(torch.autograd.Function):
             for i, grad in enumerate(own):
                 flat = grad.flatten(0, -2)
                 if needs_weights[i]:
-                    both = flat.t(), x.flatten(0, -2).t()
-                    found[i] = how.along_tokens(*both, dtype, grad_dtype) if wgrad else both[0] @ both[1].t()
+                    rows = x.flatten(0, -2)
+                    if wgrad:
+                        found[i] = how.along_tokens(flat.t(), rows.t(), dtype, grad_dtype)
+                    else:
+                        found[i] = ops.along_rows(flat, rows, how)
                 if ctx.biases and needs_biases[i]:
-                    found[len(weights) + i] = flat.sum(0)
+                    found[len(weights) + i] = ops.sum_of_rows(flat, how)
         return None, None, None, grad_x, *found
 
 

@@ -13,6 +13,7 @@ from ..backends.select import check_name
 from ..dispatch import moves
 from ..runtime import agree
 from ..runtime.group import GroupLike, group_name, group_rank, group_size, resolve
+from ..spec.promises import Invariant, Partials, Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
 from .float8 import Float8, Products, products
@@ -29,6 +30,8 @@ class Told(TypedDict):
     group: str
     backend: BackendName
     reserve_sms: int | None
+    partials: Partials | None
+    invariant: Invariant | None
 
 
 class ShardedLinear(nn.Module):
@@ -53,6 +56,8 @@ class ShardedLinear(nn.Module):
         tp_group: GroupLike,
         backend: BackendName,
         reserve_sms: int | None,
+        partials: Partials | None,
+        invariant: Invariant | None,
         float8: Float8 | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -60,7 +65,9 @@ class ShardedLinear(nn.Module):
         super().__init__()
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
-        check_name(backend)
+        self.promises = Promises(partials, invariant)
+        check_promises(self.promises)
+        check_name(backend, promises=self.promises)
         check_reserve_sms(reserve_sms)
         self.input_size, self.output_size = input_size, output_size
         self.init_method, self.skip_bias_add = init_method, skip_bias_add
@@ -73,7 +80,13 @@ class ShardedLinear(nn.Module):
     @property
     def told(self) -> Told:
         """What every op of the layer is told in the same way."""
-        return {"group": self.tp_group, "backend": self.backend, "reserve_sms": self.reserve_sms}
+        return {
+            "group": self.tp_group,
+            "backend": self.backend,
+            "reserve_sms": self.reserve_sms,
+            "partials": self.promises.partials,
+            "invariant": self.promises.invariant,
+        }
 
     @property
     def products(self) -> Products:

@@ -81,6 +81,7 @@ class Choice:
             )
             if as_rows := prediction.machine.why_as_rows(problem.blocks):
                 lines.append(f"  constants are those with scales of rows: {as_rows}")
+        lines += cost_of_promises(problem)
         if self.backward is not None:
             lines.append(f"  backward: {self.backward.problem.op} runs as {self.backward.backend.name!r}")
         return "\n".join(lines)
@@ -191,6 +192,24 @@ def with_backward(choice: Choice) -> Choice:
     dual = choice.problem.dual()
     backward = None if dual is None else choose(dual, with_fallback(choice.requested))
     return replace(choice, backward=backward)
+
+
+def cost_of_promises(problem: Problem) -> list[str]:
+    """Returns, for who reads a choice, what promises about bits cost."""
+    promises, lines = problem.promises, []
+    if promises.leaves:
+        lines.append(
+            f"  invariant={promises.invariant!r}: no time decides between backends, kernels that cut K are "
+            "left out, and portable products are made in blocks"
+        )
+    if promises.has_tree and problem.spec.sums:
+        lines.append(
+            f"  K is summed in {promises.leaves} leaves, {promises.own_leaves(problem.world_size)} a rank"
+        )
+    sent = problem.out_dtype or problem.dtype
+    if promises.has_wide_partials and problem.spec.sums and sent.itemsize < 4:
+        lines.append(f"  partial sums are float32: {4 / sent.itemsize:.3g} times the bytes of {sent}")
+    return lines
 
 
 def check_promised(problem: Problem) -> None:

@@ -78,13 +78,13 @@ ordered_gemm = Registered(
 )
 
 
-def _along_rows(x: Tensor, y: Tensor, options: Any) -> Tensor:
+def along_rows(x: Tensor, y: Tensor, options: Any) -> Tensor:
     """`x.t() @ y`: of a weight's gradient, a sum over all rows."""
     promises = promises_of(options.partials, options.invariant)
     return _ops.ordered_gemm(x.t(), y.t(), options.group) if promises.leaves else x.t() @ y
 
 
-def _sum_of_rows(x: Tensor, options: Any) -> Tensor:
+def sum_of_rows(x: Tensor, options: Any) -> Tensor:
     """Of a bias' gradient."""
     if not promises_of(options.partials, options.invariant).leaves:
         return x.sum(0)
@@ -154,11 +154,17 @@ def _backward_all_gather_gemm(
     grad_biases = None
     if isinstance(needs_biases, (list, tuple)):
         pairs = zip(grad_outs, needs_biases, strict=False)  # there is none, or one for each weight
-        grad_biases = [_sum_of_rows(grad, passed) if needed else None for grad, needed in pairs]
-    if needs_x and all(needs_weights) and not kept and not torch.is_grad_enabled():
+        grad_biases = [sum_of_rows(grad, passed) if needed else None for grad, needed in pairs]
+    keeps_apart = passed.promises.has_tree and len(weights) > 1
+    if needs_x and all(needs_weights) and not (kept or keeps_apart or torch.is_grad_enabled()):
         grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, rows, chunk, columns, *passed)
         return grad_x, found, grad_biases
-    if needs_x:
+    if needs_x and keeps_apart and grad_gathered is None:  # a rank's columns of all, joined, are other leaves
+        of_each = zip(grad_outs, weights, strict=True)
+        grad_x = sum(
+            _ops.gemm_reduce_scatter(grad, weight.t(), None, chunk, None, *passed) for grad, weight in of_each
+        )
+    elif needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
         if grad_gathered is None:
             grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, chunk, columns, *passed)
@@ -175,7 +181,7 @@ def _backward_all_gather_gemm(
     if any(needs_weights):
         gathered = x if kept else _ops.all_gather_rows(x, rows, chunk, passed.group)
         grad_weights = [
-            _along_rows(grad, gathered, passed) if needed else None
+            along_rows(grad, gathered, passed) if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
         ]
     return grad_x, grad_weights, grad_biases
@@ -287,8 +293,8 @@ def _backward_gemm_reduce_scatter(ctx: Any, given: Any, needs: Any, grad: Tensor
     if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
         grad_bias = _ops.sum_over_ranks(grad.sum(0), group)
     elif needs_bias and gathered is not None:
-        grad_bias = _sum_of_rows(gathered, given)
-    grad_weight = _along_rows(gathered, x, given) if needs_weight and gathered is not None else None
+        grad_bias = sum_of_rows(gathered, given)
+    grad_weight = along_rows(gathered, x, given) if needs_weight and gathered is not None else None
     return grad_x, grad_weight, grad_bias
 
 
@@ -348,8 +354,8 @@ def _backward_gemm_all_reduce(ctx: Any, given: Any, needs: Any, grad: Tensor) ->
     needs_x, needs_weight, needs_bias = needs
     return (
         _ops.local_gemm(grad, weight.t(), None, *_for_gradient(given)) if needs_x else None,
-        _along_rows(each(grad, given.group), x, given) if needs_weight else None,
-        _sum_of_rows(grad, given) if needs_bias else None,
+        along_rows(each(grad, given.group), x, given) if needs_weight else None,
+        sum_of_rows(grad, given) if needs_bias else None,
     )
 
 
@@ -361,8 +367,8 @@ def _backward_local_gemm(
     how = (columns, *_for_gradient(given))
     return (
         _ops.gemm_all_reduce(grad, weight.t(), None, *how) if needs_x else None,
-        _along_rows(grad, each(x, given.group), given) if needs_weight else None,
-        _sum_of_rows(grad, given) if needs_bias else None,
+        along_rows(grad, each(x, given.group), given) if needs_weight else None,
+        sum_of_rows(grad, given) if needs_bias else None,
     )
 
 

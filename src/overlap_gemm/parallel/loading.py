@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..api.float8 import Float8
 from ..backends.base import BackendName
+from ..spec.promises import Invariant, Partials
 from .assignment import PAIRED
 from .experts import put_together, set_apart
 from .initialization import DONE
@@ -42,6 +43,8 @@ def from_pretrained(
     logits: Logits = "replicated",
     backend: BackendName = "auto",
     float8: Float8 | None = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
     quantized: Quantized = "keep",
     **loading: Any,
 ) -> Any:
@@ -54,6 +57,8 @@ def from_pretrained(
         logits: As for `parallelize`.
         backend: As for `parallelize`.
         float8: As for `parallelize`.
+        partials: As for `parallelize`.
+        invariant: As for `parallelize`.
         quantized: Of a checkpoint whose linears are stored in 8 bits (`stored`): "keep" them so, for
             inference alone, or "dequantize" each rank's slices to the model's dtype while they are read.
         **loading: transformers' own arguments: `dtype`, `revision`, `attn_implementation`, ...
@@ -84,6 +89,7 @@ def from_pretrained(
     def distribute(model: nn.Module) -> None:
         model.tie_weights()  # transformers does when they are loaded, and parallelize must know
         how: dict[str, Any] = {"logits": logits, "backend": backend, "float8": float8}
+        how |= {"partials": partials, "invariant": invariant}
         parallelize(model, mesh, sequence_parallel=sequence_parallel, **how)
         for _name, experts in mixed_experts(model):
             put_together(experts)

@@ -142,12 +142,12 @@ def _shard(layer: Any, name: str) -> None:
     down, up = layer.lora_A[name], layer.lora_B[name]
     cut, whole = (down, up) if is_row else (up, down)
     if by_rows and not is_row:
-        rows, backend = first.total_rows, style.backend
-        style = OverlapColwiseParallel(input_layouts=Shard(SEQUENCE_DIM), rows=rows, backend=backend)
+        rows, told = first.total_rows, style.told
+        style = OverlapColwiseParallel(input_layouts=Shard(SEQUENCE_DIM), rows=rows, **told)
         if isinstance(up, PackedUp):
-            style = OverlapColwiseParallel(backend=backend)
+            style = OverlapColwiseParallel(**told)
             shared = OverlapSharedGather(
-                *up.sizes, input_layouts=Shard(SEQUENCE_DIM), argument="x", rows=rows, backend=backend
+                *up.sizes, input_layouts=Shard(SEQUENCE_DIM), argument="x", rows=rows, **told
             )
     for linear in _linears(cut):
         style._apply(linear, sharding.mesh)

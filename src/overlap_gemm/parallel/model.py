@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..api.float8 import Float8
 from ..backends.base import BackendName
 from ..backends.select import check_name, with_fallback
+from ..spec.promises import Invariant, Partials, Promises, check_promises
 from .adapters import bases, forbid_sums, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
 from .dropouts import AttentionForward, DropoutForward
@@ -54,6 +55,8 @@ def parallelize(
     logits: Logits = "replicated",
     backend: BackendName = "auto",
     float8: Float8 | None = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
@@ -79,6 +82,9 @@ def parallelize(
             and the log (`overlap_gemm.backends.select`) says once what and why.
         float8: Multiply the projections of attentions and MLPs in 8 bits, as a `nn.Float8` says; head,
             routers, experts and adapters stay in their own type, and all parameters do.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`, of all linears that are sharded.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`, of all linears that are sharded. Of norms,
+            attention and the loss the bits are torch's.
 
     Returns:
         `model`.
@@ -91,7 +97,8 @@ def parallelize(
     if logits not in ("replicated", "sharded"):
         raise ValueError(f"logits must be 'replicated' or 'sharded', got {logits!r}")
     check_mesh(mesh)
-    check_name(backend)
+    check_promises(promises := Promises(partials, invariant))
+    check_name(backend, promises=promises)
     adapted = model
     if hasattr(model, "get_base_model"):  # peft's
         forbid_sums(model.base_model)
@@ -104,7 +111,8 @@ def parallelize(
     tied = head is not None and head.weight is embedding.weight
     sharding = Sharding(mesh, sequence_parallel, logits == "sharded")
     labels = Labels(sharding)
-    builder = _Builder(model.config, sharding, labels, logits, with_fallback(backend), float8)
+    how: dict[str, Any] = {"backend": with_fallback(backend), **promises._asdict()}
+    builder = _Builder(model.config, sharding, labels, logits, float8, how)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)
@@ -148,21 +156,21 @@ class _Builder:
         sharding: Sharding,
         labels: Labels,
         logits: Logits,
-        backend: Any,
         float8: Float8 | None,
+        how: dict[str, Any],
     ):
         self.config, self.sharding, self.labels = config, sharding, labels
-        self.backend, self.float8 = backend, float8
+        self.how = {**how, "float8": float8}
         self.mesh, self.group = sharding.mesh, sharding.group
         self.sequence_parallel = sequence_parallel = sharding.sequence_parallel
         self.length = SequenceLength()
-        self.column = OverlapColwiseParallel(backend=backend, float8=float8)
+        self.column = OverlapColwiseParallel(**self.how)
         between = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
-        self.row = OverlapRowwiseParallel(output_layouts=between, backend=backend, float8=float8)
+        self.row = OverlapRowwiseParallel(output_layouts=between, **self.how)
         if logits == "sharded":
-            self.head = OverlapColwiseParallel(use_local_output=False, backend=backend)
+            self.head = OverlapColwiseParallel(use_local_output=False, **how)
         else:
-            self.head = OverlapColwiseParallel(output_layouts=Replicate(), backend=backend)
+            self.head = OverlapColwiseParallel(output_layouts=Replicate(), **how)
         self.entered = False
 
     def apply(self, module: Any, role: Role) -> None:
@@ -223,7 +231,7 @@ class _Builder:
             case "row":
                 parallelize_module(module, self.mesh, self.row)
             case "shared row":
-                style = OverlapRowwiseParallel(backend=self.backend, float8=self.float8)
+                style = OverlapRowwiseParallel(**self.how)
                 parallelize_module(module, self.mesh, style)
             case "head":
                 parallelize_module(module, self.mesh, self.head)
@@ -262,9 +270,7 @@ class _Builder:
             linears = [
                 f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)
             ]
-            style = OverlapSharedGather(
-                *linears, argument=argument, rows=rows, backend=self.backend, float8=self.float8
-            )
+            style = OverlapSharedGather(*linears, argument=argument, rows=rows, **self.how)
             parallelize_module(module, self.mesh, style)
 
 

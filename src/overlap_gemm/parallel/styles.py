@@ -5,7 +5,7 @@ checkpoints work on them unchanged.
 """
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..api.functional import Length
 from ..api.kept_weights import STORED, Stored
 from ..backends.base import BackendName
 from ..backends.select import check_name
+from ..spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of
 from .layouts import Rows, as_output, distribute, extent, local, local_part, unsaid
 
@@ -25,13 +26,29 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
 
 
+class Told(TypedDict):
+    """Keywords that all ops of a style have."""
+
+    backend: BackendName
+    partials: Partials | None
+    invariant: Invariant | None
+
+
 class _OverlapStyle(ParallelStyle):
     """What the styles have in common: who carries their products out, and in which type."""
 
-    def __init__(self, backend: BackendName, float8: Float8 | None):
+    def __init__(
+        self,
+        backend: BackendName,
+        float8: Float8 | None,
+        partials: Partials | None,
+        invariant: Invariant | None,
+    ):
         super().__init__()
-        check_name(backend)
-        self.backend, self.products = backend, products(float8)
+        check_promises(Promises(partials, invariant))
+        check_name(backend, promises=Promises(partials, invariant))
+        self.products = products(float8)
+        self.told = Told(backend=backend, partials=partials, invariant=invariant)
 
     def in_own_type(self) -> "Self":
         """The same without `float8`."""
@@ -56,6 +73,8 @@ class OverlapColwiseParallel(_OverlapStyle):
         rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
         float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -67,8 +86,10 @@ class OverlapColwiseParallel(_OverlapStyle):
         rows: Rows = None,
         backend: BackendName = "auto",
         float8: Float8 | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ):
-        super().__init__(backend, float8)
+        super().__init__(backend, float8, partials, invariant)
         self.input_layout = input_layouts or Replicate()
         self.output_layout = output_layouts or Shard(-1)
         self.use_local_output, self.rows = use_local_output, rows
@@ -100,6 +121,8 @@ class OverlapRowwiseParallel(_OverlapStyle):
         use_local_output: Return a local tensor, not a DTensor.
         backend: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -110,8 +133,10 @@ class OverlapRowwiseParallel(_OverlapStyle):
         use_local_output: bool = True,
         backend: BackendName = "auto",
         float8: Float8 | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ):
-        super().__init__(backend, float8)
+        super().__init__(backend, float8, partials, invariant)
         self.input_layout = input_layouts or Shard(-1)
         self.output_layout = output_layouts or Replicate()
         self.use_local_output = use_local_output
@@ -145,6 +170,8 @@ class OverlapSharedGather(_OverlapStyle):
         rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: As for `overlap_gemm.all_gather_gemm`.
         float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: As for `overlap_gemm.gemm_reduce_scatter`.
+        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -155,8 +182,10 @@ class OverlapSharedGather(_OverlapStyle):
         rows: Rows = None,
         backend: BackendName = "auto",
         float8: Float8 | None = None,
+        partials: Partials | None = None,
+        invariant: Invariant | None = None,
     ):
-        super().__init__(backend, float8)
+        super().__init__(backend, float8, partials, invariant)
         layout = input_layouts or Shard(1)
         if not isinstance(layout, Shard):
             raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
@@ -217,7 +246,7 @@ class _SharedGatherForward:
             dim=style.layout.dim,
             rows=rows,
             columns=sum(columns),
-            backend=style.backend,
+            **style.told,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
         for linear, out in zip(linears, outs, strict=True):
@@ -274,14 +303,14 @@ class ColwiseForward:
         if isinstance(style.input_layout, Shard):
             out = products.all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
-                columns=columns, backend=style.backend,
+                columns=columns, **style.told,
             )  # fmt: skip
         elif isinstance(style.output_layout, Replicate):
             out = products.gemm_all_gather(
-                x, weight, bias=bias, group=self.mesh, columns=columns, backend=style.backend
+                x, weight, bias=bias, group=self.mesh, columns=columns, **style.told
             )
         else:
-            out = products.column_parallel_gemm(x, weight, bias, self.mesh, style.backend)
+            out = products.column_parallel_gemm(x, weight, bias, self.mesh, **style.told)
         return self._output(out)
 
     def operands(self) -> tuple[Any, Tensor | None, int]:
@@ -318,10 +347,10 @@ class RowwiseForward:
         bias = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
             out = products.gemm_reduce_scatter(
-                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, backend=style.backend
+                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, **style.told
             )
         else:
-            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, backend=style.backend)
+            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, **style.told)
         whole = torch.Size((*x.shape[:-1], out.shape[-1]))
         return as_output(out, whole, self.mesh, style.output_layout, style.use_local_output)
 

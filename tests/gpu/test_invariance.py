@@ -1,0 +1,56 @@
+"""`invariant="batch"` of fused kernels on one GPU: the order in which a GPU sums is asked of the GPU."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.runtime.virtual import VirtualWorld
+from overlap_gemm.spec import OPS
+from overlap_gemm.testing.cases import LAYOUTS, Case
+from tests.support.invariance import adversarial, same_bits
+
+SUMS = [name for name, op in OPS.items() if op.sums]
+
+
+def results(op, whole, ranks, device, **options):
+    """Rank 0's result; `bias` is one for all columns."""
+    layout = LAYOUTS[op]
+    with VirtualWorld(ranks, device=device) as world:
+        outs = []
+        for rank, group in enumerate(world.names):
+            parts = (
+                layout.part(one, dim, rank, ranks).to(device)
+                for one, dim in ((whole.x, layout.x), (whole.weight, layout.weight))
+            )
+            outs.append(getattr(overlap_gemm, op)(*parts, group=group, backend="fused", **options))
+        world.synchronize()
+    return outs[0]
+
+
+@pytest.mark.parametrize("op", SUMS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_row_has_the_same_bits_in_batches_of_any_size(device, op, ranks):
+    """A second call, whose bias takes away what the first gave, shows the bits below those of the result."""
+    case = Case(op, 4, 512, 4096, torch.bfloat16, bias=False)
+    whole = adversarial(case)
+    row, found = whole.x[:1], []
+    for rows in (1, 3, 16, 65, 128, 1024, 4096):
+        batch = type(whole)(row.expand(rows, -1).contiguous(), whole.weight, None, whole.grad)
+        first = results(op, batch, ranks, device, invariant="batch")[0]
+        below = results(op, batch, ranks, device, invariant="batch", bias=-first)[0]
+        found.append((first, below))
+    for first, below in found[1:]:
+        assert same_bits(first, found[0][0])
+        assert same_bits(below, found[0][1])
+    assert found[0][1].any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_portable_products_in_blocks_serve_gpus(device, op):
+    """In float32, which no fused kernel takes."""
+    whole = adversarial(Case(op, 300, 256, 512, torch.float32, bias=False))
+    call = getattr(overlap_gemm, op)
+    x, weight = whole.x.to(device), whole.weight.to(device)
+    everything = call(x, weight, invariant="ranks")
+    for kept in ([0], [7, 100], list(range(20, 290))):
+        assert same_bits(everything[kept], call(x[kept].contiguous(), weight, invariant="ranks"))

@@ -1,0 +1,108 @@
+"""`parallelize(..., invariant=...)`: logits and training whose bits depend on neither batch nor ranks."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap_gemm import nn as layers
+from overlap_gemm.parallel import full_state_dict, parallelize
+from tests.support.invariance import same_bits
+from tests.support.models import tiny
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+
+
+def model_of(ranks, dtype, state=None, **options):
+    model = tiny("llama", 1, dtype=dtype, **SIZES)
+    if state is not None:
+        model.load_state_dict(state)
+    return parallelize(model, DeviceMesh("cpu", ranks), **options)
+
+
+def tokens():
+    """As many as make whole vectors of torch's SiLU, which rounds elements after those otherwise."""
+    return torch.randint(96, (4, 12), generator=torch.Generator().manual_seed(3))
+
+
+def trains(rank, size, dtype, sequence_parallel, invariant):
+    """The state after three steps on all ranks, and logits of it on all ranks and on one."""
+    how = {"invariant": invariant, "sequence_parallel": sequence_parallel}
+    model = model_of(list(range(size)), dtype, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = tokens()
+    for _ in range(3):
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        logits = model(input_ids=batch).logits
+        state = {name: value.clone() for name, value in full_state_dict(model).items()}
+        alone = model_of([rank], dtype, state, **how)
+        one_by_one = torch.cat([alone(input_ids=row[None]).logits for row in batch])
+    return state, logits, one_by_one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_model_trained_on_two_ranks_has_equal_logits_on_one(dtype, sequence_parallel, ranks):
+    for _, logits, alone in ranks(2).run(trains, dtype, sequence_parallel, "ranks"):
+        assert same_bits(logits, alone)
+
+
+def test_without_the_promise_logits_on_one_rank_are_others(ranks):
+    assert not any(
+        same_bits(logits, alone) for _, logits, alone in ranks(2).run(trains, torch.float32, True, None)
+    )
+
+
+def test_training_is_the_same_on_one_two_and_four_ranks(ranks):
+    states = [ranks(size).run(trains, torch.float32, False, "ranks")[0][0] for size in (1, 2, 4)]
+    for other in states[1:]:
+        assert [name for name in other if not same_bits(states[0][name], other[name])] == []
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "same_bits.py"
+
+
+@pytest.mark.parametrize(("invariant", "number"), [("ranks", "0"), ("none", r"[1-9]\d*")])
+def test_the_example_shows_equal_bits_and_others_without_the_promise(invariant, number, launch):
+    done = launch("torchrun", 2, "python", EXAMPLE, "--invariant", invariant)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(rf": {number} logits differ;", done.stdout)) == 2, done.stdout
+    assert ("differ by at most 0\n" in done.stdout) == (invariant == "ranks")
+
+
+def layers_with(rank, size, float8):
+    """A layer's own argument reaches its op, forward and backward."""
+    torch.manual_seed(0)
+    x = torch.randn(size * 6, 32)
+    mlp = layers.ParallelMLP(
+        32, 64, invariant="batch", partials="float32", sequence_parallel=True, float8=float8
+    )
+    own = x[rank * 6 : rank * 6 + 6].clone().requires_grad_()
+    out = mlp(own)
+    out.sum().backward()
+    one = x[rank * 6 : rank * 6 + 1].clone().requires_grad_()
+    first = mlp(one)
+    first.sum().backward()
+    return same_bits(out[:1].detach(), first.detach()) and same_bits(own.grad[:1], one.grad)
+
+
+@pytest.mark.parametrize("float8", [None, layers.Float8()], ids=["plain", "float8"])
+def test_layers_promise_what_they_are_told(float8, ranks):
+    assert all(ranks(2).run(layers_with, float8))
+
+
+def test_layers_refuse_what_no_op_could_promise(ranks):
+    with pytest.raises(ValueError, match="invariant='batch' and backend='torch'"):
+        layers.RowParallelLinear(8, 8, invariant="batch", backend="torch")
