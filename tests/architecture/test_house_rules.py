@@ -65,7 +65,7 @@ def test_no_modules_import_each_other_in_a_circle(package):
 
 def test_a_circle_by_an_import_in_a_function_is_noticed():
     graph = import_graph("overlap_gemm")
-    importer, imported = "overlap_gemm.parallel.model", "overlap_gemm.parallel.lora"
+    importer, imported = "overlap_gemm.parallel.model", "overlap_gemm.parallel.modules.lora"
     assert graph.direct_import_exists(importer=importer, imported=imported), "which it does in a function"
     graph.add_import(importer=imported, imported=importer)
     assert set(circle(graph)) == {importer, imported}
@@ -143,6 +143,17 @@ def test_tests_import_what_they_share_from_the_support_package_alone():
     found = {str(file.relative_to(ROOT)): shared_from(file) for file in files}
     others = {file: {n for n in names if not n.startswith("tests.support")} for file, names in found.items()}
     assert {file: names for file, names in others.items() if names} == {}
+
+
+MOST_FILES = 15
+"""Python files of a folder of the package, `__init__.py` among them."""
+
+
+def test_no_folder_of_the_package_has_more_files_than_a_reader_sees_at_once():
+    files = list((ROOT / "src").rglob("*.py"))
+    folders = Counter(file.parent.relative_to(ROOT).as_posix() for file in files)
+    assert len(folders) > 15
+    assert {folder: count for folder, count in folders.items() if count > MOST_FILES} == {}
 
 
 SAME_MEANING = {"ColumnParallelLinear", "RowParallelLinear"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_gemm.parallel.stored import keeps_blocks
+from overlap_gemm.parallel.checkpoints.stored import keeps_blocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 PUBLISHED = {

@@ -13,7 +13,7 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 PRELOAD = (
     "overlap_gemm.nn",
     "overlap_gemm.parallel",
-    "overlap_gemm.parallel.lora",
+    "overlap_gemm.parallel.modules.lora",
     *(f"transformers.models.{family}.modeling_{family}" for family in (*FAMILIES, *MORE_FAMILIES)),
 )
 

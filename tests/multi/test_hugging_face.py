@@ -37,7 +37,7 @@ def loads_with(rank, size, family, folder, plan):
     ours = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if type(vars(module).get("forward")).__module__ == "overlap_gemm.parallel.styles"
+        if type(vars(module).get("forward")).__module__ == "overlap_gemm.parallel.modules.styles"
     }
     torch.manual_seed(1)
     ids = torch.randint(VOCABULARY, (2, 7))

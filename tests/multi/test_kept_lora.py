@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from overlap_gemm.api.linears import whole_of
 from overlap_gemm.parallel import from_pretrained, full_state_dict, requantize
 from overlap_gemm.parallel.assignment import UnknownModuleError
-from overlap_gemm.parallel.kept_linears import KeptLinear
+from overlap_gemm.parallel.modules.kept_linears import KeptLinear
 from tests.support.adapters import ALL, config_of
 from tests.support.checkpoints import BLOCKS, FORMS, IDS, SIZES, make
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from overlap_gemm.parallel import exportable, full_state_dict, parallelize
-from overlap_gemm.parallel.parts import PackedLinear
+from overlap_gemm.parallel.modules.parts import PackedLinear
 from tests.support.models import FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 2e-4, "atol": 2e-5}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap_gemm import quantize_rows
 from overlap_gemm.api.kept_weights import STORED, Stored
 from overlap_gemm.parallel import QuantizedCheckpointError, from_pretrained, full_state_dict
-from overlap_gemm.parallel.stored import Checkpoint, Form, form_of
+from overlap_gemm.parallel.checkpoints.stored import Checkpoint, Form, form_of
 from overlap_gemm.spec.sharding import Shards
 from tests.support.checkpoints import BLOCKS, FORMS, IDS, SIZES, by_transformers, make
 

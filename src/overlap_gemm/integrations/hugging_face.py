@@ -19,7 +19,7 @@ from transformers import __version__ as transformers_version
 
 from ..backends.base import BackendName
 from ..backends.select import check_name
-from ..parallel.styles import (
+from ..parallel.modules.styles import (
     ColwiseForward,
     OverlapColwiseParallel,
     OverlapRowwiseParallel,

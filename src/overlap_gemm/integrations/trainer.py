@@ -20,10 +20,10 @@ from packaging.version import Version
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer, __version__
 
+from ..parallel.checkpoints.state import full_state_dict
 from ..parallel.optimizers import check_class, check_optimizer
 from ..parallel.places import placed
 from ..parallel.stacks import as_unsharded
-from ..parallel.state import full_state_dict
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 

@@ -8,15 +8,15 @@ unchanged.
 """
 
 from . import replacements  # noqa: F401 - registers its hook with torch
+from .checkpoints.loading import from_pretrained, materialize
+from .checkpoints.state import full_state_dict, full_tensors
+from .checkpoints.stored import QuantizedCheckpointError
 from .export import exportable
-from .kept_linears import requantize
-from .loading import from_pretrained, materialize
 from .model import parallelize
+from .modules.kept_linears import requantize
+from .modules.styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 from .optimizers import full_norm
 from .places import sees_shards
-from .state import full_state_dict, full_tensors
-from .stored import QuantizedCheckpointError
-from .styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 
 __all__ = [
     "OverlapColwiseParallel",

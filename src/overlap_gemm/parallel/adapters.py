@@ -34,7 +34,7 @@ def kind(module: nn.Module) -> tuple[str, str]:
 
 def is_lora(module: nn.Module) -> bool:
     """Whether it is peft's LoRA of a linear, ours (`lora.ShardedLora`) or not yet."""
-    return kind(module) in (LORA, ("overlap_gemm.parallel.lora", "ShardedLora"))
+    return kind(module) in (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLora"))
 
 
 def is_adapter(module: nn.Module) -> bool:

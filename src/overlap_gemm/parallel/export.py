@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .checkpoints.state import FORWARDS
 from .model import Model
+from .modules.styles import ColwiseForward, RowwiseForward
 from .parameters import SHARD
-from .state import FORWARDS
-from .styles import ColwiseForward, RowwiseForward
 
 
 @contextmanager

@@ -14,15 +14,15 @@ from ..backends.select import check_name, with_fallback
 from ..spec.promises import Invariant, Partials, Promises, check_promises
 from .adapters import bases, forbid_sums, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
-from .dropouts import AttentionForward, DropoutForward
-from .experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
-from .generation import generate, stopping_criteria
-from .heads import SharedHeadForward, SpreadNormForward
-from .initialization import initialize_in_shards
+from .checkpoints.initialization import initialize_in_shards
+from .checkpoints.state import save_adapters, save_pretrained, shard_incoming
 from .inputs import Labels, SameInputs
-from .layouts import Rows, check_mesh, cut
-from .parameters import WatchParameters, remember
-from .parts import (
+from .modules.dropouts import AttentionForward, DropoutForward
+from .modules.experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
+from .modules.generation import generate, stopping_criteria
+from .modules.heads import SharedHeadForward, SpreadNormForward
+from .modules.layouts import Rows, check_mesh, cut
+from .modules.parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
     EnterLayers,
@@ -34,14 +34,10 @@ from .parts import (
     ReplicatedForward,
     SequenceLength,
 )
+from .modules.styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+from .parameters import WatchParameters, remember
 from .places import Sharding, Watch, give_places
 from .stacks import describe
-from .state import save_adapters, save_pretrained, shard_incoming
-from .styles import (
-    OverlapColwiseParallel,
-    OverlapRowwiseParallel,
-    OverlapSharedGather,
-)
 
 Logits: TypeAlias = Literal["replicated", "sharded"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -121,7 +117,7 @@ def parallelize(
             module.forward = DropoutForward(module, sharding, sequence_parallel and ".layers." in f".{name}")
     give_places(model, roles, sharding)
     for layer in [module for module in model.modules() if is_lora(module)]:
-        from .lora import take_over
+        from .modules.lora import take_over
 
         take_over(layer, layer.base_layer)
     if head is not None and tied:

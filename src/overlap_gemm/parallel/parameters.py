@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .assignment import PAIRED, Role, unknown
-from .experts import gates_and_ups
 from .inputs import digest_of
-from .kept_linears import KeptLinear
+from .modules.experts import gates_and_ups
+from .modules.kept_linears import KeptLinear
 from .places import Place, place_of, placed, refuse
 
 SHARD = "_overlap_gemm_shard"

@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import adapters
 from .assignment import unknown
+from .checkpoints.state import save_adapters
 from .places import place_of
-from .state import save_adapters
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -39,7 +39,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if why is not None:
             raise unknown(new.name, child, why)
         if adapters.is_lora(parent):
-            from .lora import take_over
+            from .modules.lora import take_over
 
             take_over(parent, child)
 

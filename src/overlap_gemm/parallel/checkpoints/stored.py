@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..config.scale_blocks import PROMOTED
-from ..spec.sharding import Shards
-from .heads import SharedHeadForward
-from .kept_linears import KeptLinear
-from .layouts import lying_as
-from .places import place_of, set_layout
-from .styles import ColwiseForward, RowwiseForward
+from ...config.scale_blocks import PROMOTED
+from ...spec.sharding import Shards
+from ..modules.heads import SharedHeadForward
+from ..modules.kept_linears import KeptLinear
+from ..modules.layouts import lying_as
+from ..modules.styles import ColwiseForward, RowwiseForward
+from ..places import place_of, set_layout
 
 Quantized: TypeAlias = Literal["keep", "dequantize"]
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..api.kept_weights import Stored
-from ..spec.sharding import ceil_div
+from ...api.kept_weights import Stored
+from ...spec.sharding import ceil_div
+from ..places import set_layout
 from .layouts import as_output, local, lying_as
 from .parts import PackedLinear
-from .places import set_layout
 
 SCALES = ("weight_scale", "input_scale")
 """Parameters of a `KeptLinear` besides weight and bias."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from ..runtime.group import Group, resolve
+from ...runtime.group import Group, resolve
 from .styles import ColwiseForward
 
 OF_THE_IDS = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..api.functional import Length
-from ..runtime.order import is_capturing
+from ...api.functional import Length
+from ...runtime.order import is_capturing
 
 Rows: TypeAlias = Length | Callable[[], Length]
 """The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""

@@ -22,15 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..api.float8 import Float8
-from ..backends.base import BackendName
-from ..spec.promises import Invariant, Partials
-from .assignment import PAIRED
-from .experts import put_together, set_apart
+from ...api.float8 import Float8
+from ...backends.base import BackendName
+from ...spec.promises import Invariant, Partials
+from ..assignment import PAIRED
+from ..model import Logits, Model, parallelize
+from ..modules.experts import put_together, set_apart
+from ..modules.layouts import lying_as
+from ..parameters import remember
 from .initialization import DONE
-from .layouts import lying_as
-from .model import Logits, Model, parallelize
-from .parameters import remember
 from .state import StoredAs, kept_linears, mixed_experts, packed_linears, save_pretrained
 from .stored import Checkpoint, Quantized, Whole, form_of, keep
 

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..api.kept_weights import Stored
-from ..api.linears import sharded_as
-from ..backends.scales.scaling import FLOAT8
-from .assignment import PAIRED, features_dim
-from .experts import ExpertsForward, RouterForward
-from .heads import SpreadNormForward
-from .kept_linears import SCALES, KeptLinear
-from .layouts import lying_as
-from .parts import EmbeddingForward, PackedLinear, ReplicatedForward
-from .places import place_of
-from .styles import ColwiseForward, RowwiseForward
+from ...api.kept_weights import Stored
+from ...api.linears import sharded_as
+from ...backends.scales.scaling import FLOAT8
+from ..assignment import PAIRED, features_dim
+from ..modules.experts import ExpertsForward, RouterForward
+from ..modules.heads import SpreadNormForward
+from ..modules.kept_linears import SCALES, KeptLinear
+from ..modules.layouts import lying_as
+from ..modules.parts import EmbeddingForward, PackedLinear, ReplicatedForward
+from ..modules.styles import ColwiseForward, RowwiseForward
+from ..places import place_of
 
 FORWARDS = (
     ColwiseForward, EmbeddingForward, ExpertsForward, ReplicatedForward, RouterForward, RowwiseForward,

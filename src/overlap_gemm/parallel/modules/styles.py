@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..api.float8 import COPIES, PLAIN, Float8, Products, products
-from ..api.functional import Length
-from ..api.kept_weights import STORED, Stored
-from ..backends.base import BackendName
-from ..backends.select import check_name
-from ..spec.promises import Invariant, Partials, Promises, check_promises
+from ...api.float8 import COPIES, PLAIN, Float8, Products, products
+from ...api.functional import Length
+from ...api.kept_weights import STORED, Stored
+from ...backends.base import BackendName
+from ...backends.select import check_name
+from ...spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of
 from .layouts import Rows, as_output, distribute, extent, local, local_part, unsaid
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..runtime.group import resolve
-from ..spec.sharding import Shards
-from .generation import take_random_state
-from .parts import PackedLinear
-from .places import Sharding, place_of
+from ...runtime.group import resolve
+from ...spec.sharding import Shards
+from ..modules.generation import take_random_state
+from ..modules.parts import PackedLinear
+from ..places import Sharding, place_of
 
 DONE = "_is_hf_initialized"
 """transformers' mark of modules and parameters that are not to be initialised."""

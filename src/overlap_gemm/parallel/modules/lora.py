@@ -18,13 +18,13 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..api.linears import whole_of
-from ..nn import Dropout
-from .assignment import UnknownModuleError
+from ...api.linears import whole_of
+from ...nn import Dropout
+from ..assignment import UnknownModuleError
+from ..places import PLACE, Place, layouts_of, place_of
 from .kept_linears import KeptLinear
 from .layouts import distribute
 from .parts import SEQUENCE_DIM, GradientAsContiguous, PackedLinear, ReplicatedForward
-from .places import PLACE, Place, layouts_of, place_of
 from .styles import ColwiseForward, OverlapColwiseParallel, OverlapSharedGather
 
 INITS = (True, False, "gaussian")

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api.random_numbers import dropout, per_rank_random
-from .places import Sharding
+from ...api.random_numbers import dropout, per_rank_random
+from ..places import Sharding
 
 
 class AttentionForward:

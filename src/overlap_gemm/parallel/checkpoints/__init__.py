@@ -1,0 +1,1 @@
+"""Weights of a parallelized model: drawn, loaded from files, converted, saved."""

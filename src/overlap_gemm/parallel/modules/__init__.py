@@ -1,0 +1,1 @@
+"""Forwards of single modules of a parallelized model, one file a kind."""
