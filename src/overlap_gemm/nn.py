@@ -24,7 +24,7 @@ from .api.norms import (
     warn_of_forgotten,
 )
 from .api.random_numbers import Dropout, per_rank_random
-from .backends.base import BackendName
+from .backends.op_call import BackendName
 from .dispatch import moves
 from .runtime.group import GroupLike
 from .spec.promises import Invariant, Partials

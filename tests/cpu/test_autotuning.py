@@ -23,6 +23,8 @@ from overlap_gemm.tuning.machine import load
 from overlap_gemm.tuning.measured import Kernel, Measured
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.time_model import Facts
+from tests.support.problems import changed
+from tests.support.problems import problem as problem_of
 
 HOPPER = Reach("sm_90a", 132, None)
 SHAPES = [(8192, 8192, 28672), (2048, 8192, 8192), (512, 10240, 8192), (16, 8192, 8192)]
@@ -31,7 +33,7 @@ SHAPES = [(8192, 8192, 28672), (2048, 8192, 8192), (512, 10240, 8192), (16, 8192
 def on_hopper(
     op="gemm_reduce_scatter", shape=SHAPES[1], reach=HOPPER, dtype=torch.bfloat16, **facts
 ) -> Problem:
-    return Problem(op, *shape, dtype, "cuda", 2, reach=reach, **facts)
+    return problem_of(op, *shape, dtype, "cuda", 2, reach=reach, **facts)
 
 
 def candidates(problem: Problem) -> list[Candidate]:
@@ -132,7 +134,7 @@ def test_a_measurement_stands_above_the_model_and_above_missing_constants():
         assert "[100 us measured]" in str(graph)
     with mock.patch.object(Fused, "why_not", return_value="not here"):  # as of a kept operand
         assert choose(replace(asked, captured=True)).backend.name == "torch"
-    assert replace(asked, m=asked.m + 1).measured is None
+    assert changed(asked, rows=asked.m + 1).measured is None
 
 
 def test_a_kernel_takes_the_models_place_if_it_is_clearly_faster():
@@ -152,7 +154,7 @@ def test_a_measured_kernel_is_the_one_that_runs(op):
         taken.append(config)
         return lambda *_: None
 
-    problem = Problem(op, 512, 512, 512, torch.bfloat16, "cpu", 2)
+    problem = problem_of(op, 512, 512, 512, chunk=256)
     names = [
         "overlap_gemm.backends.fused.gather_plans.compiled_gather",
         "overlap_gemm.backends.fused.plan_cache.compiled_kernel",

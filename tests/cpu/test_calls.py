@@ -1,6 +1,7 @@
 """What a call costs the host, who must see it, and when what was kept for calls like it no longer holds."""
 
 import sys
+import traceback
 from unittest import mock
 
 import pytest
@@ -31,10 +32,10 @@ def nothing_kept():
 
 
 BUDGET = {
-    "all_gather_gemm": (37, 52),
-    "gemm_reduce_scatter": (21, 34),
-    "gemm_all_reduce": (21, 34),
-    "gemm_all_gather": (21, 34),
+    "all_gather_gemm": (26, 43),
+    "gemm_reduce_scatter": (23, 36),
+    "gemm_all_reduce": (23, 36),
+    "gemm_all_gather": (23, 36),
 }
 """Python functions that a call enters: without a gradient, and where the weight wants one."""
 
@@ -163,7 +164,7 @@ def dispatched():
     seen, real = [], ops.Registered.bound
 
     def spy(self, tensors, arguments):
-        if sys._getframe(1).f_code.co_name == "run":
+        if "run" in [frame.name for frame in traceback.extract_stack(limit=5)]:
             seen.append(self.name)
         return real(self, tensors, arguments)
 

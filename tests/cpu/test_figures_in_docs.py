@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.select import choose
 from tests.support.figures import LOOKS_MEASURED, ROOT, report, said, tables, words
+from tests.support.problems import problem
 
 DOCUMENTS = (
     "README.md",
@@ -60,7 +60,7 @@ def chosen_otherwise(name, mode):
     different, results = 0, report(name)["results"]
     for result in results:
         op, m, n, k = (result[key] for key in ("op", "m", "n", "k"))
-        asked = Problem(
+        asked = problem(
             op, m, n, k, torch.bfloat16, "cuda", result["ranks"],
             reach=Reach("sm_90a", 132, None), captured=MODES[mode],
         )  # fmt: skip

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
-from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused import ways
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.fused.ways import LL_WORDS, PUTS, STORES, putting, wanted
+from overlap_gemm.backends.op_call import with_fallback
 from overlap_gemm.backends.scales.tma_operands import aligned, aligned_vector, major
-from overlap_gemm.backends.select import choose, with_fallback
+from overlap_gemm.backends.select import choose
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
@@ -23,8 +23,9 @@ from overlap_gemm.runtime.peers import Agreed, Peers
 from overlap_gemm.spec import PATTERNS, TRANSPORTS
 from overlap_gemm.tuning.settings import configured, settings
 from overlap_gemm.tuning.space import default_config
+from tests.support.problems import changed, problem
 
-PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, 4096, torch.bfloat16, "cpu", world_size=2)
+PROBLEM = problem("gemm_reduce_scatter", 4096, 4096, 4096)
 
 # --- choice ---
 
@@ -35,11 +36,11 @@ PROBLEM = Problem("gemm_reduce_scatter", 4096, 4096, 4096, torch.bfloat16, "cpu"
         ({}, "Hopper or Blackwell"),
         ({"op": "gemm_all_gather", "world_size": 3}, "1366 columns a rank, which must be a multiple of 8"),
         ({"dtype": torch.float32}, "float32"),
-        ({"n": 100}, "N=100 must be a multiple of 8"),
+        ({"columns": 100}, "N=100 must be a multiple of 8"),
     ],
 )
 def test_it_names_what_stands_in_its_way(changes, reason):
-    assert reason in (Fused().why_not(replace(PROBLEM, **changes)) or "")
+    assert reason in (Fused().why_not(changed(PROBLEM, **changes)) or "")
 
 
 def test_asking_for_it_without_a_device_raises_with_the_reason():
@@ -55,11 +56,11 @@ def test_auto_passes_over_it_and_says_why():
 
 
 def test_a_backward_pass_takes_another_backend_where_there_is_no_dual():
-    problem = replace(PROBLEM, op="all_gather_gemm", dtype=torch.float32)
-    choice = choose(problem, with_fallback("fused"))
+    asked = replace(PROBLEM, op="all_gather_gemm", dtype=torch.float32)
+    choice = choose(asked, with_fallback("fused"))
     assert choice.backend.name == "torch"
     assert choice.verdicts[0][0] == "fused" and "float32" in (choice.verdicts[0][1] or "")
-    assert choose(problem, with_fallback("sequential")).backend.name == "sequential"
+    assert choose(asked, with_fallback("sequential")).backend.name == "sequential"
 
 
 def test_explain_tells_the_backward_too():

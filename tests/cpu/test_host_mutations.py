@@ -11,8 +11,8 @@ from tests.support.mutants import NOTICED_BY, PACKAGE, RULES, Mutant, edited, mu
 
 DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
-    ("dispatch/options.py", "self._replace(backend=with_fallback(self.backend))",
-     "self._replace(backend=with_fallback(self.backend), deterministic=None)", RULES),
+    ("backends/op_call.py", "{\"backend\": with_fallback(self.backend), ",
+     "{\"deterministic\": None, \"backend\": with_fallback(self.backend), ", RULES),
     ("backends/fused/launch_plan.py", "held.captured = True", "held.captured = False", RULES),
     ("backends/by_shards.py", "plan.workspace.captured |= plan", "plan.workspace.captured = plan", RULES),
     ("backends/fused/launch_plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import overlap_gemm
 from overlap_gemm import nn, parallel
-from overlap_gemm.backends.base import BackendName
+from overlap_gemm.backends.op_call import BackendName
 from overlap_gemm.backends.select import BACKENDS
 from overlap_gemm.cli import app
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.fused.plan_cache import resident_clusters
 from overlap_gemm.exchange.geometry import MAX_WORLD, ExchangeShape
@@ -19,6 +18,7 @@ from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.runtime.peers import Agreed, common, reserved_sms, timeout_ns
 from overlap_gemm.tuning.space import default_config
+from tests.support.problems import problem
 
 CPU = torch.device("cpu")
 OWN = Agreed("sm_90a", "c0ffee", 132, 60_000_000_000)
@@ -206,11 +206,9 @@ def test_a_grid_that_cannot_be_resident_is_an_error_and_not_a_hang(size, reserve
 
 
 def test_more_ranks_than_a_workspace_has_words_for_are_refused():
-    problem = Problem(
-        "gemm_reduce_scatter", 4096, 4096, None, torch.bfloat16, "cpu", world_size=MAX_WORLD + 1
-    )
-    assert f"words for {MAX_WORLD} ranks, not {MAX_WORLD + 1}" in (Fused().why_not(problem) or "")
-    assert "words" not in (Fused().why_not(replace(problem, world_size=MAX_WORLD)) or "")
+    asked = problem("gemm_reduce_scatter", 4096, 4096, None, world_size=MAX_WORLD + 1)
+    assert f"words for {MAX_WORLD} ranks, not {MAX_WORLD + 1}" in (Fused().why_not(asked) or "")
+    assert "words" not in (Fused().why_not(replace(asked, world_size=MAX_WORLD)) or "")
 
 
 # --- what ranks prepare together ---

@@ -7,12 +7,13 @@ import torch
 
 import overlap_gemm
 from overlap_gemm import explain, gemm_reduce_scatter
-from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
 from overlap_gemm.spec import OPS
+from tests.support.problems import problem as problem_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X, WEIGHT = torch.ones(6, 32).to(E4M3), torch.ones(8, 32).to(E4M3)
@@ -116,7 +117,7 @@ def test_blocks_of_32_are_torchs_on_no_device():
     assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
     with pytest.raises(ValueError, match="scales of blocks of 128 x 128, not of blocks of 32 x 32"):
         gemm_reduce_scatter(x, weight, **given, backend="torch")
-    measured = problem(device_type="cuda", blocks=(1, 32, 32), reach=Reach("sm_90a", 132, None))
+    measured = problem(device_type="cuda", block=32, reach=Reach("sm_90a", 132, None))
     assert "blocks of 32 x 32 have not been timed" in (Fused().why_slower(measured) or "")
 
 
@@ -163,23 +164,9 @@ def test_training_is_refused_at_the_call(which, way):
 
 def test_the_op_behind_it_refuses_a_backward_pass_too():
     scale_x = torch.ones(6, requires_grad=True)
-    through = torch.ops.overlap_gemm.scaled_gemm_all_reduce
-    out = through(
-        X,
-        WEIGHT,
-        None,
-        scale_x,
-        torch.ones(8),
-        None,
-        _world(),
-        "auto",
-        None,
-        None,
-        0,
-        False,
-        torch.bfloat16,
-        None,
-    )
+    through = torch.ops.overlap_gemm.gemm_all_reduce
+    call = OpCall(_world(), rows=6, columns=8, chunk=6, out_dtype=torch.bfloat16)
+    out = through(X, WEIGHT, None, scale_x, torch.ones(8), *call)
     with pytest.raises(TypeError, match="operands with scales have no gradients"):
         out.sum().backward()
 
@@ -205,9 +192,9 @@ def test_a_nan_or_zero_scale_is_its_rows_alone():
 
 
 def problem(**change):
-    given = {"m": 64, "n": 64, "k": None, "dtype": E4M3, "device_type": "cpu", "world_size": 2}
+    given = {"m": 64, "n": 64, "k": None, "dtype": E4M3}
     types = {"weight_dtype": E4M3, "out_dtype": torch.bfloat16}
-    return Problem("gemm_reduce_scatter", **{**given, **types, **change})
+    return problem_of("gemm_reduce_scatter", **{**given, **types, **change})
 
 
 def test_auto_takes_torchs_way_and_says_why():

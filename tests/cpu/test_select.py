@@ -8,17 +8,20 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.op_call import OpCall, with_fallback
 from overlap_gemm.backends.reach import Device, Reach, compare
-from overlap_gemm.backends.select import BACKENDS, choose, with_fallback
+from overlap_gemm.backends.select import BACKENDS, choose
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.machine import load, machine_for, why_untimed
+from tests.support.problems import changed
+from tests.support.problems import problem as problem_of
 
 
 def problem(op="gemm_reduce_scatter", rows=4096, world_size=4, device="cpu", **facts) -> Problem:
-    return Problem(op, rows, 1024, 1024, torch.bfloat16, device, world_size, **facts)
+    return problem_of(op, rows, 1024, 1024, torch.bfloat16, device, world_size, **facts)
 
 
 def portable(chosen: Problem, requested: str = "auto") -> str:
@@ -116,7 +119,7 @@ HOPPER = Reach("sm_90a", 132, None)
 
 def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", k=8192, **facts):
     """The choice on 4 GPUs that reach each other, N = K = 8192 over all ranks."""
-    asked = Problem(op, rows, 8192, k, torch.bfloat16, "cuda", 4, reach=reach, **facts)
+    asked = problem_of(op, rows, 8192, k, torch.bfloat16, "cuda", 4, reach=reach, **facts)
     with mock.patch.object(Fused, "why_not", return_value=None):
         return choose(asked, requested)
 
@@ -209,14 +212,14 @@ def test_scales_of_blocks_are_compared_by_constants_of_their_own_or_it_is_said(t
     for blocks in PROMOTED:
         machine_for.cache_clear()
         asked = problem(
-            rows=8192, device="cuda", reach=HOPPER, captured=True, blocks=blocks,
+            rows=8192, device="cuda", reach=HOPPER, captured=True, block=blocks[2],
             weight_dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16,
         )  # fmt: skip
         with (
             mock.patch.object(Fused, "why_not", return_value=None),
             mock.patch("overlap_gemm.backends.scales.scaling.why_no_product", return_value=None),
         ):
-            choice = choose(replace(asked, dtype=torch.float8_e4m3fn, n=8192, k=8192))
+            choice = choose(changed(asked, dtype=torch.float8_e4m3fn, columns=8192, k=8192))
         believed = blocks in (timed, PROMOTED[0])
         assert choice.backend.name == ("fused" if believed else "torch")
         why = f"kernels with scales of blocks of {blocks[1]} x {blocks[2]} have not been timed on NVIDIA H200"
@@ -273,12 +276,13 @@ def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
         mock.patch("overlap_gemm.backends.base.reach_of", return_value=HOPPER) as reach_of,
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
-        found = Problem.of("gemm_reduce_scatter", 8, 8, None, x, Group("pair", 0, 2), None, requested)
+        call = OpCall(rows=8, columns=8, backend=requested)
+        found = Problem.of("gemm_reduce_scatter", call, x, Group("pair", 0, 2))
     assert found.reach == (HOPPER if asks else None) and reach_of.called == asks
 
 
 def test_a_problem_is_told_in_words():
-    asked = Problem("gemm_reduce_scatter", 4096, 1023, None, torch.bfloat16, "cpu", 2, virtual=True)
+    asked = problem_of("gemm_reduce_scatter", 4096, 1023, None, virtual=True)
     for requested in ("fused", "auto"):
         with pytest.raises(ValueError, match="cannot carry out|no backend can") as caught:
             choose(asked, requested)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_gemm
+from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 from overlap_gemm.spec.sharding import Shards
@@ -152,17 +153,23 @@ def opchecks(rank, size):
     x = torch.randn(4, 6, requires_grad=True)
     weight = torch.randn(5, 6, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)
-    rows = 4 * size
+    rows, none = 4 * size, (None, None)
+    gathering = OpCall(group, rows, 10 * size, 6, 4, keep=True, backend="torch", reserve_sms=8)
+    alone = OpCall(
+        group, rows, None, 6, 4, backend="sequential", deterministic=True, reserve_sms=0, copied_weight=True
+    )
+    scattering = OpCall(
+        group, 4, 5, None, -(-4 // size), 1, backend="torch", deterministic=False, reserve_sms=0
+    )
+    reducing = OpCall(group, 4, 5, 6 * size, -(-4 // size), backend="decomposed", deterministic=True)
+    columns = OpCall(group, 4, 5 * size, 6, 5, backend="sequential")
     for op, args in (
-        (
-            ops.all_gather_gemm,
-            (x, [weight, weight], [bias, bias], rows, 4, True, 10 * size, group, "torch", None, 8, 0, False),
-        ),
-        (ops.all_gather_gemm, (x, [weight], [], rows, 4, False, None, group, "sequential", True, 0, 0, True)),
-        (ops.gemm_reduce_scatter, (x, weight, bias, -(-4 // size), None, group, "torch", False, 1, 0, False)),
-        (ops.gemm_all_reduce, (x, weight, None, 6 * size, group, "decomposed", True, 0, 0, False)),
-        (ops.gemm_all_gather, (x, weight, bias, 5 * size, group, "sequential", None, None, 0, False)),
-        (ops.local_gemm, (x, weight, bias, group, "auto", None, None, 0, False)),
+        (ops.all_gather_gemm, (x, [weight, weight], [bias, bias], *none, *gathering)),
+        (ops.all_gather_gemm, (x, [weight], [], *none, *alone)),
+        (ops.gemm_reduce_scatter, (x, weight, bias, *none, *scattering)),
+        (ops.gemm_all_reduce, (x, weight, None, *none, *reducing)),
+        (ops.gemm_all_gather, (x, weight, bias, *none, *columns)),
+        (ops.column_parallel_gemm, (x, weight, bias, *none, *OpCall(group, 4, None, 6))),
         (ops.keep_shard, (x, 1, group)),
         (ops.join_shards, (x, 1, 6 * size, group)),
         (ops.sum_over_ranks, (x, group)),

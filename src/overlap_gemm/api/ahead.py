@@ -13,6 +13,7 @@ from ..backends.autotuning import asking, share
 from ..backends.base import Problem
 from ..backends.fused import reserved as ahead
 from ..backends.fused.fused_backend import Fused
+from ..backends.op_call import OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
@@ -77,6 +78,7 @@ def warmup(
     call = getattr(functional, op)
     own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
+    asked = OpCall(backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block)
     for m, n, k in shapes:
         x_shape, weight_shape = spec.shapes(m, n, k, own)
         layouts = (x_shape, weight_shape, weight_shape[:1])
@@ -85,15 +87,13 @@ def warmup(
             torch.empty(shape, dtype=kind, device=where) for shape, kind in zip(layouts, kinds, strict=True)
         )
         scales: dict[str, Any] = {}
-        types: tuple[Any, ...] = (None, None)
         if out_dtype is not None:
             of_both = unit_scales(x_shape, weight_shape, blocks, where)
             scales = {**dict(zip(("scale_x", "scale_w"), of_both, strict=True)), "block": block}
-            types = dtype, out_dtype, blocks
         said, least = (spec.arguments(m, n, k, least) for least in (False, True))
         ways_of = [said] if said == least else [said, least]
         problems = [
-            Problem.of(op, *spec.known(m, n, k, extents), x, ranks, deterministic, backend, scaled=types)
+            Problem.of(op, asked._replace(**extents_of(spec.known(m, n, k, extents))), x, ranks, weight)
             for extents in ways_of
         ]
 
@@ -166,8 +166,10 @@ def reserve(
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 is as wide
 
     def is_fused(op: str) -> bool:
-        types = (None if out_dtype is None else dtype, out_dtype, blocks)
-        problem = Problem.of(op, max_rows, columns, columns, empty, ranks, None, "fused", scaled=types)
+        call = OpCall(
+            rows=max_rows, columns=columns, k=columns, backend="fused", out_dtype=out_dtype, block=block
+        )
+        problem = Problem.of(op, call, empty, ranks, empty)
         return Fused().why_not(problem) is None
 
     wanted = [op for op in ops or OPS if is_fused(op)]

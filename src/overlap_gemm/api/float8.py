@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName, Length, OpCall, promises_of, with_fallback
 from ..backends.scales.scaling import FLOAT8, Block
-from ..backends.select import with_fallback
 from ..dispatch import moves, ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op
-from ..dispatch.options import CallOptions, Length, promises_of
 from ..runtime.group import GroupLike, group_name
 from ..spec import (
     ALL_GATHER_GEMM,
@@ -61,8 +59,8 @@ class ProductsOfCopies(Products):
         x: Tensor, weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None, group: GroupLike, **how: Any
     ) -> list[Tensor]:
         """`overlap_gemm.all_gather_gemm`."""
-        told = CallOptions(**how, single=False, copied_weight=True)
-        outs: list[Tensor] = call_op(ops.all_gather_gemm, x, list(weight), list(bias or []), group, told)
+        call = OpCall(**how, copied_weight=True)
+        _, *outs = call_op(ops.all_gather_gemm, x, list(weight), list(bias or []), group, call)
         return outs
 
 
@@ -242,7 +240,7 @@ def products(float8: Float8 | None) -> Products:
 
 
 class How(NamedTuple):
-    """What a product is told, besides its operands; see `options.CallOptions`.
+    """What a product is told, besides its operands; see `backends.op_call.OpCall`.
 
     Attributes:
         op: Its name; `LOCAL` for a rank's own product, whose gradient is summed.
@@ -294,19 +292,18 @@ class How(NamedTuple):
         axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
         extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
         dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
-        how = {"out_dtype": dtype, "block": block, "copied_weight": copied_weight}
-        how |= {"partials": self.partials, "invariant": self.invariant}
-        options = CallOptions(self.backend, None, self.reserve_sms, dim, **extents, **how)
-        op = ops.local_gemm if spec is None else getattr(ops, spec.name)
+        call = OpCall(
+            backend=self.backend, reserve_sms=self.reserve_sms, dim=dim, **extents,
+            out_dtype=dtype, block=block, copied_weight=copied_weight,
+            partials=self.partials, invariant=self.invariant,
+        )  # fmt: skip
+        op = ops.column_parallel_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-        if spec is not None and spec.gathers_operand:
-            options = options._replace(single=False)
-            outs: list[Tensor] = call_op(
-                op, x.values, values, list(biases), self.group, options, x.scale, scales
-            )
+        if spec is not None and spec.takes_lists:
+            _, *outs = call_op(op, x.values, values, list(biases), self.group, call, x.scale, scales)
             return outs
         bias = biases[0] if biases else None
-        return [call_op(op, x.values, values[0], bias, self.group, options, x.scale, scales[0])]
+        return [call_op(op, x.values, values[0], bias, self.group, call, x.scale, scales[0])]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
         """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product."""

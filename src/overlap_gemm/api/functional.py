@@ -1,16 +1,15 @@
 """The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName, Length, OpCall
 from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
-from ..dispatch.options import CallOptions, GatherOptions, Length
 from ..runtime.group import GroupLike
 from ..spec.promises import Invariant, Partials
 
@@ -25,6 +24,25 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
 ]
+
+
+class GatherOptions(TypedDict, total=False):
+    """The keywords of `all_gather_gemm` that its overloads share."""
+
+    group: GroupLike
+    backend: BackendName
+    rows: Length
+    dim: int
+    save_gathered: bool
+    columns: Length
+    deterministic: bool | None
+    reserve_sms: int | None
+    scale_x: Tensor | None
+    scale_w: Tensor | Sequence[Tensor] | None
+    out_dtype: torch.dtype | None
+    block: Block
+    partials: Partials | None
+    invariant: Invariant | None
 
 
 @overload
@@ -148,28 +166,18 @@ def all_gather_gemm(
         RuntimeError: A peer is gone, did not answer within the group's timeout, or (`OVERLAP_GEMM_CHECK=1`)
             disagrees about the call.
     """
+    several = isinstance(weight, (list, tuple))
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
     scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
     saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
-    single, kept = not isinstance(weight, (list, tuple)), return_gathered or saved
-    options = CallOptions(
-        backend,
-        deterministic,
-        reserve_sms,
-        dim,
-        rows,
-        columns,
-        None,
-        return_gathered,
-        kept,
-        single,
-        out_dtype,
-        block=block,
-        partials=partials,
-        invariant=invariant,
-    )
-    return call_op(ops.all_gather_gemm, x_shard, weights, biases, group, options, scale_x, scales_w)
+    call = OpCall(
+        "", rows, columns, None, 0, dim, return_gathered or saved,
+        backend, deterministic, reserve_sms, False, out_dtype, block, partials, invariant,
+    )  # fmt: skip
+    found = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
+    products = found[1:] if several else found[1]
+    return (products, found[0]) if return_gathered else products
 
 
 def gemm_reduce_scatter(
@@ -227,18 +235,11 @@ def gemm_reduce_scatter(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(
-        backend,
-        deterministic,
-        reserve_sms,
-        dim,
-        k=k,
-        out_dtype=out_dtype,
-        block=block,
-        partials=partials,
-        invariant=invariant,
-    )
-    return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, options, scale_x, scale_w)
+    call = OpCall(
+        k=k, dim=dim, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
+        out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
+    )  # fmt: skip
+    return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, call, scale_x, scale_w)
 
 
 def gemm_all_reduce(
@@ -285,17 +286,11 @@ def gemm_all_reduce(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(
-        backend,
-        deterministic,
-        reserve_sms,
-        k=k,
-        out_dtype=out_dtype,
-        block=block,
-        partials=partials,
-        invariant=invariant,
-    )
-    return call_op(ops.gemm_all_reduce, x, weight, bias, group, options, scale_x, scale_w)
+    call = OpCall(
+        k=k, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms, out_dtype=out_dtype,
+        block=block, partials=partials, invariant=invariant,
+    )  # fmt: skip
+    return call_op(ops.gemm_all_reduce, x, weight, bias, group, call, scale_x, scale_w)
 
 
 def gemm_all_gather(
@@ -340,11 +335,11 @@ def gemm_all_gather(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    options = CallOptions(
-        backend, deterministic, reserve_sms, columns=columns, out_dtype=out_dtype, block=block,
-        partials=partials, invariant=invariant,
+    call = OpCall(
+        columns=columns, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
+        out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    return call_op(ops.gemm_all_gather, x, weight, bias, group, options, scale_x, scale_w)
+    return call_op(ops.gemm_all_gather, x, weight, bias, group, call, scale_x, scale_w)
 
 
 def column_parallel_gemm(
@@ -384,7 +379,12 @@ def column_parallel_gemm(
     Raises:
         ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
     """
-    options = CallOptions(
-        backend, None, reserve_sms, out_dtype=out_dtype, block=block, partials=partials, invariant=invariant
+    call = OpCall(
+        backend=backend,
+        reserve_sms=reserve_sms,
+        out_dtype=out_dtype,
+        block=block,
+        partials=partials,
+        invariant=invariant,
     )
-    return call_op(ops.local_gemm, x, weight, bias, group, options, scale_x, scale_w)
+    return call_op(ops.column_parallel_gemm, x, weight, bias, group, call, scale_x, scale_w)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName
 from ..backends.select import check_name
 from ..dispatch import moves
 from ..runtime import agree

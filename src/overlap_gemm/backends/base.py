@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,21 +12,16 @@ from torch import Tensor
 from ..config.scale_blocks import Blocks, in_words
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
-from ..spec import ARGUMENTS, OPS, OpSpec
-from ..spec.promises import NO_PROMISES, Promises
+from ..spec import OPS, OpSpec
+from ..spec.promises import Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
 from .collectives import all_gather_rows
 from .known import known_of, may_know
+from .op_call import FALLBACK, OpCall
 from .portable_arithmetic import Arithmetic, arithmetic_of
 from .reach import Reach, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
-
-BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
-"""What callers may ask for; `select.BACKENDS` has them."""
-
-FALLBACK = " or auto"
-"""After a backend's name: where that backend has no such op, it falls back to what `auto` chooses."""
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
 """Why a portable backend does not serve virtual ranks."""
@@ -34,110 +29,140 @@ VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does n
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice of backend may depend on.
+    """What a choice of backend may depend on: a call, and the facts of its tensors and ranks.
 
     All of it is equal on every rank, so that all ranks choose alike. The local extents (N_local of
     all_gather_gemm, K_local of gemm_reduce_scatter) are left out on purpose: with uneven shards they differ
-    between ranks. What they sum up to is here where the caller said it.
+    between ranks. What they sum up to is in the call where the caller said it.
 
     Attributes:
         op: The op's public name.
-        m: Rows of the product over all ranks.
-        n: Columns over all ranks; None if they are not known, which all_gather_gemm's need not be.
-        k: K over all ranks; None likewise, of the other ops.
-        dtype: Of operands and result.
+        call: As lowered: its extents are numbers, or None where nobody said them.
+        dtype: Of operands and result; of x alone where operands have scales.
         device_type: "cpu" or "cuda".
         world_size: Ranks of the group, P.
         virtual: Whether the ranks are virtual (`runtime.virtual`), which torch.distributed does not know.
-        deterministic: Whether the sums must come out bitwise the same from call to call.
         reach: What the ranks found out about each other's GPUs; None where they have not been probed.
         captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
-        keep: Whether the gathered operand of all_gather_gemm is wanted, too.
         weight_dtype: Of the weight, where operands have scales; else None.
-        out_dtype: Of the result, likewise: `dtype` is x's then.
-        blocks: Which blocks the scales are of; None: of rows, or of all of an operand.
-        promises: Of the result's bits.
+        num_weights: Weights in a list.
+        has_bias: Whether there is one.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
     """
 
     op: str
-    m: int
-    n: int | None
-    k: int | None
+    call: OpCall
     dtype: torch.dtype
     device_type: str
     world_size: int
     virtual: bool = False
-    deterministic: bool = False
     reach: Reach | None = None
     captured: bool = False
-    keep: bool = False
     weight_dtype: torch.dtype | None = None
-    out_dtype: torch.dtype | None = None
-    blocks: Blocks | None = None
-    promises: Promises = Promises()
+    num_weights: int = 1
+    has_bias: bool = False
     known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
-        cls,
-        op: str,
-        m: int,
-        n: int | None,
-        k: int | None,
-        x: Tensor,
-        group: Group,
-        deterministic: bool | None,
-        requested: str = "auto",
-        keep: bool = False,
-        scaled: tuple[Any, ...] = (None, None),
-        promises: Promises = NO_PROMISES,
+        cls, op: str, call: OpCall, x: Tensor, group: Group, weight: Any = None, bias: Any = None
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
-        `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels (`requested` is
-        the caller's `backend=`), or shards may go by copy engines, the group's first call finds out what its
-        GPUs reach, which is collective. `scaled` is (weight_dtype, out_dtype), or those and blocks.
+        `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels, or shards may go
+        by copy engines, the group's first call finds out what its GPUs reach, which is collective.
+
+        Args:
+            op: The op's name.
+            call: As lowered.
+            x: The operand, for its type and device.
+            group: The ranks.
+            weight: The weight, or a list; may be left out where operands have no scales.
+            bias: The bias, a list, or None.
         """
-        if promises.invariant is not None:
-            deterministic = True
-        elif deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+        call = call.promising()
+        if call.invariant is not None:
+            call = call._replace(deterministic=True)
+        elif call.deterministic is None:
+            call = call._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+        requested = call.backend
         is_open = requested == "auto" or requested.endswith(FALLBACK)
         copies = OPS[op].gathers_operand and requested.startswith("decomposed")
         asks = (
             x.is_cuda
             and not group.is_virtual
-            and (copies or (is_open and (x.dtype.itemsize == 2 or scaled[1] is not None)))
+            and (copies or (is_open and (x.dtype.itemsize == 2 or call.out_dtype is not None)))
         )
-        weight_dtype, out_dtype, blocks = (*scaled, None)[:3]
-        knows = may_know(requested, group) and promises.invariant is None  # measured kernels differ in bits
+        weights = weight if isinstance(weight, (list, tuple)) else [weight]
+        knows = may_know(requested, group) and call.invariant is None  # measured kernels differ in bits
         return cls(
             op,
-            m,
-            n,
-            k,
+            call,
             x.dtype,
             x.device.type,
             group.size,
             group.is_virtual,
-            deterministic,
             reach_of(group, x.device) if asks else None,
             is_capturing(x.device),
-            keep,
-            weight_dtype,
-            out_dtype,
-            blocks,
-            promises,
+            None if call.out_dtype is None else weights[0].dtype,
+            len(weights),
+            len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
             known_of(group, x.device).kinds if knows else {},
         )
 
+    @property
+    def m(self) -> int:
+        """Rows of the product over all ranks."""
+        rows = self.call.rows
+        assert rows is not None and not isinstance(rows, str), self
+        return rows
+
+    @property
+    def n(self) -> int | None:
+        """Columns over all ranks; None if they are not known, which all_gather_gemm's need not be."""
+        return _number(self.call.columns)
+
+    @property
+    def k(self) -> int | None:
+        """K over all ranks; None likewise, of the other ops."""
+        return _number(self.call.k)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the sums must come out bitwise the same from call to call."""
+        return bool(self.call.deterministic)
+
+    @property
+    def keep(self) -> bool:
+        """Whether the operand that is communicated is wanted, too."""
+        return self.call.keep
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """Of the result, where operands have scales; else None."""
+        return self.call.out_dtype
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Which blocks the scales are of; None: of rows, or of all of an operand."""
+        return self.call.blocks
+
+    @property
+    def promises(self) -> Promises:
+        """Of the result's bits."""
+        return Promises(self.call.partials, self.call.invariant)
+
+    @property
+    def shards(self) -> Shards:
+        """Division of the rows, or where the output is gathered of its columns."""
+        total = self.n if self.spec.gathers_output else self.m
+        assert total is not None, self
+        return Shards(total, self.world_size, self.call.chunk)
+
     def agreed(self) -> tuple[tuple[str, Any], ...]:
-        """What must be the same on all ranks, extents by the names of users' arguments."""
-        names: Mapping[Any, str] = ARGUMENTS
-        facts = {name: value for name, value in vars(self).items() if name not in ("known", "promises")}
-        named = ((names.get(name, name), value) for name, value in facts.items())
-        return (*named, *self.promises._asdict().items(), ("measured", self.measured))
+        """What must be the same on all ranks, extents and options by the names of users' arguments."""
+        facts = ((name, value) for name, value in vars(self).items() if name not in ("call", "known"))
+        return (*facts, *self.call.agreed(), ("measured", self.measured))
 
     @property
     def kind(self) -> str:
@@ -187,13 +212,20 @@ class Problem:
 
     def dual(self) -> "Problem | None":
         """That of the gradient of x, where its exchange moves as much: `grad_out @ weight`, so N is its K."""
-        return None if self.spec.dual is None else replace(self, op=self.spec.dual, n=self.k, k=self.n)
+        if self.spec.dual is None:
+            return None
+        return replace(self, op=self.spec.dual, call=self.call._replace(columns=self.k, k=self.n))
 
     @property
     def bytes(self) -> int:
         """Size of the whole tensor that the collective moves (S in the usual (P - 1) / P * S accounting)."""
         travels = self.dtype if self.out_dtype is None or self.spec.gathers_operand else self.out_dtype
         return self.m * self.width * travels.itemsize
+
+
+def _number(extent: Any) -> int | None:
+    assert not isinstance(extent, str), extent
+    return extent  # type: ignore[no-any-return]
 
 
 class Backend(Protocol):

@@ -38,8 +38,10 @@ class Arithmetic:
 
     def products(self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor]) -> list[Tensor]:
         """`product` of x with each weight `[N_i, K]`; `biases` holds one `[N_i]` per weight, or nothing."""
-        product = self.product
-        return [product(x, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+        product, outs = self.product, []  # a list comprehension is one Python function more
+        for i, weight in enumerate(weights):
+            outs.append(product(x, weight, biases[i] if biases else None))  # noqa: PERF401
+        return outs
 
     def partial(self, x: Any, weight: Any, out: Tensor | None = None) -> Tensor:
         """A rank's part of the sum over K, of `type_of` x, into `out` if given."""

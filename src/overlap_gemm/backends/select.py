@@ -14,10 +14,11 @@ from functools import cache
 from ..spec.promises import NO_PROMISES, InvarianceError, Promises
 from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
-from .base import FALLBACK, Backend, Problem
+from .base import Backend, Problem
 from .decomposed import Decomposed
 from .fused.fused_backend import Fused
 from .fused.plan_cache import DTYPES
+from .op_call import FALLBACK, with_fallback
 from .scales.scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
@@ -61,6 +62,7 @@ class Choice:
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
             f"  M={problem.m}, width={problem.width}, {problem.types}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
+            *([f"  {said}"] if (said := str(problem.call)) else ()),
         ]
         measured = problem.measured
         times, how = {} if prediction is None else prediction.ways, "predicted"
@@ -180,11 +182,6 @@ def why_unfit(backend: Backend, problem: Problem) -> str | None:
     if problem.deterministic and not backend.deterministic:
         return "deterministic sums are asked for, and its order and rounding are the collective's"
     return backend.why_not(problem)
-
-
-def with_fallback(requested: str) -> str:
-    """What a backward pass asks for: the forward's backend if it has the dual op, else `auto`'s choice."""
-    return requested if requested == "auto" or requested.endswith(FALLBACK) else requested + FALLBACK
 
 
 def with_backward(choice: Choice) -> Choice:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import overlap_gemm
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName
 from ..parallel import parallelize
 from ..runtime.bootstrap import World
 from ..runtime.group import Group, find

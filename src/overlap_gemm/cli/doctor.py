@@ -18,6 +18,7 @@ import typer
 from rich.table import Table
 
 from ..backends.base import Problem
+from ..backends.op_call import OpCall
 from ..backends.select import BACKENDS
 from ..config.arch import arch_of_capability
 from ..runtime.memory.symmetric import numbers, why_no_puts
@@ -171,7 +172,7 @@ def _nvshmem_bitcode() -> Finding:
 def backends() -> Iterator[Finding]:
     """What two ranks on this machine could use, in the order in which `backend="auto"` tries it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = Problem(GEMM_REDUCE_SCATTER.name, 4096, 4096, None, torch.bfloat16, device, world_size=2)
+    problem = Problem(GEMM_REDUCE_SCATTER.name, OpCall(rows=4096, columns=4096), torch.bfloat16, device, 2)
     for backend in BACKENDS:
         why_not = backend.why_not(problem)
         yield Finding(backend.name, why_not or f"usable on {device}", _status(why_not is None))

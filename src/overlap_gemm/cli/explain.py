@@ -8,7 +8,7 @@ import typer
 
 import overlap_gemm
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName
 from ..backends.reach import Reach, this_device
 from ..backends.scales.scaling import FLOAT8, blocks_named, unit_scales
 from ..backends.select import Choice, choose, with_backward

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..backends.base import Problem
 from ..backends.fused.fused_backend import Fused, why_no_blocks
+from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..config.arch import ARCHS
 from ..spec import OPS
@@ -57,9 +58,10 @@ def plan(
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks, blocks=blocks)
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
-    asked = Problem(op, m, n, k, kind, "cuda", ranks, blocks=blocks)
+    call = OpCall(rows=m, columns=n, k=k, block=block_of(block, kind))
+    asked = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
-        asked = replace(asked, weight_dtype=kind, out_dtype=OUT_DTYPES[0])
+        asked = replace(asked, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
     untimed = constants.why_untimed_bytes(blocks) if asked.is_scaled else None
     if asked.is_scaled:  # which no copy engine carries
         eager, captured = (_without(found, "decomposed") for found in (eager, captured))

@@ -5,7 +5,8 @@ kind and kept with the group (`Group.calls`) until the group ends. The key holds
 shapes, strides, dtypes and devices, the arguments, and the state of the process that a choice looks at.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,30 @@ LIMIT = 8192
 """Kinds of calls that a group keeps; a program that goes beyond begins anew."""
 
 
+def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *given: Any) -> T:
+    """The one entry: `run(*given)` of every call, whoever makes it: a user, torch's dispatcher, a gradient.
+
+    A call that raises before its launch, or because its arguments are refused, is counted: the calls after it
+    tell the peers, which may have made it (:mod:`overlap_gemm.runtime.identity`).
+
+    Args:
+        ranks: The group.
+        op: The op.
+        x: Its first tensor.
+        run: What the call does.
+        *given: Arguments of `run`.
+    """
+    progress = ranks.progress
+    before = progress.events
+    try:
+        if progress.thread != get_ident():
+            progress.admit(op, x)
+        return run(*given)
+    except BaseException:
+        progress.raised(before, op, x)
+        raise
+
+
 def layouts(*given: Any) -> Hashable:
     """All of tensors, of lists of tensors and of None, but where they lie and what they hold."""
     found: list[Hashable] = []
@@ -32,7 +57,12 @@ def layouts(*given: Any) -> Hashable:
         elif isinstance(one, Tensor):
             found += (one.shape, one.stride(), one.dtype, one.device)
         else:
-            found.append(layouts(*one))
+            found.append(len(one))
+            for part in one:
+                if isinstance(part, Tensor):
+                    found += (part.shape, part.stride(), part.dtype, part.device)
+                else:
+                    found.append(layouts(part))
     return tuple(found)
 
 
@@ -76,7 +106,10 @@ def is_plain(
     ):
         return False
     for given in (weight, *others):
-        if given is not None and type(given) not in _PLAIN and not _all_plain(given):
+        kind = type(given)
+        if given is None or kind in _PLAIN:
+            continue
+        if kind not in (list, tuple) or not _PLAIN.issuperset(map(type, given)):
             return False
     return True
 
@@ -85,15 +118,14 @@ def needs_grad(*given: Any) -> bool:
     """Whether autograd must know of a call with these tensors, lists of tensors and None."""
     if torch.is_grad_enabled():
         for one in given:
-            if one is not None and (
-                one.requires_grad if isinstance(one, Tensor) else any(part.requires_grad for part in one)
-            ):
-                return True
+            if isinstance(one, Tensor):
+                if one.requires_grad:
+                    return True
+            elif one is not None:
+                for part in one:
+                    if part.requires_grad:
+                        return True
     return False
 
 
-_PLAIN = frozenset({Tensor, Parameter})
-
-
-def _all_plain(given: Any) -> bool:
-    return isinstance(given, (list, tuple)) and all(type(part) in _PLAIN for part in given)
+_PLAIN: frozenset[type] = frozenset({Tensor, Parameter})

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
+from ..backends.op_call import OpCall
 from ..backends.select import announce, choose
-from ..config.scale_blocks import Blocks
 from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
 from ..spec import OpSpec
-from ..spec.sharding import Shards
 from ..tuning.settings import configured, late_weights, settings
-from .options import Passed
 from .registered import Run
 
 
@@ -32,61 +30,34 @@ class Chosen(NamedTuple):
     run: Run
 
 
-def chosen(
-    op: OpSpec,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    extents: tuple[int, int | None, int | None],
-    shards: Shards,
-    options: Passed,
-    keep: bool = False,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-) -> Chosen:
+def chosen(op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any) -> Chosen:
     """Chooses the backend, in debug mode after all ranks have compared notes.
 
     Args:
         op: Of the backend.
+        call: As lowered.
         x: As for the backend, contiguous or not.
         weight: As for the backend.
         bias: As for the backend.
-        extents: (m, n, k) of `Problem`.
-        shards: As for the backend.
-        options: As the ops take them.
-        keep: As for `Problem`.
-        out_dtype: As for `Problem`; what runs takes scales then.
-        blocks: As for `Problem`.
     """
-    backend, reserve_sms = options.backend, options.reserve_sms
-    ranks = resolve(options.group)
-    several = isinstance(bias, (list, tuple))
-    weight_dtype = None if out_dtype is None else (weight[0] if several else weight).dtype
-    scaled = (weight_dtype, out_dtype, blocks)
-    of_call = options.deterministic, backend, keep
-    problem = Problem.of(op.name, *extents, x, ranks, *of_call, scaled, options.promises)
-    facts = (
-        *problem.agreed(),
-        ("chunk", shards.chunk),
-        ("weights", len(weight) if several else 1),
-        ("bias", len(bias) > 0 if several else bias is not None),
-        *options.agreed(),
-        *settings().agreed(op),
-    )
+    ranks = resolve(call.group)
+    problem = Problem.of(op.name, call, x, ranks, weight, bias)
+    shards, requested = problem.shards, call.backend
+    facts = (*problem.agreed(), *settings().agreed(op))
     try:
-        choice = choose(problem, backend)
+        choice = choose(problem, requested)
     except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
-    if measure_if_due(problem, backend, x, weight, bias, shards, ranks):
-        choice = choose(problem, backend)
+    if measure_if_due(problem, requested, x, weight, bias, shards, ranks):
+        choice = choose(problem, requested)
     announce(choice)
     group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
-    with configured(reserve_sms=reserve_sms), late_weights(options.copied_weight):
+    with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
         run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, group)
-    if reserve_sms is not None:
-        run = configured(reserve_sms=reserve_sms)(run)
+    if call.reserve_sms is not None:
+        run = configured(reserve_sms=call.reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     count = calls.setdefault((op.name, name), [0])
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))

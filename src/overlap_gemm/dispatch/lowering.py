@@ -1,45 +1,41 @@
 """From what a user passes to what an op takes: checked arguments, two dimensions, known lengths."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backends.op_call import Length, OpCall
 from ..backends.select import check_name
-from ..config.scale_blocks import MX, Blocks
+from ..config.scale_blocks import MX
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..runtime.order import is_capturing
-from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec import ARGUMENTS, OpSpec
 from ..spec.promises import Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
 from .operands import Scales, check_operands, check_scaled, shape_of
-from .options import CallOptions, Length
 
 
 class Lowered(NamedTuple):
     """A call as its op takes it.
 
     Attributes:
+        call: With extents over all ranks: the op's arguments, after its tensors.
         flat: The two-dimensional shape of x.
         dim: Which dimension of x comes first in it; None: x is two-dimensional and stays as it is.
-        arguments: The op's, after its tensors.
-        finish: Makes the user's result of the op's; None: it is that.
+        finish: Makes the user's result of one of the op's; None: it is that.
         facts: (name, value) of what ranks compare where they ask each other for a sharded extent.
-        extents: (m, n, k) of `backends.base.Problem`.
-        blocks: Which blocks scales are of; None: of rows, or there are none.
     """
 
+    call: OpCall
     flat: tuple[int, int]
     dim: int | None
-    arguments: tuple[Any, ...]
-    finish: Callable[[Any], Any] | None
+    finish: Callable[[Tensor], Tensor] | None
     facts: agree.Facts
-    extents: tuple[int, int | None, int | None]
-    blocks: Blocks | None
 
     def flatten(self, x: Tensor) -> Tensor:
         """X as the op takes it."""
@@ -49,9 +45,18 @@ class Lowered(NamedTuple):
         """All tensors as the op takes them."""
         return self.flatten(x), weight, bias, *(self.vectors(*scales) if scales else ())
 
+    def result(self, result: Any) -> Any:
+        """The user's results of the op's."""
+        if self.finish is None:
+            return result
+        if not isinstance(result, list):
+            return self.finish(result)
+        moved, *outs = result
+        return [self.finish(moved) if self.call.keep else moved, *map(self.finish, outs)]
+
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
         """The scales as the op takes them: float32, vectors or matrices; or those of MX types."""
-        if self.blocks == MX:
+        if self.call.blocks == MX:
             return scale_x, scale_w
         if scale_x.dtype is not torch.float32:
             scale_x = scale_x.float()
@@ -61,160 +66,103 @@ class Lowered(NamedTuple):
         of_weights = [
             w if w.dtype is torch.float32 else w.float() for w in ([scale_w] if is_one else scale_w)
         ]
-        if self.blocks:
+        if self.call.blocks:
             of_x = scale_x.reshape(self.flat[0], scale_x.shape[-1])
         else:
             of_x, *of_weights = (one if one.ndim == 1 else one.reshape(-1) for one in (scale_x, *of_weights))
         return of_x, of_weights[0] if is_one else of_weights
 
 
-def lower_all_gather_gemm(
-    group: str,
+def lower(
+    spec: OpSpec, group: str, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales = ()
+) -> Lowered:
+    """A call of an op: arguments checked, x in two dimensions, extents over all ranks.
+
+    Args:
+        spec: Of the op.
+        group: Name of the process group.
+        x: The user's.
+        weight: The user's; a list where the op takes lists.
+        bias: The user's; a list where the op takes lists, else one or None.
+        call: The user's.
+        scales: Of x and weight; empty where operands have none.
+    """
+    weights = weight if spec.takes_lists else [weight]
+    biases = bias if spec.takes_lists else [] if bias is None else [bias]
+    dim = _check(spec, group, x, weights, biases, call, scales)
+    size, width, columns = group_size(group), x.shape[-1], sum(one.shape[0] for one in weights)
+    inner: Sequence[int] = ()
+    if "m" in (spec.x, spec.out):
+        length, *inner = x.movedim(dim, 0).shape[:-1]
+    else:  # every rank has all rows and gets all: all leading dimensions of x are rows
+        length = math.prod(x.shape[:-1])
+    unit = math.prod(inner)
+    facts: agree.Facts = ()
+    if spec.asked is not None:
+        facts = _facts(spec, x, weights, biases, tuple(inner), dim, call)
+        if spec.asked == "n":
+            facts += (("rows", length),)
+    total, all_columns, depth = length, columns, width
+    if spec.x == "m":
+        total = total_extent(spec.name, "rows", call.rows, length, x, group, facts, unit)
+    if spec.gathers_output:
+        all_columns = total_extent(spec.name, "columns", call.columns, columns, x, group, facts)
+    elif spec.weight == "n":
+        all_columns = _known(spec.name, "columns", call.columns, columns, group)
+    if spec.x == "k":
+        depth = _known(spec.name, "k", call.k, width, group)
+    shards = Shards.even(total * unit, size, max(unit, 1))
+    chunk = Shards.even(all_columns, size).chunk if spec.gathers_output else shards.chunk
+    batch, front = x.shape[:-1], "m" in (spec.x, spec.out)
+    rows = Shards.even(total, size).size(group_rank(group)) if spec.out == "m" else total
+
+    def finish(out: Tensor) -> Tensor:
+        if front:
+            return out.view(rows, *inner, out.shape[-1]).movedim(0, dim)
+        return out.view(*batch, out.shape[-1])
+
+    is_flat = x.ndim == 2
+    if not torch.compiler.is_compiling():  # a graph's ops ask when they run
+        call = call.promising()
+    extents = {"rows": shards.total, "columns": all_columns, "k": depth, "chunk": chunk}
+    block = None if call.block is None else str(call.block)
+    return Lowered(
+        call._replace(group=group, dim=dim, block=block, **extents),  # type: ignore[arg-type]
+        (length * unit, width),
+        None if is_flat else dim,
+        None if is_flat else finish,
+        facts,
+    )
+
+
+def _facts(
+    spec: OpSpec,
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
-    options: CallOptions,
-    scales: Scales = (),
-) -> Lowered:
-    """`functional.all_gather_gemm`."""
-    op = ALL_GATHER_GEMM.name
-    dim = _check(op, group, x, weights, biases, options, scales)
-    length, *inner = x.movedim(dim, 0).shape[:-1]
-    width, unit = x.shape[-1], math.prod(inner)
-    more = {"dim": dim, "weights": len(weights), "inner": tuple(inner), "keep": options.keep}
-    facts = _facts(op, x, width, len(biases) > 0, options, **more)
-    total = total_extent(op, "rows", options.rows, length, x, group, facts, unit)
-    columns = _known(op, "columns", options.columns, sum(weight.shape[0] for weight in weights), group)
-    shards = Shards.even(total * unit, group_size(group), max(unit, 1))
-
-    def shaped(flat: Tensor) -> Tensor:
-        return flat if x.ndim == 2 else flat.view(total, *inner, flat.shape[-1]).movedim(0, dim)
-
-    def finish(result: list[Tensor]) -> Any:
-        gathered, *outs = result
-        products = shaped(outs[0]) if options.single else [shaped(out) for out in outs]
-        return (products, shaped(gathered)) if options.return_gathered else products
-
-    return Lowered(
-        (length * unit, width),
-        None if x.ndim == 2 else dim,
-        (shards.total, shards.chunk, options.keep, columns, *options.passed(group)),
-        finish,
-        facts,
-        (shards.total, columns, width),
-        options.blocks,
-    )
-
-
-def lower_gemm_reduce_scatter(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
-) -> Lowered:
-    """`functional.gemm_reduce_scatter`."""
-    op = GEMM_REDUCE_SCATTER.name
-    dim = _check_single(op, group, x, weight, bias, options, scales)
-    k = _known(op, "k", options.k, x.shape[-1], group)
-    length, *inner = x.movedim(dim, 0).shape[:-1]
-    unit, columns = math.prod(inner), weight.shape[0]
-    shards = Shards.even(length * unit, group_size(group), max(unit, 1))
-    own = Shards.even(length, group_size(group)).size(group_rank(group))
-    return Lowered(
-        (shards.total, x.shape[-1]),
-        None if x.ndim == 2 else dim,
-        (shards.chunk, k, *options.passed(group)),
-        None if x.ndim == 2 else lambda out: out.view(own, *inner, columns).movedim(0, dim),
-        (),
-        (shards.total, columns, k),
-        options.blocks,
-    )
-
-
-def lower_gemm_all_reduce(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
-) -> Lowered:
-    """`functional.gemm_all_reduce`."""
-    op = GEMM_ALL_REDUCE.name
-    _check_single(op, group, x, weight, bias, options, scales)
-    columns, k = weight.shape[0], _known(op, "k", options.k, x.shape[-1], group)
-    return _lower_replicated(x, columns, k, (k, *options.passed(group)), options)
-
-
-def lower_gemm_all_gather(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
-) -> Lowered:
-    """`functional.gemm_all_gather`."""
-    op = GEMM_ALL_GATHER.name
-    _check_single(op, group, x, weight, bias, options, scales)
-    rows = math.prod(x.shape[:-1])
-    facts = _facts(op, x, x.shape[-1], bias is not None, options, rows=rows)
-    total = total_extent(op, "columns", options.columns, weight.shape[0], x, group, facts)
-    return _lower_replicated(x, total, x.shape[-1], (total, *options.passed(group)), options, facts)
-
-
-def lower_column_parallel_gemm(
-    group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales = ()
-) -> Lowered:
-    """`functional.column_parallel_gemm`, whose forward is this rank's own affair."""
-    _check_single("column_parallel_gemm", group, x, weight, bias, options, scales)
-    return _lower_replicated(x, weight.shape[0], None, options.passed(group), options)
-
-
-def _lower_replicated(
-    x: Tensor,
-    columns: int,
-    k: int | None,
-    arguments: tuple[Any, ...],
-    options: CallOptions,
-    facts: agree.Facts = (),
-) -> Lowered:
-    """Of an op whose rows every rank has, and gets: all leading dimensions of x are rows."""
-    batch = x.shape[:-1]
-    rows = math.prod(batch)
-    return Lowered(
-        (rows, x.shape[-1]),
-        None if x.ndim == 2 else 0,
-        arguments,
-        None if x.ndim == 2 else lambda out: out.view(*batch, columns),
-        facts,
-        (rows, columns, k),
-        options.blocks,
-    )
-
-
-LOWERINGS: dict[str, Callable[..., Lowered]] = {
-    ALL_GATHER_GEMM.name: lower_all_gather_gemm,
-    GEMM_REDUCE_SCATTER.name: lower_gemm_reduce_scatter,
-    GEMM_ALL_REDUCE.name: lower_gemm_all_reduce,
-    GEMM_ALL_GATHER.name: lower_gemm_all_gather,
-    "local_gemm": lower_column_parallel_gemm,
-}
-"""By the ops of `ops`: (group, x, weight, bias, options, scales) -> a call of it."""
-
-
-def _facts(op: str, x: Tensor, width: int, bias: bool, options: CallOptions, **others: Any) -> agree.Facts:
-    deterministic = options.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    inner: tuple[int, ...],
+    dim: int,
+    call: OpCall,
+) -> agree.Facts:
+    if call.deterministic is None:
+        call = call._replace(deterministic=torch.are_deterministic_algorithms_enabled())
     return (
-        ("op", op), ("dtype", x.dtype), ("k", width), ("bias", bias),
-        ("backend", options.backend), ("deterministic", deterministic),
-        ("out_dtype", options.out_dtype), ("block", options.block), *others.items(),
+        ("op", spec.name), ("dtype", x.dtype), ("k", x.shape[-1]), ("bias", len(biases) > 0),
+        ("weights", len(weights)), ("inner", inner),
+        *((name, value) for name, value in call._replace(dim=dim).agreed() if name not in _LENGTHS),
     )  # fmt: skip
 
 
-def _check_single(
-    op: str, group: str, x: Tensor, weight: Tensor, bias: Tensor | None, options: CallOptions, scales: Scales
-) -> int:
-    """`_check` of one weight and a bias or None."""
-    return _check(op, group, x, [weight], [] if bias is None else [bias], options, scales)
+_LENGTHS = ("chunk", *ARGUMENTS.values())
 
 
 def _check(
-    op: str,
+    spec: OpSpec,
     group: str,
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
-    options: CallOptions,
+    call: OpCall,
     scales: Scales = (),
 ) -> int:
     """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
@@ -222,14 +170,14 @@ def _check(
     Returns:
         `dim`, counted from the front.
     """
-    dim = options.dim
+    op, dim = spec.name, call.dim
     try:
         check_operands(op, x, weights, biases, scales)
         if scales:
-            check_scaled(op, x, weights, biases, options, *scales)
-        elif options.out_dtype is not None or options.block is not None:
-            told = ("out_dtype", options.out_dtype), ("block", options.block)
-            name, value = next(pair for pair in told if pair[1] is not None)
+            check_scaled(op, x, weights, biases, call, *scales)
+        elif call.out_dtype is not None or call.block is not None:
+            said = ("out_dtype", call.out_dtype), ("block", call.block)
+            name, value = next(pair for pair in said if pair[1] is not None)
             raise ValueError(f"{op}: {name}={value} is for operands with scales")
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
@@ -242,11 +190,11 @@ def _check(
                     f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
                     f"it serves {sorted(ranks.device_types)}"
                 )
-        options.check_lengths(op)
-        promises = Promises(options.partials, options.invariant)
+        call.check_lengths(spec)
+        promises = Promises(call.partials, call.invariant)
         check_promises(promises)
-        check_name(options.backend, bool(options.deterministic), promises)
-        check_reserve_sms(options.reserve_sms)
+        check_name(call.backend, bool(call.deterministic), promises)
+        check_reserve_sms(call.reserve_sms)
     except (ValueError, TypeError) as error:
         agree.report(op, resolve(group), error)
         raise

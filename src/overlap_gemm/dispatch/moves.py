@@ -17,6 +17,7 @@ from ..backends.base import Problem
 from ..backends.collectives import all_gather_rows as _all_gather_rows
 from ..backends.collectives import collective
 from ..backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
+from ..backends.op_call import OpCall
 from ..backends.select import choose
 from ..backends.torch_backend import reduce_scatter_padded
 from ..runtime import agree
@@ -71,9 +72,8 @@ def _bind_reduce_scatter_rows(
     x: Tensor, chunk: int, group: str, backend: str, deterministic: bool | None
 ) -> Run:
     rows, columns = x.shape
-    problem = Problem.of(
-        GEMM_REDUCE_SCATTER.name, rows, columns, None, x, resolve(group), deterministic, backend
-    )
+    call = OpCall(group, rows, columns, chunk=chunk, backend=backend, deterministic=deterministic)
+    problem = Problem.of(GEMM_REDUCE_SCATTER.name, call, x, resolve(group))
     ranks = compared("reduce_scatter_rows", x, group, rows=rows, chunk=chunk, width=columns)
     shards = Shards(x.shape[0], ranks.size, chunk)
     if choose(problem, backend).backend.deterministic or ranks.size == 1:

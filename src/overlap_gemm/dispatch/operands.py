@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backends.op_call import OpCall
 from ..backends.scales import mx_scales as mx
 from ..backends.scales.scaling import (
     FLOAT8,
@@ -19,7 +20,6 @@ from ..backends.scales.scaling import (
     blocks_named,
 )
 from ..config.scale_blocks import MX, Blocks, in_words
-from .options import CallOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
@@ -86,7 +86,7 @@ def check_scaled(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
-    options: CallOptions,
+    call: OpCall,
     scale_x: Tensor,
     scale_w: Any,
 ) -> None:
@@ -94,13 +94,13 @@ def check_scaled(
     scales = _each(scale_w)
     if len(scales) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
-    if options.out_dtype not in OUT_DTYPES:
+    if call.out_dtype not in OUT_DTYPES:
         raise TypeError(
-            f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {options.out_dtype}"
+            f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {call.out_dtype}"
         )
     for name, given, dtypes in (
         ("weight", weights, tuple(FLOAT8)),
-        ("bias", biases, (options.out_dtype,)),
+        ("bias", biases, (call.out_dtype,)),
         ("scale_x", [scale_x], SCALE_DTYPES),
         ("scale_w", scales, SCALE_DTYPES),
     ):
@@ -108,7 +108,7 @@ def check_scaled(
             if tensor.dtype not in dtypes:
                 raise TypeError(
                     f"{op}: {name} must be {' or '.join(map(str, dtypes))} where x is {x.dtype} and out_dtype"
-                    f" {options.out_dtype}, got {tensor.dtype}"
+                    f" {call.out_dtype}, got {tensor.dtype}"
                 )
     for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
         if matrix.numel() and matrix.stride(-1) != 1:
@@ -117,15 +117,15 @@ def check_scaled(
                 f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
             )
     try:
-        blocks = blocks_named(options.block, x.dtype)
+        blocks = blocks_named(call.block, x.dtype)
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
     if blocks == MX:
         _check_mx(op, x, weights, scale_x, scales)
-        if x.ndim > 2 and options.dim not in (None, 0, -x.ndim):
+        if x.ndim > 2 and call.dim not in (None, 0, -x.ndim):
             raise ValueError(
                 f"{op}: scales of {mx.SCALE} lie in the order of x's rows, so dim must be its first; got "
-                f"dim={options.dim} of x {shape_of(x)}"
+                f"dim={call.dim} of x {shape_of(x)}"
             )
         return
     if blocks:

@@ -8,13 +8,12 @@ keeps what it checked.
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 
 from ..runtime.group import Group, resolve
-from .calls import is_plain, keep, layouts, needs_grad, state
+from .calls import enter, is_plain, keep, layouts, needs_grad, state
 
 Run = Callable[..., Any]
 """An op's tensors -> its result."""
@@ -31,12 +30,11 @@ class Registered:
         schema: As torch writes it.
         bind: All arguments -> what computes the result from tensors of these layouts.
         fake: What the op returns, in shape and dtype.
-        backward: `(ctx, given, needs, gradients)` -> the gradients of the tensors. `given` are the arguments
-            after the tensors, by their names; `needs` says which gradients are wanted; `ctx.shape` is the
-            first tensor's.
+        backward: `(ctx, given, needs, gradients)` -> the gradients of the first tensors, as many as have
+            some. `given` are the arguments after the tensors, by their names; `needs` says which gradients
+            are wanted; `ctx.shape` is the first tensor's.
         saves: How many of the first tensors backward needs: `ctx.saved_tensors`.
-        save: `(ctx, arguments, result)`, keeps what backward needs, instead: `ctx.rest`, the arguments after
-            the tensors, at least.
+        named: Names the arguments after the tensors; None: the schema.
     """
 
     def __init__(
@@ -46,42 +44,40 @@ class Registered:
         fake: Callable[..., Any],
         backward: Callable[..., tuple[Any, ...]],
         saves: int = 0,
-        save: Callable[..., None] | None = None,
+        named: Any = None,
     ) -> None:
         self.name = schema.partition("(")[0]
-        self.schema, self.fake = schema, fake
-        self.bind, self.backward, self.saves, self.save = bind, backward, saves, save or self._save
+        self.fake = fake
+        self.bind, self.backward, self.saves = bind, backward, saves
         parameters = schema.partition("(")[2].partition(") ->")[0].split(", ")
         names = [parameter.split()[-1] for parameter in parameters if "Tensor" not in parameter]
         self.tensors = tensors = len(parameters) - len(names)
-        named: Any = namedtuple("Named", names)  # type: ignore[misc]
-        self._named = named
+        self._named = named or namedtuple("Named", names)  # type: ignore[misc]
 
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
-            progress = ranks_of(rest).progress
-            before = progress.events
-            try:
-                if progress.thread != get_ident():
-                    progress.admit(self.name, operands[0])
-                return self.bound(operands, rest).run(*operands)
-            except BaseException:
-                progress.raised(before, self.name, operands[0])
-                raise
+            if torch.compiler.is_dynamo_compiling():  # which cannot trace what tells threads apart
+                return self._run(operands, rest)
+            return enter(ranks_of(rest), self.name, operands[0], self._run, operands, rest)
+
+        def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            self.keep(ctx, inputs[:tensors], inputs[tensors:], output)
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            return *self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads), *[None] * len(names)
+            found = self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads)
+            return *found, *[None] * (len(parameters) - len(found))
 
         name = f"overlap_gemm::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake, lib=_library)
-        torch.library.register_autograd(name, gradients, setup_context=self.save, lib=_library)
+        torch.library.register_autograd(name, gradients, setup_context=setup, lib=_library)
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.rest, ctx.shape = inputs[self.tensors :], inputs[0].shape
+    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
+        """Keeps in `ctx` what `gradients` needs."""
+        ctx.rest, ctx.shape = arguments, tensors[0].shape
         if self.saves:
-            ctx.save_for_backward(*inputs[: self.saves])
+            ctx.save_for_backward(*tensors[: self.saves])
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
         """Those of the tensors; see `backward`."""
@@ -93,16 +89,14 @@ class Registered:
         x, weight, bias = tensors if len(tensors) == 3 else (tensors[0], tensors[0], None)
         if not is_plain(x, weight, bias):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
-        progress = ranks_of(arguments).progress
-        before = progress.events
-        try:
-            if progress.thread != get_ident():
-                progress.admit(self.name, x)
-            bound = self.bound(tensors, arguments)
-            return (bound.with_gradient if needs_grad(*tensors) else bound.run)(*tensors)
-        except BaseException:
-            progress.raised(before, self.name, x)
-            raise
+        run = self._run_with_gradient if needs_grad(*tensors) else self._run
+        return enter(ranks_of(arguments), self.name, x, run, tensors, arguments)
+
+    def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        return self.bound(tensors, arguments).run(*tensors)
+
+    def _run_with_gradient(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        return self.bound(tensors, arguments).with_gradient(*tensors)
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""
@@ -173,7 +167,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
         tensors = bound.grouped(flat)
         result = bound.run(*tensors)
-        bound.op.save(ctx, (*tensors, *bound.arguments), result)
+        bound.op.keep(ctx, tensors, bound.arguments, result)
         ctx.bound = bound
         return tuple(result) if bound.lists else result
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from transformers import __version__ as transformers_version
 
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName
 from ..backends.select import check_name
 from ..parallel.modules.styles import (
     ColwiseForward,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..api.explanation import explain
 from ..api.functional import all_gather_gemm, gemm_reduce_scatter
-from ..backends.base import BackendName
+from ..backends.op_call import BackendName
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name
 from ..dispatch.operands import DTYPES

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..api.functional import gemm_all_reduce
 from ..backends.base import Problem
+from ..backends.op_call import OpCall
 from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
@@ -171,7 +172,7 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
     group = get_tp_group().device_group
     ranks = find(group)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    problem = Problem.of(GEMM_ALL_REDUCE.name, rows, weight.shape[0], k, x, ranks, None)
+    problem = Problem.of(GEMM_ALL_REDUCE.name, OpCall(rows=rows, columns=weight.shape[0], k=k), x, ranks)
     if _overlaps(problem):
         return gemm_all_reduce(x, weight, bias=bias, group=group, k=k)
     # As vLLM does it: the bias is a part of one rank's product.
@@ -204,8 +205,8 @@ def _scaled_row_parallel(
     group = get_tp_group().device_group
     ranks = find(group)
     rows, columns = x.shape[0], weight.shape[1]
-    types = (weight.dtype, out_dtype)
-    problem = Problem.of(GEMM_ALL_REDUCE.name, rows, columns, k, x, ranks, None, scaled=types)
+    call = OpCall(rows=rows, columns=columns, k=k, out_dtype=out_dtype)
+    problem = Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks, weight)
     if _overlaps(problem):
         own = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
         others = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
-from ..backends.base import BackendName
-from ..backends.select import check_name, with_fallback
+from ..backends.op_call import BackendName, with_fallback
+from ..backends.select import check_name
 from ..spec.promises import Invariant, Partials, Promises, check_promises
 from .adapters import bases, forbid_sums, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan

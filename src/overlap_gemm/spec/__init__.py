@@ -6,6 +6,7 @@ Standard library only. A new op is one more in `OPS`; `PATTERNS` and `TRANSPORTS
 from .op import ARGUMENTS, Axis, OpSpec
 from .ops import (
     ALL_GATHER_GEMM,
+    COLUMN_PARALLEL_GEMM,
     GEMM_ALL_GATHER,
     GEMM_ALL_REDUCE,
     GEMM_REDUCE_SCATTER,
@@ -19,6 +20,7 @@ from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
 __all__ = [
     "ALL_GATHER_GEMM",
     "ARGUMENTS",
+    "COLUMN_PARALLEL_GEMM",
     "EMPTY_BYTE",
     "GEMM_ALL_GATHER",
     "GEMM_ALL_REDUCE",

@@ -46,6 +46,11 @@ class OpSpec:
         return self.x == "m" and self.weight is not None
 
     @property
+    def takes_lists(self) -> bool:
+        """Whether x, which is sharded, may be multiplied with several weights; partial sums are of one."""
+        return self.x is not None and self.weight != "k"
+
+    @property
     def gathers_output(self) -> bool:
         """Whether a rank's product is columns of a result of which all get all."""
         return self.weight == "n" and self.out is None

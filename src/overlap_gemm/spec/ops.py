@@ -12,6 +12,9 @@ GEMM_REDUCE_SCATTER = OpSpec(
 GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", 3, "GEMM-AR", x="k", weight="k", out=None)
 GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", out=None)
 
+COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight="n", out="n")
+"""A rank's own product, whose gradient alone is communicated: not one of `OPS`."""
+
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
 """By name, in the order in which they are listed."""
 

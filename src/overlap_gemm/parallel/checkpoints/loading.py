@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...api.float8 import Float8
-from ...backends.base import BackendName
+from ...backends.op_call import BackendName
 from ...spec.promises import Invariant, Partials
 from ..assignment import PAIRED
 from ..model import Logits, Model, parallelize

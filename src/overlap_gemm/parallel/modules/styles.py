@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...api.float8 import COPIES, PLAIN, Float8, Products, products
 from ...api.functional import Length
 from ...api.kept_weights import STORED, Stored
-from ...backends.base import BackendName
+from ...backends.op_call import BackendName
 from ...backends.select import check_name
 from ...spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of

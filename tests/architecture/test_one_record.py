@@ -1,0 +1,55 @@
+"""A call is one record: a field that is added there is in all that is made of it, no other file edited."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+BEFORE = "    invariant: Invariant | None = None\n\n    @property"
+PLANTED = BEFORE.replace("\n\n", "\n    planted: int = 0\n\n")
+
+SCRIPT = """
+import torch
+import overlap_gemm
+from overlap_gemm.backends.op_call import OpCall
+from overlap_gemm.dispatch import ops
+from overlap_gemm.dispatch.bound import call_op
+from overlap_gemm.dispatch.lowering import lower
+from overlap_gemm.runtime.group import LOCAL, resolve
+from overlap_gemm.spec import OPS
+
+x, weight, group = torch.randn(6, 4), torch.randn(8, 4), resolve(LOCAL)
+for name, spec in OPS.items():
+    op = getattr(ops, name)
+    assert "int planted" in str(getattr(torch.ops.overlap_gemm, name).default._schema)  # torch's schema
+
+    operands = (x, [weight], []) if spec.takes_lists else (x, weight, None)
+    counts = []
+    for planted in (0, 1, 1, 2):
+        call_op(op, *operands, None, OpCall(planted=planted))
+        counts.append(len(group.calls))
+    assert counts[0] < counts[1] == counts[2] < counts[3], counts  # the key
+
+    choice = overlap_gemm.explain(name, x, weight, planted=7)
+    assert "planted=7" in str(choice) and "planted" not in str(overlap_gemm.explain(name, x, weight))
+    assert dict(choice.problem.agreed())["planted"] == 7  # what ranks compare
+    lowered = lower(spec, LOCAL, *operands, OpCall(planted=7))
+    assert spec.asked is None or dict(lowered.facts)["planted"] == 7  # when they ask each other for lengths
+    assert lowered.call.planted == 7 == lowered.call.backward().planted
+"""
+
+
+def test_an_option_that_is_added_to_the_record_is_everywhere(tmp_path):
+    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    record = tmp_path / "src" / "overlap_gemm" / "backends" / "op_call.py"
+    text = record.read_text()
+    assert text.count(BEFORE) == 1
+    record.write_text(text.replace(BEFORE, PLANTED))
+    path = os.pathsep.join([str(tmp_path / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
