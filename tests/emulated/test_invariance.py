@@ -10,10 +10,9 @@ from cute_emulator import Emulator
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
+from tests.support.emulated.kernel_cases import KernelCase
+from tests.support.emulated.op_runs import world_of
 from tests.support.invariance import same_bits
-
-from .kernel_case import KernelCase
-from .op_runs import world_of
 
 SHAPES = {
     "sm_90a": [
