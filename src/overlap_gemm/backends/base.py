@@ -17,6 +17,7 @@ from ..spec.promises import Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
 from .collectives import all_gather_rows
+from .epilogues import Applying
 from .known import known_of, may_know
 from .op_call import FALLBACK, OpCall
 from .portable_arithmetic import Arithmetic, arithmetic_of
@@ -48,6 +49,7 @@ class Problem:
         num_weights: Weights in a list.
         has_bias: Whether there is one.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
+        applying: The epilogue that sums go through, None where there is none.
     """
 
     op: str
@@ -62,6 +64,7 @@ class Problem:
     num_weights: int = 1
     has_bias: bool = False
     known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
+    applying: Applying | None = None
 
     @classmethod
     def of(
@@ -250,12 +253,16 @@ class Backend(Protocol):
     def why_slower(self, problem: Problem) -> str | None:
         """The reason `auto` need not compare its time with others', None if it is worth it."""
 
+    def why_after(self, problem: Problem) -> str | None:
+        """The reason torch applies the epilogue of `problem` after the op; None where the op does it."""
+
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
 
-        Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`. Everything that a
+        Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`; where
+        `problem.applying`, of `(x, weight, bias, inputs)`, see `epilogues.applied_after`. Everything that a
         call need not find out again is found out here, under the caller's `settings`, which hold for what is
         returned. All tensors are 2-D, on one device and of one dtype; x may be any matrix; a weight is
         `[N, K]` and may be the transpose of a contiguous matrix (the backward passes call with `weight.t()`).
@@ -282,6 +289,10 @@ class Portable(ABC):
     @abstractmethod
     def why_slower(self, problem: Problem) -> str | None:
         """See `Backend`."""
+
+    def why_after(self, problem: Problem) -> str | None:
+        """See `Backend`: torch's products have no epilogue but a bias."""
+        return "torch's products have no epilogue"
 
     def all_gather_gemm(
         self,

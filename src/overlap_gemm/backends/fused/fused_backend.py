@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...config.arch import ARCHS, arch_of_capability
 from ...config.scale_blocks import BLOCKS, Blocks, in_words
+from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD, ExchangeShape
 from ...runtime import executor
 from ...runtime.executor import why_no_cuda
@@ -24,11 +25,12 @@ from ...spec.sharding import Shards, shard_rows
 from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
+from ..epilogues import own_columns, read_by_kernel, why_after, written_by_kernel, written_without_kernel
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import gather_plans as gather
 from .launch_plan import Plan
-from .plan_cache import DTYPES, plan_for
+from .plan_cache import DTYPES, bias_visitor, plan_for
 
 
 class Sizes(NamedTuple):
@@ -155,6 +157,10 @@ class Fused:
         machine = constants(problem.reach.arch)
         return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
 
+    def why_after(self, problem: Problem) -> str | None:
+        """See `Backend`."""
+        return None if problem.applying is None else why_after(problem, problem.applying)
+
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
@@ -167,9 +173,18 @@ class Fused:
     ) -> Callable[..., Any]:
         if problem.spec.gathers_operand:
             return gather.bind(
-                x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks
-            )
+                x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks,
+                problem.applying,
+            )  # fmt: skip
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
+        if problem.applying is not None:
+            visitor = problem.applying.visitor
+
+            def run_with_epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any) -> Any:
+                found = self.call(op, x, weight, bias, shards, group, depth, visitor=visitor, inputs=inputs)
+                return found if visitor.writes else [found]
+
+            return within(settings(), run_with_epilogue)
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found
 
@@ -187,7 +202,8 @@ class Fused:
             return run
         majors = major(x, "m"), major(weight, "n")
         given = group, x.device, x.dtype, shape
-        plan = plan_for(*given, *majors, bias is not None, depth, dtype, problem.blocks, weight.dtype)
+        epilogue = bias_visitor(bias is not None, dtype or x.dtype)
+        plan = plan_for(*given, *majors, epilogue, depth, dtype, problem.blocks, weight.dtype)
         written, own = found.made_by(plan)
         whole, out_dtype = own == slice(0, written), dtype or x.dtype
 
@@ -216,7 +232,9 @@ class Fused:
         scales: Sequence[Tensor] = (),
         out_dtype: torch.dtype | None = None,
         blocks: Blocks | None = None,
-    ) -> Tensor:
+        visitor: Visitor | None = None,
+        inputs: Sequence[Tensor] = (),
+    ) -> Any:
         """Carries out an op, other than an all-gather GEMM, on any tensors.
 
         Every rank's partial is rounded once, before the sum.
@@ -232,26 +250,45 @@ class Fused:
             scales: Of x and weight, see `scaling`.
             out_dtype: Of the result where there are scales.
             blocks: Which blocks these are of; None: of rows.
+            visitor: What sums go through after the bias.
+            inputs: What it reads: of the rank's result, or of partial sums of the rank's product.
+
+        Returns:
+            The result; where the visitor has outputs, a list of that and these.
         """
         found = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = found
         if shape.rows == 0 or columns == 0:
-            return x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+            nothing = x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+            if visitor is None or not visitor.writes:
+                return nothing
+            return [nothing, *written_without_kernel(visitor, nothing)]
         given_weight = weight
         if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
+            visitor = None
         a, b = aligned(x, found.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         given = group, x.device, x.dtype, shape
+        epilogue = bias_visitor(bias is not None, out_dtype or x.dtype)
+        epilogue += (visitor,) if visitor is not None else ()
         with late_weights(b is not given_weight):
-            plan = plan_for(*given, *majors, bias is not None, depth, out_dtype, blocks, weight.dtype)
+            plan = plan_for(*given, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
         written, own = found.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
         extras = _vectors(plan, x, weight, scales, blocks)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)
+        outputs: list[Tensor] = []
+        if visitor is not None:
+            config = plan.products[0].config
+            if op.gathers_output:  # a kernel has the own columns of a result of which all get all
+                inputs = own_columns(visitor, inputs, *shards.range(group.rank))
+            size = (len(x) if visitor.of == "partial" else written), len(weight)
+            stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
+            extras += (*read_by_kernel(visitor, inputs, *size), *stored)
         plan.launch(a, (b,), (out,), (extras or None,))
-        return out[own]
+        return [out[own], *(output[own] for output in outputs)] if outputs else out[own]
 
 
 def _vectors(

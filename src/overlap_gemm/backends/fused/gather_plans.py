@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...config.scale_blocks import Blocks
+from ...config.visitors import Visitor
 from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, shard_puts
 from ...runtime.executor import CudaExecutor
 from ...runtime.group import Group
@@ -29,6 +30,7 @@ from ...spec.sharding import Shards, ceil_div, num_owners
 from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
+from ..epilogues import Applying, read_by_kernel
 from ..scales.block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
 from ..scales.scaling import rows_with_scales, shard_bytes
 from ..scales.tma_operands import (
@@ -43,7 +45,15 @@ from ..scales.tma_operands import (
 from . import plan_cache as plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .launch_plan import Copies, Plan, Product, Relayed, Travel
-from .plan_cache import both, exchange_arguments, keep_plan, kind_of, peers_for, resident_clusters
+from .plan_cache import (
+    bias_visitor,
+    both,
+    exchange_arguments,
+    keep_plan,
+    kind_of,
+    peers_for,
+    resident_clusters,
+)
 from .ways import obtain_way, wanted
 
 
@@ -56,10 +66,21 @@ def bind(
     keep: bool,
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    applying: Applying | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
+    if applying is not None:
+        visitor = applying.visitor
+
+        def run_with_epilogue(
+            x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
+        ) -> tuple[Tensor, list[Tensor]]:
+            read = visitor, inputs
+            return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
+
+        return within(settings(), run_with_epilogue)
 
     def run(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
@@ -77,7 +98,7 @@ def bind(
         if keep or blocks:
             return run
         return _bind_scaled(run, x, weights, biases, shards, group, out_dtype)
-    plan = plan_for(group, x, depth, weights, bool(biases), shards, keep)
+    plan = plan_for(group, x, depth, weights, bias_visitor(bool(biases), x.dtype), shards, keep)
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
     def run_as_planned(
@@ -104,7 +125,8 @@ def _bind_scaled(
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """`bind` of operands with scales of rows: the own rows and their scales are put together, too."""
     rows, own_rows, columns = shards.total, x.shape[0], [weight.shape[0] for weight in weights]
-    plan = plan_for(group, x, x.shape[1], weights, bool(biases), shards, False, out_dtype)
+    epilogue = bias_visitor(bool(biases), out_dtype)
+    plan = plan_for(group, x, x.shape[1], weights, epilogue, shards, False, out_dtype)
 
     def run_as_planned(
         x: Tensor,
@@ -150,12 +172,13 @@ def all_gather_gemm(
     scales: Sequence[Any] = (),
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
     ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
     (`scaling`), a copy of the own shard in front of it, with each row's scale after it, or those of blocks
-    after all rows.
+    after all rows. ``epilogue``: what sums go through after the bias, and what it reads.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     if rows == 0:
@@ -183,6 +206,13 @@ def all_gather_gemm(
     if biases:
         found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
+    visitors = bias_visitor(bool(biases), dtype)
+    if epilogue is not None:
+        visitor, inputs = epilogue
+        visitors += (visitor,)
+        # A rank without columns has an epilogue all the same, of columns that nobody gets.
+        width = ROW_ELEMENTS if not len(weights[0]) else len(weights[0])
+        vectors = [(*read, *read_by_kernel(visitor, inputs, rows, width)) for read in vectors]
     extras = [read or None for read in vectors]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
     kept = None
@@ -192,11 +222,11 @@ def all_gather_gemm(
                 shape = ExchangeShape.even(rows, len(weight), 1)
                 majors = "k", major(weight, "n")
                 given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
-                plain = plans.plan_for(*given, *majors, bool(biases), depth, *how)
+                plain = plans.plan_for(*given, *majors, visitors, depth, *how)
                 plain.launch(own, (weight,), (out,), (read,))
         else:
             kept = own.new_empty(rows, own.stride(0)) if keep else None
-            plan = plan_for(group, x, own.shape[1], operands, bool(biases), shards, keep, out_dtype, blocks)
+            plan = plan_for(group, x, own.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(own, operands, narrowed, extras, kept)
     results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else _first_columns(kept, depth, group), results
@@ -216,7 +246,7 @@ def plan_for(
     x: Tensor,
     depth: int,
     weights: Sequence[Tensor],
-    bias: bool,
+    epilogue: tuple[Visitor, ...],
     shards: Shards,
     keep: bool,
     out_dtype: torch.dtype | None = None,
@@ -229,7 +259,7 @@ def plan_for(
         x: for its device and dtype.
         depth: K as it lies in memory.
         weights: for their shapes and layouts.
-        bias: whether there is one.
+        epilogue: what sums go through.
         shards: of the rows.
         keep: whether all rows are kept.
         out_dtype: of the results, where operands have scales.
@@ -242,12 +272,12 @@ def plan_for(
     """
     peers, asked = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
-    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, bias, keep, out_dtype, blocks, asked)
+    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
-    how = bias, keep, reserve, out_dtype, blocks
+    how = epilogue, keep, reserve, out_dtype, blocks
     return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
 
 
@@ -257,7 +287,7 @@ def _make_plan(
     shards: Shards,
     depth: int,
     kinds: Sequence[tuple[int, str, torch.dtype]],
-    bias: bool,
+    epilogue: tuple[Visitor, ...],
     keep: bool,
     reserve: int,
     out_dtype: torch.dtype | None = None,
@@ -282,7 +312,7 @@ def _make_plan(
     owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
-        name, fields = kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
+        name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
         extents = shards.total, columns * group.size, depth
         facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
@@ -306,7 +336,7 @@ def _make_plan(
         shards,
         depth,
         len(kinds),
-        bias,
+        epilogue,
         keep,
         puts,
         settings().fields,

@@ -116,6 +116,7 @@ class Plan:
         gate: the compiled kernel (`gather.gate`) that waits for a shard, and that ends a call of several
             products of which one could not be launched.
         signature: what the ranks' calls have in common (`runtime.identity`).
+        counts: of the finished units of each row, zeros between calls; None where nothing is counted.
     """
 
     executor: Executor
@@ -128,6 +129,7 @@ class Plan:
     travel: Travel | None = None
     gate: Any = None
     signature: int = 0
+    counts: Tensor | None = None
 
     @property
     def is_open(self) -> bool:

@@ -23,8 +23,10 @@ from ...runtime.group import Group
 from ...runtime.identity import call_signature
 from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers, peers_of
+from ...spec import GEMM_ALL_REDUCE
 from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
+from ..epilogues import counts_of
 from ..scales.scaling import FLOAT8
 from . import ways
 from .compiled import compiled_kernel, compiled_relay
@@ -60,7 +62,7 @@ def plan_for(
     shape: ExchangeShape,
     a_major: str,
     b_major: str,
-    bias: bool,
+    epilogue: tuple[Visitor, ...] = (),
     depth: int | None = None,
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
@@ -77,7 +79,7 @@ def plan_for(
         shape: of the call; an all-reduce gets its pattern here, one-shot or two-shot.
         a_major: see `operands.major`.
         b_major: see `operands.major`.
-        bias: whether there is one.
+        epilogue: what complete sums go through.
         depth: K over all ranks, where they have agreed on it.
         out_dtype: of slots, result and bias, where the operands have scales.
         blocks: which these are of, None: of rows.
@@ -90,13 +92,13 @@ def plan_for(
         RuntimeError: puts are needed or asked for, and there are none.
     """
     peers, asked = peers_for(group, device), settings()
-    key = (dtype, shape, a_major, b_major, bias, depth, out_dtype, blocks, weight_dtype, asked)
+    key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, bias, blocks, weight_dtype)
+    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
     operands |= {"a_major": a_major, "b_major": b_major}
-    shape = with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth, blocks)
+    shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
@@ -105,7 +107,7 @@ def plan_for(
 def kind_of(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
-    bias: bool,
+    epilogue: tuple[Visitor, ...] = (),
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> tuple[str, dict[str, Any]]:
@@ -114,13 +116,12 @@ def kind_of(
     Args:
         dtype: of A.
         out_dtype: of slots, result and bias, where the operands have scales.
-        bias: whether there is one.
+        epilogue: what complete sums go through.
         blocks: which the scales are of, None: of rows.
         weight_dtype: of B, where the operands have scales; None: A's.
     """
-    epilogue: tuple[Visitor, ...] = () if out_dtype is None or blocks else (SCALES,)
-    if bias:
-        epilogue += (bias_of(DTYPES[out_dtype or dtype]),)
+    if out_dtype is not None and not blocks:
+        epilogue = (SCALES, *epilogue)
     if out_dtype is None:
         return DTYPES[dtype], {"epilogue": epilogue}
     kind = DTYPES[out_dtype]
@@ -128,6 +129,33 @@ def kind_of(
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], fields
+
+
+def bias_visitor(has_bias: bool, dtype: torch.dtype) -> tuple[Visitor, ...]:
+    """The epilogue of a result of this type, with or without a bias."""
+    return (bias_of(DTYPES[dtype]),) if has_bias else ()
+
+
+def _with_pattern(
+    peers: Peers,
+    kind: str,
+    shape: ExchangeShape,
+    depth: int | None,
+    blocks: Blocks | None,
+    epilogue: tuple[Visitor, ...],
+) -> ExchangeShape:
+    """The shape with the pattern of the call (`tuning.space.with_pattern`), as the epilogue allows.
+
+    A reduce-scatter with operands for the rows of a rank's result computes no other rows. An all-reduce with
+    outputs is one-shot: each rank has all columns of a row's sums.
+    """
+    operands = [operand for visitor in epilogue for operand in visitor.operands]
+    if shape.spec.op == GEMM_ALL_REDUCE.name and any(visitor.writes for visitor in epilogue):
+        return ExchangeShape.even(shape.rows, shape.cols, shape.world, "one_shot", blocks)
+    if shape.spec.op != GEMM_ALL_REDUCE.name and any(o.kind not in ("columns", "scalar") for o in operands):
+        return shape
+    agreed = peers.agreed
+    return with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth, blocks)
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
@@ -174,6 +202,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         exchange_arguments(workspace, way, shape.shard, peers.agreed.timeout_ns, executor),
         travel=travel,
         signature=signature_of(config, shape, way.device),
+        counts=counts_of(config, *shape.block, executor.device),
     )
 
 

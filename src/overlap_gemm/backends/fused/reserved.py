@@ -68,7 +68,7 @@ def reserve(
     )
     needed: dict[str, SizeClass] = {}  # of each kind of workspace
     for kinds in calls:
-        kind, types = kind_of(dtype, out_dtype, False, kinds)
+        kind, types = kind_of(dtype, out_dtype, (), kinds)
         largest = Facts(ops[0], rows, width, None, kind, group.size, blocks=kinds)
         for shape in _shapes(ops, largest, peers.agreed):
             for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields), kinds):
