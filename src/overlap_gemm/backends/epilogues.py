@@ -60,8 +60,8 @@ class Applying(NamedTuple):
 def why_after(problem: Problem, applying: Applying) -> str | None:
     """Returns why no kernel applies an epilogue to a problem's sums; None if one does."""
     epilogue, spec = applying.epilogue, problem.spec
-    if epilogue.pairs:
-        return "kernels have no pairs of columns"
+    if epilogue.pairs and not spec.gathers_operand:
+        return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
     if strange := [dtype for dtype in applying.dtypes if dtype not in INPUT_DTYPES]:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:

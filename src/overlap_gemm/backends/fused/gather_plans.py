@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
+from ...epilogues import PAIR
 from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, shard_puts
 from ...runtime.executor import CudaExecutor
 from ...runtime.group import Group
@@ -181,12 +182,14 @@ def all_gather_gemm(
     after all rows. ``epilogue``: what sums go through after the bias, and what it reads.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
+    visitor, inputs = epilogue or (None, ())
+    columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # a result's
     if rows == 0:
-        return x, [x.new_empty(0, weight.shape[0], dtype=dtype) for weight in weights]
+        return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=dtype) for weight in weights]
     # A rank without columns takes part all the same: its peers wait for its word.
-    used = [weight if len(weight) else weight.new_zeros(ROW_ELEMENTS, depth) for weight in weights]
-    operands = [aligned(weight) for weight in used]
-    outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
+    used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
+    operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
+    outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
     if blocks and not alone:
         own = rows_and_scales(x, scales[0], blocks, shards.chunk)
     elif scales and not alone:
@@ -204,17 +207,15 @@ def all_gather_gemm(
             by_row = aligned_vector(scales[0], len(x))
         vectors = [(by_row, column) for column in _columns(used, scales[1])]
     if biases:
-        found = [_padded(bias, out.shape[1]) for bias, out in zip(biases, outs, strict=True)]
+        found = [_padded(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
     visitors = bias_visitor(bool(biases), dtype)
-    if epilogue is not None:
-        visitor, inputs = epilogue
+    if visitor is not None:
         visitors += (visitor,)
-        # A rank without columns has an epilogue all the same, of columns that nobody gets.
-        width = ROW_ELEMENTS if not len(weights[0]) else len(weights[0])
-        vectors = [(*read, *read_by_kernel(visitor, inputs, rows, width)) for read in vectors]
+        pairs = zip(vectors, widths, strict=True)
+        vectors = [(*read, *read_by_kernel(visitor, inputs, rows, width)) for read, width in pairs]
     extras = [read or None for read in vectors]
-    narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
+    narrowed = [out[:, :width] for out, width in zip(outs, widths, strict=True)]
     kept = None
     with late_weights(any(operand is not weight for operand, weight in zip(operands, weights, strict=True))):
         if alone:
@@ -228,7 +229,8 @@ def all_gather_gemm(
             kept = own.new_empty(rows, own.stride(0)) if keep else None
             plan = plan_for(group, x, own.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(own, operands, narrowed, extras, kept)
-    results = [_first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
+    own_widths = [len(weight) // columns_of for weight in weights]
+    results = [_first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
     return x if kept is None else _first_columns(kept, depth, group), results
 
 
