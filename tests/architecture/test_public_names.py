@@ -12,7 +12,10 @@ import pytest
 import overlap_gemm
 from overlap_gemm import nn, parallel, pipelines
 
-SCALED = ("scale_x=None", "scale_w=None", "out_dtype=None", "block=None", "partials=None", "invariant=None")
+SCALED = (
+    "scale_x=None", "scale_w=None", "out_dtype=None", "block=None", "partials=None", "invariant=None",
+    "epilogue=None",
+)  # fmt: skip
 """What every op takes last."""
 
 SIGNATURES = {

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import linecache
 import os
 import re
 import subprocess
@@ -85,6 +86,8 @@ def runs(rank, size, text):
         torch._inductor.config.patch(),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
+        # Epilogues are read from their source.
+        linecache.cache["snippet"] = len(text), None, text.splitlines(keepends=True), "snippet"
         exec(compile(text, "snippet", "exec"), {"__name__": "__main__"})
     overlap_gemm.finalize()
     for integration in (hugging_face, torch_symm_mem):

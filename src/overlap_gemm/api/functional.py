@@ -10,6 +10,8 @@ from ..backends.op_call import BackendName, Length, OpCall
 from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
+from ..dispatch.with_epilogue import call_with_epilogue
+from ..epilogues import Applied
 from ..runtime.group import GroupLike
 from ..spec.promises import Invariant, Partials
 
@@ -43,6 +45,7 @@ class GatherOptions(TypedDict, total=False):
     block: Block
     partials: Partials | None
     invariant: Invariant | None
+    epilogue: Applied | None
 
 
 @overload
@@ -120,6 +123,7 @@ def all_gather_gemm(
     block: Block = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
+    epilogue: Applied | None = None,
 ) -> Any:
     """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
 
@@ -156,10 +160,12 @@ def all_gather_gemm(
         block: As for `gemm_reduce_scatter`.
         partials: As for `gemm_reduce_scatter`.
         invariant: As for `gemm_reduce_scatter`.
+        epilogue: As for `gemm_reduce_scatter`; of one weight.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
-        and the gathered `[M, ..., K]`.
+        and the gathered `[M, ..., K]`. Of an epilogue with outputs, in place of the product a tuple of that
+        and each output.
 
     Raises:
         ValueError, TypeError: Arguments that do not fit together; the message holds the values and the rule.
@@ -175,6 +181,12 @@ def all_gather_gemm(
         "", rows, columns, None, 0, dim, return_gathered or saved,
         backend, deterministic, reserve_sms, False, out_dtype, block, partials, invariant,
     )  # fmt: skip
+    if epilogue is not None:
+        scales = scale_x, scale_w
+        moved, *outs = call_with_epilogue(
+            ops.all_gather_gemm, x_shard, weights, biases, group, call, epilogue, *scales
+        )
+        return (_one(outs), moved) if return_gathered else _one(outs)
     found = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
     products = found[1:] if several else found[1]
     return (products, found[0]) if return_gathered else products
@@ -197,7 +209,8 @@ def gemm_reduce_scatter(
     block: Block = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
-) -> Tensor:
+    epilogue: Applied | None = None,
+) -> Any:
     """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
     The row-parallel half of a tensor-parallel layer with sequence parallelism. Every backend but `torch`
@@ -228,9 +241,12 @@ def gemm_reduce_scatter(
         invariant: "batch": a row's bits do not depend on the other rows, nor on how many there are; "ranks"
             ("ranks:4", "ranks:2"): nor on the number of ranks up to 8 (4, 2), which sum K in as many equal
             parts, in float32. The gradients' bits, too. See docs/invariance.md. The same on every rank.
+        epilogue: What the complete (or partial) sums go through before they are rounded and stored: an
+            `overlap_gemm.epilogue` with its inputs, of the shape of this rank's result: docs/epilogues.md.
 
     Returns:
-        `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it.
+        `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it. Of an epilogue with
+        outputs a tuple of that and each output.
 
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
@@ -239,7 +255,10 @@ def gemm_reduce_scatter(
         k=k, dim=dim, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    return call_op(ops.gemm_reduce_scatter, x, weight, bias, group, call, scale_x, scale_w)
+    given = ops.gemm_reduce_scatter, x, weight, bias, group, call
+    if epilogue is not None:
+        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
+    return call_op(*given, scale_x, scale_w)
 
 
 def gemm_all_reduce(
@@ -258,7 +277,8 @@ def gemm_all_reduce(
     block: Block = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
-) -> Tensor:
+    epilogue: Applied | None = None,
+) -> Any:
     """Multiplies with this rank's slice of the weight and sums over the ranks.
 
     The row-parallel half of a tensor-parallel layer without sequence parallelism. Summed as in
@@ -279,6 +299,7 @@ def gemm_all_reduce(
         block: As for `gemm_reduce_scatter`.
         partials: As for `gemm_reduce_scatter`.
         invariant: As for `gemm_reduce_scatter`.
+        epilogue: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -290,7 +311,10 @@ def gemm_all_reduce(
         k=k, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms, out_dtype=out_dtype,
         block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    return call_op(ops.gemm_all_reduce, x, weight, bias, group, call, scale_x, scale_w)
+    given = ops.gemm_all_reduce, x, weight, bias, group, call
+    if epilogue is not None:
+        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
+    return call_op(*given, scale_x, scale_w)
 
 
 def gemm_all_gather(
@@ -309,7 +333,8 @@ def gemm_all_gather(
     block: Block = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
-) -> Tensor:
+    epilogue: Applied | None = None,
+) -> Any:
     """Multiplies with this rank's rows of the weight and gathers the columns of the result.
 
     Args:
@@ -328,6 +353,7 @@ def gemm_all_gather(
         block: As for `gemm_reduce_scatter`.
         partials: As for `gemm_reduce_scatter`.
         invariant: As for `gemm_reduce_scatter`.
+        epilogue: As for `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
@@ -339,7 +365,10 @@ def gemm_all_gather(
         columns=columns, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    return call_op(ops.gemm_all_gather, x, weight, bias, group, call, scale_x, scale_w)
+    given = ops.gemm_all_gather, x, weight, bias, group, call
+    if epilogue is not None:
+        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
+    return call_op(*given, scale_x, scale_w)
 
 
 def column_parallel_gemm(
@@ -388,3 +417,8 @@ def column_parallel_gemm(
         invariant=invariant,
     )
     return call_op(ops.column_parallel_gemm, x, weight, bias, group, call, scale_x, scale_w)
+
+
+def _one(results: list[Tensor]) -> Any:
+    """The result of an epilogue, with its outputs where it has some."""
+    return results[0] if len(results) == 1 else tuple(results)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config.scale_blocks import Blocks, in_words
+from ..epilogues import epilogue_of
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
 from ..spec import OPS, OpSpec
@@ -49,7 +50,7 @@ class Problem:
         num_weights: Weights in a list.
         has_bias: Whether there is one.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
-        applying: The epilogue that sums go through, None where there is none.
+        input_dtypes: Of what the epilogue reads, where there is one.
     """
 
     op: str
@@ -64,11 +65,18 @@ class Problem:
     num_weights: int = 1
     has_bias: bool = False
     known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
-    applying: Applying | None = None
+    input_dtypes: tuple[torch.dtype, ...] = ()
 
     @classmethod
     def of(
-        cls, op: str, call: OpCall, x: Tensor, group: Group, weight: Any = None, bias: Any = None
+        cls,
+        op: str,
+        call: OpCall,
+        x: Tensor,
+        group: Group,
+        weight: Any = None,
+        bias: Any = None,
+        inputs: Sequence[Tensor] = (),
     ) -> "Problem":
         """The problem of calling `op` with `x` in `group`.
 
@@ -82,6 +90,7 @@ class Problem:
             group: The ranks.
             weight: The weight, or a list; may be left out where operands have no scales.
             bias: The bias, a list, or None.
+            inputs: What the epilogue reads.
         """
         call = call.promising()
         if call.invariant is not None:
@@ -111,7 +120,21 @@ class Problem:
             len(weights),
             len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
             known_of(group, x.device).kinds if knows else {},
+            tuple([tensor.dtype for tensor in inputs]),
         )
+
+    @property
+    def applying(self) -> Applying | None:
+        """The epilogue that sums go through, None where there is none."""
+        if self.call.epilogue is None:
+            return None
+        return Applying(epilogue_of(self.call.epilogue), self.input_dtypes, self.out_dtype or self.dtype)
+
+    def without_epilogue(self) -> "Problem":
+        """The same with nothing after the sums: what a backend is chosen for."""
+        if self.call.epilogue is None:
+            return self
+        return replace(self, call=self.call._replace(epilogue=None), input_dtypes=())
 
     @property
     def m(self) -> int:
@@ -253,7 +276,7 @@ class Backend(Protocol):
     def why_slower(self, problem: Problem) -> str | None:
         """The reason `auto` need not compare its time with others', None if it is worth it."""
 
-    def why_after(self, problem: Problem) -> str | None:
+    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
         """The reason torch applies the epilogue of `problem` after the op; None where the op does it."""
 
     def bind(
@@ -290,7 +313,7 @@ class Portable(ABC):
     def why_slower(self, problem: Problem) -> str | None:
         """See `Backend`."""
 
-    def why_after(self, problem: Problem) -> str | None:
+    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
         """See `Backend`: torch's products have no epilogue but a bias."""
         return "torch's products have no epilogue"
 

@@ -57,8 +57,14 @@ class Applying(NamedTuple):
         ]
 
 
-def why_after(problem: Problem, applying: Applying) -> str | None:
-    """Returns why no kernel applies an epilogue to a problem's sums; None if one does."""
+def why_after(problem: Problem, applying: Applying, columns: int) -> str | None:
+    """Returns why no kernel applies an epilogue to a problem's sums; None if one does.
+
+    Args:
+        problem: The problem.
+        applying: The epilogue.
+        columns: Rows of this rank's weight.
+    """
     epilogue, spec = applying.epilogue, problem.spec
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
@@ -66,8 +72,8 @@ def why_after(problem: Problem, applying: Applying) -> str | None:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:
         return "partial sums are those of a reduce-scatter and an all-reduce"
-    if problem.n is None or problem.n % ROW_ELEMENTS:
-        return f"rows of a result must be whole {ROW_BYTES} bytes of 16-bit elements, not N={problem.n}"
+    if columns % ROW_ELEMENTS:
+        return f"rows of a rank's product must be whole {ROW_BYTES} bytes of 16-bit elements, not N={columns}"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "outputs are stored where sums over ranks are made"
     if epilogue.outputs and spec.out is None and problem.m > ONE_SHOT_ROWS:

@@ -58,6 +58,7 @@ class OpCall(NamedTuple):
         block: What shares a scale, where operands have some, by its name in `scales.scaling.NAMED_BLOCKS`.
         partials: See `spec.promises.Promises`.
         invariant: See there.
+        epilogue: Key of the epilogue that sums go through (`epilogues.epilogue_of`), or None.
     """
 
     group: str = ""
@@ -75,6 +76,7 @@ class OpCall(NamedTuple):
     block: Block = None
     partials: Partials | None = None
     invariant: Invariant | None = None
+    epilogue: str | None = None
 
     @property
     def blocks(self) -> Blocks | None:
@@ -153,7 +155,7 @@ RANKS_OWN = ("reserve_sms", "copied_weight")
 _DEFAULTS = OpCall()
 _BLOCKS = {str(name): blocks for name, blocks in NAMED_BLOCKS.items()}
 _KINDS: dict[Any, str] = {
-    str: "str", int: "int", bool: "bool", bool | None: "bool?", int | None: "int?",
+    str: "str", str | None: "str?", int: "int", bool: "bool", bool | None: "bool?", int | None: "int?",
     Length: "SymInt?", torch.dtype | None: "ScalarType?",
     Block: "str?", Partials | None: "str?", Invariant | None: "str?",
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """From an op's arguments to what carries it out: the backend is chosen, agreed on, and bound."""
 
 import gc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
+from ..backends.epilogues import applied_after
 from ..backends.op_call import OpCall
-from ..backends.select import announce, choose
+from ..backends.select import Choice, announce, choose
 from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
@@ -30,7 +32,9 @@ class Chosen(NamedTuple):
     run: Run
 
 
-def chosen(op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any) -> Chosen:
+def chosen(
+    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor] = ()
+) -> Chosen:
     """Chooses the backend, in debug mode after all ranks have compared notes.
 
     Args:
@@ -39,28 +43,42 @@ def chosen(op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any) -> Chose
         x: As for the backend, contiguous or not.
         weight: As for the backend.
         bias: As for the backend.
+        inputs: What the epilogue reads.
     """
     ranks = resolve(call.group)
-    problem = Problem.of(op.name, call, x, ranks, weight, bias)
+    problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
+    plain = problem.without_epilogue()
     shards, requested = problem.shards, call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
-        choice = choose(problem, requested)
+        choice = choose(plain, requested)
     except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
-    if measure_if_due(problem, requested, x, weight, bias, shards, ranks):
-        choice = choose(problem, requested)
+    if measure_if_due(plain, requested, x, weight, bias, shards, ranks):
+        choice = choose(plain, requested)
     announce(choice)
     group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
     with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
-        run = bind_as(choice.kernel, choice.backend, problem, x, weight, bias, shards, group)
+        run = _bound(choice, problem, x, weight, bias, shards, group)
     if call.reserve_sms is not None:
         run = configured(reserve_sms=call.reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     count = calls.setdefault((op.name, name), [0])
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))
+
+
+def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
+    """What carries the problem out; its epilogue is applied by the backend, or by torch after it."""
+    applying = problem.applying
+    if applying is None:
+        return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
+    one = weight[0] if isinstance(weight, (list, tuple)) else weight
+    if choice.backend.why_after(problem, applying, one) is None:
+        return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
+    plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
+    return applied_after(plain, applying)
 
 
 calls: dict[tuple[str, str], list[int]] = {}

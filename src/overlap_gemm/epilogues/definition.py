@@ -97,11 +97,12 @@ class Epilogue:
         """Applies the function to tensors, in float32 (of float64 in that); autograd follows.
 
         Args:
-            sums: `[rows, columns]`.
-            inputs: A tensor for each input: of `[rows, columns]`, `[rows]`, `[columns]` or one element.
+            sums: `[..., columns]`; all but the columns are rows.
+            inputs: A tensor for each input: `[..., columns]` as the result, `[...]`, `[columns]` or one
+                element.
 
         Returns:
-            The result `[rows, columns]` (of pairs, half the columns), and the outputs, `[rows]` or as the
+            The result `[..., columns]` (of pairs, half the columns), and the outputs, `[...]` or as the
             result. None is rounded.
         """
         wide = [_along(_wide(tensor), kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
@@ -234,7 +235,7 @@ def _wide(tensor: Any) -> Any:
 def _along(tensor: Any, kind: InputKind) -> Any:
     if kind == "scalar":
         return tensor.reshape(())
-    return tensor[:, None] if kind == "rows" else tensor
+    return tensor.unsqueeze(-1) if kind == "rows" else tensor
 
 
 def _reduced(tensor: Any, kind: OutputKind) -> Any:

@@ -25,7 +25,14 @@ from ...spec.sharding import Shards, shard_rows
 from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
-from ..epilogues import own_columns, read_by_kernel, why_after, written_by_kernel, written_without_kernel
+from ..epilogues import (
+    Applying,
+    own_columns,
+    read_by_kernel,
+    why_after,
+    written_by_kernel,
+    written_without_kernel,
+)
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import gather_plans as gather
@@ -157,9 +164,9 @@ class Fused:
         machine = constants(problem.reach.arch)
         return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
 
-    def why_after(self, problem: Problem) -> str | None:
+    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
         """See `Backend`."""
-        return None if problem.applying is None else why_after(problem, problem.applying)
+        return why_after(problem, applying, len(weight))
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group

@@ -23,7 +23,7 @@ from ...runtime.group import Group
 from ...runtime.identity import call_signature
 from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers, peers_of
-from ...spec import GEMM_ALL_REDUCE
+from ...spec import GEMM_ALL_REDUCE, PATTERNS, patterns_of
 from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
 from ..epilogues import counts_of
@@ -151,7 +151,8 @@ def _with_pattern(
     """
     operands = [operand for visitor in epilogue for operand in visitor.operands]
     if shape.spec.op == GEMM_ALL_REDUCE.name and any(visitor.writes for visitor in epilogue):
-        return ExchangeShape.even(shape.rows, shape.cols, shape.world, "one_shot", blocks)
+        (pattern,) = (name for name in patterns_of(shape.spec.op) if PATTERNS[name].cut is None)
+        return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
     if shape.spec.op != GEMM_ALL_REDUCE.name and any(o.kind not in ("columns", "scalar") for o in operands):
         return shape
     agreed = peers.agreed

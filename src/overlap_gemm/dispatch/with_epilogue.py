@@ -1,0 +1,360 @@
+"""Calls whose sums go through an epilogue: the ops `torch.ops.overlap_gemm.<op>_with_epilogue`.
+
+Where a gradient is wanted that the epilogue's author has not given, a call is the plain op, and the function
+on tensors after it, which autograd (and a compiler) sees: the sums are kept for it. Else it is one op, and
+the backend applies the function: in its kernel, or after it.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.epilogues import Applying
+from ..backends.op_call import SCHEMA, OpCall
+from ..epilogues import PAIR, Applied, Epilogue, epilogue_of
+from ..runtime.group import Group, GroupLike, find, group_name, group_rank, group_size
+from ..spec import ARGUMENTS
+from ..spec.sharding import Shards
+from . import ops
+from .autocast import autocast_call
+from .bound import call_op
+from .calls import enter, is_plain, keep, layouts, needs_grad, state
+from .choosing import chosen
+from .lowering import Lowered, lower
+from .moves import new
+from .operands import DTYPES, shape_of
+from .ops import GemmOp
+from .registered import Bound, Registered, Run
+
+
+class EpilogueOp(Registered):
+    """An op of one weight whose sums go through an epilogue.
+
+    Returns a list: the operand that was communicated, if the op communicates one (empty unless it is kept);
+    the result; the epilogue's outputs.
+
+    Args:
+        plain: The op without.
+    """
+
+    def __init__(self, plain: GemmOp) -> None:
+        self.plain, self.spec, self.takes_lists = plain, plain.spec, plain.takes_lists
+        super().__init__(
+            f"{plain.name}_with_epilogue(Tensor x, Tensor weight, Tensor? bias, Tensor[] inputs, {SCHEMA}) "
+            "-> Tensor[]",
+            bind=self._bind,
+            fake=self._fake,
+            backward=plain.backward,
+            named=OpCall,
+        )
+
+    def _bind(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, *arguments: Any) -> Run:
+        call = OpCall(*arguments)
+        if not self.takes_lists:
+            return chosen(self.spec, call, x, weight, bias, inputs).run
+        biases = [] if bias is None else [bias]
+        carry_out, keeps = chosen(self.spec, call, x, [weight], biases, inputs).run, call.keep
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any) -> list[Tensor]:
+            moved, outs = carry_out(x, [weight], [] if bias is None else [bias], inputs)
+            return [new(x, moved) if keeps else x.new_empty(0, x.shape[1]), *outs]
+
+        return run
+
+    def _fake(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, *arguments: Any
+    ) -> list[Tensor]:
+        call = OpCall(*arguments)
+        assert call.epilogue is not None
+        epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self, call, weight)
+        width = columns // 2 if epilogue.pairs else columns
+        made = [x.new_empty(rows, width)]
+        for _, kind in epilogue.outputs:
+            one = x.new_empty(rows, width) if kind == "element" else x.new_empty(rows, dtype=torch.float32)
+            made.append(one)
+        if not self.takes_lists:
+            return made
+        return [x.new_empty(call.rows if call.keep else 0, x.shape[1]), *made]  # type: ignore[arg-type]
+
+    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
+        """Keeps x, or what is kept of it, the weight, the inputs and what was returned."""
+        x, weight, _, inputs = tensors
+        call, made = OpCall(*arguments), output[1:] if self.takes_lists else output
+        ctx.rest = arguments
+        ctx.save_for_backward(output[0] if call.keep else x, weight, *inputs, *made)
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
+        """Those of x, weight, bias and inputs: the author's of the sum, then the plain op's."""
+        (returned,), call = grads, OpCall(*ctx.rest)
+        assert call.epilogue is not None
+        epilogue = epilogue_of(call.epilogue)
+        x, weight, *others = ctx.saved_tensors
+        number = len(epilogue.inputs)
+        inputs, made = others[:number], others[number:]
+        of_moved, of_made = (returned[0], returned[1:]) if self.takes_lists else (None, returned)
+        whole = [
+            torch.zeros_like(value) if grad is None else grad
+            for grad, value in zip(of_made, made, strict=True)
+        ]
+        of_sums, of_inputs = author_gradient(epilogue, whole, made, inputs)
+        saved = SimpleNamespace(saved_tensors=(x, weight), out_rows=len(of_sums))
+        needs_x, needs_weight, needs_bias, _ = needs
+        if not self.takes_lists:
+            found = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_sums)
+            return *found, of_inputs
+        needed = needs_x, [needs_weight], [needs_bias] if needs_bias else None
+        given = saved, call._replace(epilogue=None), needed, [of_moved, of_sums]
+        grad_x, (grad_weight, *_), grad_biases = self.plain.backward(*given)
+        return grad_x, grad_weight, grad_biases[0] if grad_biases else None, of_inputs
+
+
+def author_gradient(
+    epilogue: Epilogue, gradients: Sequence[Tensor], outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the gradient of the sum, and those of the inputs, as the epilogue's author computes them.
+
+    Raises:
+        TypeError: There are not as many as inputs, and one.
+        ValueError: One has another shape than what it is the gradient of.
+    """
+    assert epilogue.gradient is not None
+    found = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
+    if not isinstance(found, tuple) or len(found) != 1 + len(inputs):
+        names = ", ".join(("the sum", *(name for name, _ in epilogue.inputs)))
+        raise TypeError(f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names})")
+    of_sums, *of_inputs = found
+    for (name, _), grad, tensor in zip(epilogue.inputs, of_inputs, inputs, strict=True):
+        if grad is not None and grad.shape != tensor.shape:
+            raise ValueError(
+                f"epilogue {epilogue.name}: the gradient of {name} must have its shape {shape_of(tensor)}, "
+                f"got {shape_of(grad)}"
+            )
+    pairs = zip(of_inputs, inputs, strict=True)
+    return of_sums.to(outputs[0].dtype), [g if g is None else g.to(tensor.dtype) for g, tensor in pairs]
+
+
+WITH_EPILOGUE = {
+    op.name: EpilogueOp(op)
+    for op in (ops.all_gather_gemm, ops.gemm_reduce_scatter, ops.gemm_all_reduce, ops.gemm_all_gather)
+}
+"""By the plain op's name."""
+
+
+def extents(op: Any, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
+    """Returns (rows, columns) of the sums that a rank gets from a lowered call."""
+    rows: Any = call.rows
+    if op.spec.out == "m":
+        rows = Shards(rows, group_size(call.group), call.chunk).size(group_rank(call.group))
+    return rows, call.columns if op.spec.gathers_output else weight.shape[0]
+
+
+class _Prepared(NamedTuple):
+    """All that calls of one kind have in common."""
+
+    bound: Bound
+    lowered: Lowered
+    epilogue: Epilogue
+    extents: tuple[int, int]
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> Any:
+        tensors = self.lowered.flatten(x), weight, bias, _flat(self, inputs)
+        run = self.bound.with_gradient if needs_grad(*tensors) else self.bound.run
+        return _shaped(self, run(*tensors))
+
+
+def call_with_epilogue(
+    op: GemmOp,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: GroupLike,
+    call: OpCall,
+    applied: Any,
+    *scales: Any,
+) -> list[Tensor]:
+    """Calls an op, and applies an epilogue to its sums.
+
+    Args:
+        op: The op.
+        x: The user's.
+        weight: The user's, or a list.
+        bias: The user's, or a list.
+        group: The user's.
+        call: The user's.
+        applied: The user's epilogue with its inputs.
+        *scales: The user's, which there must be none of.
+
+    Returns:
+        The operand that was communicated, if the op communicates one; the result; the outputs.
+    """
+    epilogue, inputs = _checked(op, x, weight, applied, scales)
+    if call.invariant is not None:
+        raise ValueError(
+            f"{op.name}: invariant={call.invariant!r} is for calls without an epilogue, which some backends "
+            "apply to rounded sums; apply it to the result"
+        )
+    if op.takes_lists:
+        (weight,), bias = weight, bias[0] if bias else None
+    if needs_grad(x, weight, bias, inputs) and epilogue.gradient is None:
+        return _plain_and_function(op, x, weight, bias, group, call, epilogue, inputs)
+    call = call._replace(epilogue=epilogue.key)
+    if is_plain(x, weight, bias, inputs):
+        ranks = find(group)
+        return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, inputs, call)  # type: ignore[no-any-return]
+    x, weight, bias, copied = autocast_call(x, weight, bias)
+    call = call._replace(copied_weight=call.copied_weight or copied)
+    lowered, size = _lowered(op, group_name(group), x, weight, bias, inputs, call)
+    through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
+    prepared = _Prepared(None, lowered, epilogue, size)  # type: ignore[arg-type]
+    flat = _flat(prepared, inputs)
+    return _shaped(prepared, through(lowered.flatten(x), weight, bias, flat, *lowered.call))
+
+
+def _run(
+    op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor], call: OpCall
+) -> list[Tensor]:
+    of_op = WITH_EPILOGUE[op.name]
+    key = (of_op.name, "called", layouts(x, weight, bias, inputs), call, state(x))
+    prepared: _Prepared | None = ranks.calls.get(key)
+    if prepared is None:
+        lowered, size = _lowered(op, ranks.name, x, weight, bias, inputs, call)
+        assert call.epilogue is not None
+        blank = _Prepared(None, lowered, epilogue_of(call.epilogue), size)  # type: ignore[arg-type]
+        bound = of_op.bound((lowered.flatten(x), weight, bias, _flat(blank, inputs)), lowered.call)
+        prepared = blank._replace(bound=bound)
+        if op.spec.asked is None or getattr(call, ARGUMENTS[op.spec.asked]) != "exchange":
+            keep(ranks, key, prepared)
+    return prepared(x, weight, bias, inputs)  # type: ignore[no-any-return]
+
+
+def _plain_and_function(
+    op: GemmOp,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: GroupLike,
+    call: OpCall,
+    epilogue: Epilogue,
+    inputs: list[Tensor],
+) -> list[Tensor]:
+    moved = []
+    if op.takes_lists:
+        biases = [] if bias is None else [bias]
+        kept, sums = call_op(op, x, [weight], biases, group, call)
+        moved = [kept]
+    else:
+        sums = call_op(op, x, weight, bias, group, call)
+    _check_shapes(op, epilogue, inputs, sums.shape)
+    applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), sums.dtype)
+    return [*moved, *applying.on_sums(sums, inputs)]
+
+
+def _lowered(
+    op: GemmOp, group: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, call: OpCall
+) -> tuple[Lowered, tuple[Any, Any]]:
+    lists = op.takes_lists
+    weights: Any = [weight] if lists else weight
+    biases: Any = bias if not lists else [] if bias is None else [bias]
+    lowered = lower(op.spec, group, x, weights, biases, call)
+    assert lowered.call.epilogue is not None
+    rows, columns = extents(op, lowered.call, weight)
+    leading = list(x.shape[:-1])
+    if "m" in (op.spec.x, op.spec.out):
+        dim = lowered.call.dim
+        others = leading[:dim] + leading[dim + 1 :]
+        for other in others:
+            rows = rows // other if other else 0
+        leading[dim] = rows
+    _check_shapes(op, epilogue_of(lowered.call.epilogue), inputs, (*leading, columns))
+    return lowered, extents(op, lowered.call, weight)
+
+
+def _checked(
+    op: GemmOp, x: Tensor, weight: Any, applied: Any, scales: Sequence[Any]
+) -> tuple[Epilogue, list[Tensor]]:
+    """The epilogue and its inputs, as tensors."""
+    if not isinstance(applied, Applied):
+        got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
+        raise TypeError(
+            f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
+            f"got {got}"
+        )
+    if any(scale is not None for scale in scales):
+        raise TypeError(f"{op.name}: operands with scales take no epilogue; pass x and weight without scales")
+    epilogue, values = applied
+    if op.takes_lists and len(weight) != 1:
+        raise ValueError(f"{op.name}: an epilogue is of one weight, got {len(weight)}")
+    inputs = []
+    for (name, kind), value in zip(epilogue.inputs, values, strict=True):
+        if kind == "scalar" and isinstance(value, (int, float)):
+            inputs.append(torch.full((1,), value, dtype=torch.float32, device=x.device))
+            continue
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.device != x.device:
+            got = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} must be a Tensor of one of "
+                f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
+            )
+        inputs.append(value)
+    return epilogue, inputs
+
+
+def _check_shapes(op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any]) -> None:
+    """Raises for inputs that do not fit sums of this shape."""
+    *leading, columns = shape
+    if epilogue.pairs:
+        if columns % (2 * PAIR):
+            raise ValueError(
+                f"{op.name}: epilogue {epilogue.name} takes pairs, of {2 * PAIR} columns the first and the "
+                f"last {PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
+            )
+        columns = columns // 2
+    shapes: dict[str, list[Any]] = {
+        "element": [*leading, columns], "rows": leading, "columns": [columns],
+    }  # fmt: skip
+    for (name, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
+        if kind in shapes and list(tensor.shape) != shapes[kind]:
+            raise ValueError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} is for each "
+                f"{kind.removesuffix('s')} of this rank's result and must be {shapes[kind]}, "
+                f"got {shape_of(tensor)}"
+            )
+        if kind == "scalar" and tensor.numel() != 1:
+            raise ValueError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} is a scalar and must have one element, "
+                f"got {shape_of(tensor)}"
+            )
+
+
+def _flat(prepared: _Prepared, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs as the op takes them: matrices and vectors."""
+    dim, (rows, columns) = prepared.lowered.dim, prepared.extents
+    width = columns // 2 if prepared.epilogue.pairs else columns
+    if dim is None:
+        return list(inputs)
+    flat = []
+    for (_, kind), tensor in zip(prepared.epilogue.inputs, inputs, strict=True):
+        if kind == "element":
+            flat.append(tensor.movedim(dim, 0).reshape(rows, width))
+        else:
+            flat.append(tensor.movedim(dim, 0).reshape(rows) if kind == "rows" else tensor)
+    return flat
+
+
+def _shaped(prepared: _Prepared, results: list[Tensor]) -> list[Tensor]:
+    """The op's results as the user gets them."""
+    lowered, kinds = prepared.lowered, [kind for _, kind in prepared.epilogue.outputs]
+    if lowered.finish is None:
+        return results
+    count = len(results) - 1 - len(kinds)
+    moved, (result, *outputs) = results[:count], results[count:]
+    shaped = [lowered.finish(one) if lowered.call.keep else one for one in moved]
+    shaped.append(lowered.finish(result))
+    for kind, output in zip(kinds, outputs, strict=True):
+        by_element = kind == "element"
+        shaped.append(lowered.finish(output) if by_element else lowered.finish(output[:, None])[..., 0])
+    return shaped

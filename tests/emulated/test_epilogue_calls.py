@@ -1,0 +1,115 @@
+"""Epilogues in fused calls of all four ops, on virtual ranks: ragged rows, a lagging rank, mutations."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from cute_emulator import EmulatorError
+from overlap_gemm import epilogues
+from overlap_gemm.backends.fused import compiled
+from overlap_gemm.exchange.tile_exchange import PartialExchange
+from overlap_gemm.kernel import epilogue as device
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.runtime.compile_cache import CompileCache
+from overlap_gemm.testing.cases import LAYOUTS
+from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.epilogue_cases import AR, ARCHITECTURES, RS, STREAM, Called, gated, worst
+from tests.support.emulated.op_runs import lagging, world_of
+
+
+@pytest.mark.parametrize(("op", "one", "world", "arch"), in_turn(
+    [(op, one) for op in LAYOUTS for one in (gated, STREAM) if one is gated or op in (RS, AR)],
+    (2, 3, 4), ARCHITECTURES,
+), ids=lambda given: getattr(given, "name", str(given)))  # fmt: skip
+def test_kernels_apply_epilogues(op, one, world, arch):
+    """Twice on changing data, the second time with the counts that the first left."""
+    with world_of(arch, world) as ranks:
+        for seed in range(2):
+            assert worst(Called(op, world, one, seed=seed), ranks) <= 1
+
+
+@pytest.mark.parametrize(("world", "arch"), in_turn([1, 2, 3], ARCHITECTURES))
+def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
+    with world_of(arch, world) as ranks:
+        case = Called("all_gather_gemm", world, epilogues.swiglu, (70, 192 * world, 72))
+        assert worst(case, ranks) <= 1
+
+
+@pytest.mark.parametrize("op", LAYOUTS)
+def test_one_rank_alone(op):
+    with world_of("sm_90a", 1) as ranks:
+        assert worst(Called(op, 1, gated), ranks) <= 1
+
+
+@pytest.mark.parametrize("op", [RS, AR])
+@pytest.mark.parametrize("late", [0, 1])
+def test_row_statistics_wait_for_a_lagging_rank(op, late):
+    with world_of("sm_90a", 2, mode="random", schedule=lagging(late)) as ranks:
+        for seed in range(3):
+            assert worst(Called(op, 2, STREAM, seed=seed), ranks) <= 1
+
+
+def test_row_statistics_are_bitwise_the_same_whoever_is_last():
+    found = []
+    for seed in range(3):
+        with world_of("sm_90a", 2, mode="random", seed=seed) as ranks:
+            case = Called(RS, 2, STREAM, (70, 400, 72))
+            outs = [case.call(rank, name) for rank, name in enumerate(ranks.names)]
+            ranks.synchronize()
+            found.append([one for out in outs for one in out])
+    assert all(
+        torch.equal(one, other) for others in found for one, other in zip(found[0], others, strict=True)
+    )
+
+
+def test_more_rows_than_owners_and_no_rows_at_all():
+    with world_of("sm_90a", 4) as ranks:
+        assert worst(Called(RS, 4, STREAM, (5, 144, 72)), ranks) <= 1
+
+
+def test_all_reduces_of_many_rows_read_their_own_rows():
+    """In two shots: each owner of columns reads its part of every input."""
+    with world_of("sm_90a", 2, algorithm="two_shot") as ranks:
+        assert worst(Called(AR, 2, gated, (200, 144, 72)), ranks) <= 1
+
+
+def statistics_of_the_next_row(patch):
+    store = Visits.store_row_parts
+    patch.setattr(Visits, "store_row_parts", lambda self, parts, row, *others: store(
+        self, parts, row ^ 1, *others
+    ))  # fmt: skip
+
+
+def residual_added_by_every_rank(patch):
+    both = property(lambda op: Visits(op.config, ("partial", "complete")))
+    patch.setattr(PartialExchange, "visits", both)
+
+
+def residual_of_the_next_row(patch):
+    chunk = device._chunk
+    patch.setattr(device, "_chunk", lambda operand, tensor, row, *others: chunk(
+        operand, tensor, row ^ 1 if operand.kind == "element" else row, *others
+    ))  # fmt: skip
+
+
+def norm_before_the_last_part(patch):
+    finish = device._finish_rows
+    patch.setattr(device, "_finish_rows", lambda of, counts, unit, row, rows, subtiles: finish(
+        of, counts, unit, row, rows, subtiles - 1
+    ))  # fmt: skip
+
+
+MUTANTS = {
+    statistics_of_the_next_row: STREAM, residual_added_by_every_rank: epilogues.add_residual,
+    residual_of_the_next_row: STREAM, norm_before_the_last_part: STREAM,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutations_are_noticed(mutant, monkeypatch):
+    """By the values, or by the emulator: what is read out of bounds, or too early."""
+    mutant(monkeypatch)
+    monkeypatch.setattr(compiled, "_cache", lambda on_disk: CompileCache(folder=None))
+    with world_of("sm_90a", 2) as ranks, suppress(EmulatorError):
+        assert worst(Called(RS, 2, MUTANTS[mutant]), ranks) > 1

@@ -1,0 +1,194 @@
+"""Epilogues in all four ops on several ranks: results, outputs, gradients, graphs, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.dispatch.with_epilogue import author_gradient
+from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.cases import LAYOUTS
+
+OPS_WITH_EPILOGUE = list(LAYOUTS)
+M, N, K = 9, 40, 12
+
+
+def gradient_of_norm(gradients, outputs, inputs):
+    of_result, of_normed, of_squares = gradients
+    result, _, _ = outputs
+    _, gamma, rstd, shift = inputs
+    of_stream = of_result + of_normed * rstd[..., None] * gamma + 2 * result * of_squares[..., None]
+    of_gamma = (of_normed * rstd[..., None] * result).sum(0)
+    of_rstd = (of_normed * gamma * result).sum(-1)
+    return of_stream, of_stream, of_gamma, of_rstd, None
+
+
+KINDS = {"residual": "element", "gamma": "columns", "rstd": "rows", "shift": "scalar"}
+OUTPUTS = {"normed": "element", "squares": "row_sum"}
+
+
+def norm(x, residual, gamma, rstd, shift):
+    stream = x + residual - shift
+    return stream, stream * rstd * gamma, stream * stream
+
+
+BY_AUTOGRAD = epilogue(norm, inputs=KINDS, outputs=OUTPUTS)
+BY_AUTHOR = epilogue(norm, inputs=KINDS, outputs=OUTPUTS, gradient=gradient_of_norm)
+
+
+def tensors(rank, size, op, seed=0):
+    """This rank's operands, its epilogue's inputs, and the sums that it gets."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((M, K), (N, K), (M, N))
+    ]
+    gamma, rstd = (torch.rand(n, generator=generator, dtype=torch.float64) for n in (N, M))
+    layout = LAYOUTS[op]
+
+    def part(one, dim):
+        return one if dim is None else one.narrow(dim, *own(one.shape[dim])).clone()
+
+    def own(extent):
+        start, end = Shards.even(extent, size).range(rank)
+        return start, end - start
+
+    given = [part(whole[0], layout.x), part(whole[1], layout.weight)]
+    inputs = [part(whole[2], layout.out), gamma, rstd]
+    if layout.out == 0:
+        inputs[2] = part(rstd, 0)
+    elif layout.out == 1:
+        inputs[1] = part(gamma, 0)
+    return (
+        given,
+        [*inputs, torch.tensor([0.25], dtype=torch.float64)],
+        part(whole[0] @ whole[1].t(), layout.out),
+    )
+
+
+def called(op, given, inputs, one, backend):
+    lengths = OPS[op].arguments(M, N, K, least=True)
+    named = dict(zip(KINDS, inputs, strict=True))
+    return getattr(overlap_gemm, op)(*given, epilogue=one(**named), backend=backend, **lengths)
+
+
+def results(rank, size, op, backend):
+    given, inputs, sums = tensors(rank, size, op)
+    expected = BY_AUTHOR.on_tensors(sums, inputs)
+    for one in (BY_AUTHOR, BY_AUTOGRAD):
+        found = called(op, given, inputs, one, backend)
+        assert isinstance(found, tuple)
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted)
+
+
+def gradients(rank, size, op, backend):
+    """Those by the author of a gradient are those by autograd of the function, compiled or not."""
+    found = []
+    for one in (BY_AUTHOR, BY_AUTOGRAD):
+        for compiled in (False, True):
+            given, inputs, _ = tensors(rank, size, op)
+            leaves = [tensor.requires_grad_() for tensor in (*given, *inputs[:3])]
+            call = torch.compile(called, fullgraph=True, backend="aot_eager") if compiled else called
+            made = call(op, given, inputs, one, backend)
+            generator = torch.Generator().manual_seed(1)
+            weights = [torch.randn(value.shape, generator=generator).double() for value in made]
+            sum((value * w).sum() for value, w in zip(made, weights, strict=True)).backward()
+            found.append([*(value.detach() for value in made), *(leaf.grad for leaf in leaves)])
+    for others in found[1:]:
+        for value, wanted in zip(others, found[0], strict=True):
+            torch.testing.assert_close(value, wanted)
+
+
+def pairs_and_dimensions(rank, size, op, backend):
+    """`[b, s, K]`, gathered and scattered along the second dimension; half the columns."""
+    shape = (2, 4, K)
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(shape, generator=generator), torch.randn(64, K, generator=generator)
+    along = {"dim": 1} if op in ("all_gather_gemm", "gemm_reduce_scatter") else {}
+    plain = getattr(overlap_gemm, op)(x, weight, backend=backend, **along)
+    gated = getattr(overlap_gemm, op)(x, weight, backend=backend, epilogue=epilogues.swiglu(), **along)
+    gate, up = plain.unflatten(-1, (-1, 2, 32)).unbind(-2)
+    torch.testing.assert_close(gated, (torch.nn.functional.silu(gate) * up).flatten(-2))
+    residual = torch.randn(plain.shape, generator=generator)
+    given = epilogues.add_residual_squared(residual=residual)
+    stream, squares = getattr(overlap_gemm, op)(x, weight, backend=backend, epilogue=given, **along)
+    torch.testing.assert_close(stream, plain + residual)
+    torch.testing.assert_close(squares, (plain + residual).square().sum(-1))
+
+
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
+@pytest.mark.parametrize("op", OPS_WITH_EPILOGUE)
+def test_results_and_outputs(ranks, op, backend):
+    ranks(2).run(results, op, backend)
+
+
+@pytest.mark.parametrize("op", OPS_WITH_EPILOGUE)
+def test_gradients_by_the_author_are_those_of_autograd(ranks, op):
+    ranks(2).run(gradients, op, "sequential")
+
+
+@pytest.mark.parametrize("op", OPS_WITH_EPILOGUE)
+def test_pairs_and_more_dimensions(ranks, op):
+    ranks(2).run(pairs_and_dimensions, op, "auto")
+
+
+def another_source(rank, size):
+    one = epilogues.apply_silu if rank else epilogues.apply_relu
+    with pytest.raises(DisagreementError, match="epilogue"):
+        overlap_gemm.gemm_all_reduce(torch.ones(4, 6), torch.ones(8, 6), epilogue=one())
+
+
+def test_ranks_with_other_epilogues_are_told_so(ranks):
+    ranks(2).run(another_source)
+
+
+def refused(rank, size):
+    x, weight = torch.ones(4, 6), torch.ones(8, 6)
+    op = overlap_gemm.gemm_all_reduce
+    for given, error, rule in (
+        ({"epilogue": epilogues.add_bias}, TypeError, "epilogue with its inputs.*got add_bias without"),
+        ({"epilogue": torch.relu}, TypeError, "must be an epilogue with its inputs"),
+        ({"epilogue": epilogues.add_bias(bias=3)}, TypeError, "input bias .* must be a Tensor"),
+        ({"epilogue": epilogues.add_bias(bias=torch.ones(7))}, ValueError, r"must be \[8\], got \[7\]"),
+        ({"epilogue": epilogues.add_residual(residual=torch.ones(8))}, ValueError, r"must be \[4, 8\]"),
+        ({"epilogue": epilogues.swiglu()}, ValueError, "N=8 of this rank must be a multiple of 64"),
+        (
+            {"epilogue": epilogues.apply_relu(), "scale_x": torch.ones(1), "scale_w": torch.ones(1)},
+            TypeError,
+            "operands with scales take no epilogue",
+        ),
+    ):
+        with pytest.raises(error, match=rule):
+            op(x, weight, **given)
+    several = [weight, weight]
+    with pytest.raises(ValueError, match="an epilogue is of one weight, got 2"):
+        overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.apply_relu())
+    out, gathered = overlap_gemm.all_gather_gemm(
+        x, weight, epilogue=epilogues.apply_relu(), return_gathered=True
+    )
+    assert out.shape == (4 * size, 8)
+    assert gathered.shape == (4 * size, 6)
+
+
+def test_wrong_use_is_an_error_with_the_rule(ranks):
+    ranks(2).run(refused)
+
+
+def test_a_gradient_of_another_shape_is_an_error():
+    one = epilogue(norm, inputs=KINDS, outputs=OUTPUTS, gradient=lambda *_: (torch.ones(1),))
+
+    with pytest.raises(TypeError, match=r"its gradient must return a tuple, of \(the sum, residual, gamma"):
+        author_gradient(one, [torch.ones(1)], [torch.ones(1)], [torch.ones(1)] * 4)
+
+
+def test_the_page_names_all_that_is_there():
+    text = (Path(__file__).parents[2] / "docs/epilogues.md").read_text()
+    words = set(re.findall(r"`(\w+)`", text))
+    internal = {"epilogue_of", "scale_rows_and_columns"}
+    functions = {name for name in epilogues.__all__ if name[0].islower()}
+    assert functions - internal - {"epilogue"} <= words

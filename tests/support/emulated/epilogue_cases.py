@@ -1,0 +1,109 @@
+"""Calls with epilogues on virtual ranks, and what each rank should get."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+import overlap_gemm
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.cases import LAYOUTS
+from overlap_gemm.testing.emulated import poisoned_allocations
+
+RS, AR = "gemm_reduce_scatter", "gemm_all_reduce"
+ARCHITECTURES = "sm_90a", "sm_100a"
+
+
+@epilogue(inputs={"residual": "element", "gamma": "columns", "rstd": "rows", "alpha": "scalar"})
+def gated(x, residual, gamma, rstd, alpha):
+    return epilogues.silu(alpha * x * rstd) * gamma + residual
+
+
+STREAM = epilogues.add_residual_squared
+
+
+@dataclass
+class Called:
+    """Operands and inputs of all ranks, and what each should get, in float64."""
+
+    op: str
+    world: int
+    one: object
+    sizes: tuple = ()
+    seed: int = 0
+    device: object = "cpu"
+    given: list = field(default_factory=list)
+    exact: list = field(default_factory=list)
+    bounds: list = field(default_factory=list)
+
+    def __post_init__(self):
+        # Columns that are no multiple of a tile's, but where a rank's must be whole 16 bytes.
+        self.sizes = self.sizes or (70, 192 if self.op == "gemm_all_gather" else 144, 72)
+        m, n, k = self.sizes
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape):
+            return torch.randn(shape, generator=generator).bfloat16()
+
+        layout, spec = LAYOUTS[self.op], OPS[self.op]
+        partial = self.world if spec.sums else 1
+        xs, ws = ([random(rows, k) for _ in range(partial)] for rows in (m, n))
+        total = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True))
+        size = sum(x.double().abs() @ w.double().abs().t() for x, w in zip(xs, ws, strict=True))
+        whole = {"residual": random(m, n), "gamma": random(n), "rstd": random(m).float().abs()}
+        whole["alpha"] = torch.tensor([0.5])
+        for rank in range(self.world):
+            part = lambda one, dim, r=rank: _part(one, dim, r, self.world)  # noqa: E731
+            inputs = [whole[name] for name, _ in self.one.inputs]
+            kinds = [kind for _, kind in self.one.inputs]
+            dims = {"element": layout.out, "rows": 0 if layout.out == 0 else None, "scalar": None}
+            dims["columns"] = 0 if layout.out == 1 else None
+            inputs = [part(one, dims[kind]) for one, kind in zip(inputs, kinds, strict=True)]
+            x, w = (xs[rank], ws[rank]) if spec.sums else (part(xs[0], layout.x), part(ws[0], layout.weight))
+            moved = [one.to(self.device) for one in inputs]
+            self.given.append((x.to(self.device), w.to(self.device), moved))
+            sums = part(total, layout.out)
+            wide = [one.double() for one in inputs]
+            loss = 2**-9 * part(size, layout.out) if spec.sums else 1e-5
+            exact = self.one.on_tensors(sums, wide)
+            shifted = [self.one.on_tensors(sums + sign * loss, wide) for sign in (-1, 1)]
+            self.exact.append(exact)
+            self.bounds.append([
+                torch.maximum((low - one).abs(), (high - one).abs()) + 2**-8 * one.abs() + 1e-3
+                for low, one, high in zip(shifted[0], exact, shifted[1], strict=True)
+            ])  # fmt: skip
+
+    def call(self, rank, group):
+        x, w, inputs = self.given[rank]
+        m, n, k = self.sizes
+        named = {name: one for (name, _), one in zip(self.one.inputs, inputs, strict=True)}
+        lengths = OPS[self.op].arguments(m, n, k * self.world if OPS[self.op].sums else k)
+        call = getattr(overlap_gemm, self.op)
+        return call(x, w, group=group, epilogue=self.one(**named), backend="fused", **lengths)
+
+    def worst(self, outs):
+        """Largest error, in units of its bound."""
+        worst = 0.0
+        for found, exact, bound in zip(outs, self.exact, self.bounds, strict=True):
+            found = found if isinstance(found, tuple) else (found,)
+            for one, wanted, allowed in zip(found, exact, bound, strict=True):
+                assert one.shape == wanted.shape
+                error = (one.double().cpu() - wanted).abs() / allowed
+                worst = max(worst, float(error.nan_to_num(nan=torch.inf).max())) if error.numel() else worst
+        return worst
+
+
+def _part(one, dim, rank, world):
+    if dim is None:
+        return one
+    start, end = Shards.even(one.shape[dim], world).range(rank)
+    return one.narrow(dim, start, end - start).clone()
+
+
+def worst(case, world):
+    """Queues a call on every rank, runs all, and returns the largest error in units of its bound."""
+    with poisoned_allocations():
+        outs = [case.call(rank, name) for rank, name in enumerate(world.names)]
+    world.synchronize()
+    return case.worst(outs)
