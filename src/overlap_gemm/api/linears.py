@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
 InitMethod = Callable[[Tensor], Any]
 
 
-class Told(TypedDict):
+class OpKeywords(TypedDict):
     """Keywords that all ops have."""
 
     group: str
@@ -78,7 +78,7 @@ class ShardedLinear(nn.Module):
         self.adopt(self._draw(bias, device, dtype))
 
     @property
-    def told(self) -> Told:
+    def told(self) -> OpKeywords:
         """What every op of the layer is told in the same way."""
         return {
             "group": self.tp_group,

@@ -152,7 +152,7 @@ def extents(op: Any, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
     return rows, call.columns if op.spec.gathers_output else weight.shape[0]
 
 
-class _Prepared(NamedTuple):
+class _PreparedApplied(NamedTuple):
     """All that calls of one kind have in common."""
 
     bound: Bound
@@ -209,7 +209,7 @@ def call_with_epilogue(
     call = call._replace(copied_weight=call.copied_weight or copied)
     lowered, size = _lowered(op, group_name(group), x, weight, bias, inputs, call)
     through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
-    prepared = _Prepared(None, lowered, epilogue, size)  # type: ignore[arg-type]
+    prepared = _PreparedApplied(None, lowered, epilogue, size)  # type: ignore[arg-type]
     flat = _flat(prepared, inputs)
     return _shaped(prepared, through(lowered.flatten(x), weight, bias, flat, *lowered.call))
 
@@ -219,11 +219,11 @@ def _run(
 ) -> list[Tensor]:
     of_op = WITH_EPILOGUE[op.name]
     key = (of_op.name, "called", layouts(x, weight, bias, inputs), call, state(x))
-    prepared: _Prepared | None = ranks.calls.get(key)
+    prepared: _PreparedApplied | None = ranks.calls.get(key)
     if prepared is None:
         lowered, size = _lowered(op, ranks.name, x, weight, bias, inputs, call)
         assert call.epilogue is not None
-        blank = _Prepared(None, lowered, epilogue_of(call.epilogue), size)  # type: ignore[arg-type]
+        blank = _PreparedApplied(None, lowered, epilogue_of(call.epilogue), size)  # type: ignore[arg-type]
         bound = of_op.bound((lowered.flatten(x), weight, bias, _flat(blank, inputs)), lowered.call)
         prepared = blank._replace(bound=bound)
         if op.spec.asked is None or getattr(call, ARGUMENTS[op.spec.asked]) != "exchange":
@@ -330,7 +330,7 @@ def _check_shapes(op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shap
             )
 
 
-def _flat(prepared: _Prepared, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _flat(prepared: _PreparedApplied, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The inputs as the op takes them: matrices and vectors."""
     dim, (rows, columns) = prepared.lowered.dim, prepared.extents
     width = columns // 2 if prepared.epilogue.pairs else columns
@@ -345,7 +345,7 @@ def _flat(prepared: _Prepared, inputs: Sequence[Tensor]) -> list[Tensor]:
     return flat
 
 
-def _shaped(prepared: _Prepared, results: list[Tensor]) -> list[Tensor]:
+def _shaped(prepared: _PreparedApplied, results: list[Tensor]) -> list[Tensor]:
     """The op's results as the user gets them."""
     lowered, kinds = prepared.lowered, [kind for _, kind in prepared.epilogue.outputs]
     if lowered.finish is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
 
 
-class Told(TypedDict):
+class StyleKeywords(TypedDict):
     """Keywords that all ops of a style have."""
 
     backend: BackendName
@@ -48,7 +48,7 @@ class _OverlapStyle(ParallelStyle):
         check_promises(Promises(partials, invariant))
         check_name(backend, promises=Promises(partials, invariant))
         self.products = products(float8)
-        self.told = Told(backend=backend, partials=partials, invariant=invariant)
+        self.told = StyleKeywords(backend=backend, partials=partials, invariant=invariant)
 
     def in_own_type(self) -> "Self":
         """The same without `float8`."""
