@@ -119,7 +119,8 @@ class Float8(Products):
             group_name(group),
             backend,
             reserve_sms,
-            *promises_of(partials, invariant),
+            partials,
+            invariant,
             columns,
             rows,
             dim,
@@ -150,7 +151,8 @@ class Float8(Products):
             group_name(group),
             backend,
             reserve_sms,
-            *promises_of(partials, invariant),
+            partials,
+            invariant,
             k,
             dim=dim,
         )
@@ -175,7 +177,8 @@ class Float8(Products):
             group_name(group),
             backend,
             reserve_sms,
-            *promises_of(partials, invariant),
+            partials,
+            invariant,
             k,
         )
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
@@ -199,7 +202,8 @@ class Float8(Products):
             group_name(group),
             backend,
             reserve_sms,
-            *promises_of(partials, invariant),
+            partials,
+            invariant,
             columns,
         )
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]

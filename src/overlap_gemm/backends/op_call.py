@@ -172,7 +172,12 @@ def _of_environment() -> Promises:
 
 
 def promises_of(partials: Any = None, invariant: Any = None) -> Promises:
-    """What a call with these arguments promises: what they do not say the block says, or the environment."""
+    """What a call with these arguments promises: what they do not say the block says, or the environment.
+
+    While Dynamo traces what surrounds an op, which asks again when it runs, the arguments count alone.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return Promises(partials, invariant)
     return Promises(partials, invariant).over(settings().promises).over(_of_environment())
 
 
