@@ -184,13 +184,10 @@ def check(file: Path) -> Iterator[Finding]:
 
 
 def findings() -> list[Finding]:
-    """Returns what breaks the guide in all files that git has, or would add."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.md"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    files = [ROOT / name for name in listed.stdout.split() if name.startswith(FOLDERS) or "/" not in name]
-    return [finding for file in files if file.exists() for finding in check(file)]
+    """Returns what breaks the guide in all files of `FOLDERS` and in the repository's first pages."""
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
+    texts = {file for file in [*files, *ROOT.glob("*.md")] if file.suffix in (".py", ".md")}
+    return [finding for file in sorted(texts) for finding in check(file)]
 
 
 def folder_of(file: str) -> str:
