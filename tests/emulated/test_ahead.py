@@ -45,10 +45,10 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern, dt
                     tiles = [{"mma": "1cta", "tile": (128, columns)} for columns in (64, 128, 256)]
                     for fields in ({}, *(tiles if pattern != "one_shot" else ())):
                         with configured(**fields):
-                            plan_for(group, CPU, dtype, shape, "k", "k", False, depth, out)
+                            plan_for(group, CPU, dtype, shape, "k", "k", (), depth, out)
         assert overlap_gemm.workspace_bytes() == sum(held)
         larger = ExchangeShape.even(9000, 1024, 2, pattern)
-        plan_for(world.ranks[0], CPU, dtype, larger, "k", "k", False, None, out)
+        plan_for(world.ranks[0], CPU, dtype, larger, "k", "k", (), None, out)
         assert overlap_gemm.workspace_bytes() > sum(held)
 
 
@@ -171,8 +171,8 @@ def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch
         for blocks in (None, PROMOTED[0]):
             shape, how = ExchangeShape.even(16, 4096, 2, "reduce_scatter"), (torch.bfloat16, blocks)
             for group in world.ranks:
-                scatter = plan_for(group, CPU, E4M3, shape, "k", "k", False, 8192, *how)
-                rows = gather.plan_for(group, x, 512, weights, False, Shards.even(16, 2), False, *how)
+                scatter = plan_for(group, CPU, E4M3, shape, "k", "k", (), 8192, *how)
+                rows = gather.plan_for(group, x, 512, weights, (), Shards.even(16, 2), False, *how)
                 chosen.append(
                     (scatter.pattern, *(efficiency_key(p.products[0].config) for p in (scatter, rows)))
                 )

@@ -82,12 +82,12 @@ def made_up():
 
 def scatter(group):
     shape = ExchangeShape.even(512, 512, group.size)
-    return plans.plan_for(group, CPU, BF16, shape, "k", "k", False)
+    return plans.plan_for(group, CPU, BF16, shape, "k", "k", ())
 
 
 def gathering(group):
     x, weight = torch.empty(64, 64, dtype=BF16), torch.empty(64, 64, dtype=BF16)
-    return gather.plan_for(group, x, 64, [weight], False, Shards.even(64 * group.size, group.size), False)
+    return gather.plan_for(group, x, 64, [weight], (), Shards.even(64 * group.size, group.size), False)
 
 
 def copying(group):

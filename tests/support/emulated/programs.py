@@ -217,7 +217,7 @@ class Graph:
 
     def __init__(self, emulator, executor, number):
         self.emulator, self.executor = emulator, executor
-        self.stream, self.capture = FIRST_GRAPH + number, Capture()
+        self.stream, self.capture = FIRST_GRAPH + number, Capture(0)
         self.x = self.out = self.place = None
 
     @contextmanager
