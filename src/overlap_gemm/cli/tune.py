@@ -180,7 +180,8 @@ class GpuProbe:
         given: tuple[Any, ...] = ()
         if config.blocks is not None:
             x, weight = (operand.to(torch.float8_e4m3fn) for operand in (x, weight))
-            given = unit_scales((m, k), (n, k), config.blocks, self.device), torch.bfloat16
+            scales = unit_scales((m, k), (n, k), config.blocks, self.device)
+            given = scales, torch.bfloat16, config.blocks
         call = partial(Fused().call, GEMM_REDUCE_SCATTER, x, weight, None, Shards.even(m, 1), ALONE, k)
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
             return self._seconds(lambda: call(*given))
