@@ -1,7 +1,7 @@
 """The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from ..spec.promises import Invariant, Partials
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .keywords import GatherOptions, OutputOptions, ReduceOptions, ScatterOptions
+
 __all__ = [
     "Length",
     "all_gather_gemm",
@@ -26,26 +28,6 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
 ]
-
-
-class GatherOptions(TypedDict, total=False):
-    """The keywords of `all_gather_gemm` that its overloads share."""
-
-    group: GroupLike
-    backend: BackendName
-    rows: Length
-    dim: int
-    save_gathered: bool
-    columns: Length
-    deterministic: bool | None
-    reserve_sms: int | None
-    scale_x: Tensor | None
-    scale_w: Tensor | Sequence[Tensor] | None
-    out_dtype: torch.dtype | None
-    block: Block
-    partials: Partials | None
-    invariant: Invariant | None
-    epilogue: Applied | None
 
 
 @overload
@@ -98,7 +80,8 @@ def all_gather_gemm(
     weight: Tensor | Sequence[Tensor],
     *,
     bias: Tensor | Sequence[Tensor] | None = None,
-    return_gathered: bool,
+    return_gathered: bool = False,
+    epilogue: Applied | None = None,
     **options: "Unpack[GatherOptions]",
 ) -> Any: ...
 
@@ -192,6 +175,18 @@ def all_gather_gemm(
     return (products, found[0]) if return_gathered else products
 
 
+@overload
+def gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, *, epilogue: None = None, **options: "Unpack[ScatterOptions]"
+) -> Tensor: ...
+
+
+@overload
+def gemm_reduce_scatter(
+    x: Tensor, weight: Tensor, *, epilogue: Applied, **options: "Unpack[ScatterOptions]"
+) -> Any: ...
+
+
 def gemm_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -261,6 +256,18 @@ def gemm_reduce_scatter(
     return call_op(*given, scale_x, scale_w)
 
 
+@overload
+def gemm_all_reduce(
+    x: Tensor, weight: Tensor, *, epilogue: None = None, **options: "Unpack[ReduceOptions]"
+) -> Tensor: ...
+
+
+@overload
+def gemm_all_reduce(
+    x: Tensor, weight: Tensor, *, epilogue: Applied, **options: "Unpack[ReduceOptions]"
+) -> Any: ...
+
+
 def gemm_all_reduce(
     x: Tensor,
     weight: Tensor,
@@ -315,6 +322,18 @@ def gemm_all_reduce(
     if epilogue is not None:
         return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
     return call_op(*given, scale_x, scale_w)
+
+
+@overload
+def gemm_all_gather(
+    x: Tensor, weight: Tensor, *, epilogue: None = None, **options: "Unpack[OutputOptions]"
+) -> Tensor: ...
+
+
+@overload
+def gemm_all_gather(
+    x: Tensor, weight: Tensor, *, epilogue: Applied, **options: "Unpack[OutputOptions]"
+) -> Any: ...
 
 
 def gemm_all_gather(
