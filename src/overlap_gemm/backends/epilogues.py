@@ -174,10 +174,6 @@ def counts_of(config: GemmConfig, rows: int, columns: int, device: torch.device)
     return None
 
 
-def _contiguous(matrix: Tensor) -> Tensor:
-    return matrix.clone(memory_format=torch.contiguous_format)
-
-
 def _is_aligned(matrix: Tensor) -> bool:
     pitch = matrix.stride(0) * matrix.itemsize
     return matrix.stride(1) == 1 and pitch % ROW_BYTES == 0 and matrix.data_ptr() % ROW_BYTES == 0

@@ -116,10 +116,6 @@ class OpCall(NamedTuple):
             if name not in ("group", *RANKS_OWN)
         )
 
-    def without_extents(self) -> "OpCall":
-        """The same before the ranks have agreed on extents."""
-        return self._replace(rows=None, columns=None, k=None)
-
     def backward(self, **changes: Any) -> "OpCall":
         """The same for an op of the gradient, whose weight may be several weights joined."""
         changes = {"backend": with_fallback(self.backend), "copied_weight": True, **changes}

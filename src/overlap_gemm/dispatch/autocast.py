@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.op_call import OpCall
+
 
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -37,16 +39,17 @@ def autocast(
     return cast(x), [cast(weight) for weight in weights], [cast(bias) for bias in biases]
 
 
-def autocast_call(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any, bool]:
-    """`autocast` of what an op is called with: a weight and a bias or None, or a list of each.
+def autocast_call(x: Tensor, weight: Any, bias: Any, call: OpCall) -> tuple[Tensor, Any, Any, OpCall]:
+    """Applies `autocast` to what an op is called with: a weight and a bias or None, or a list of each.
 
     Returns:
-        x, weight and bias, and whether a weight has been cast, so that it is a copy.
+        x, weight and bias, and the call, whose weight is a copy if one has been cast.
     """
     weights = weight if (several := isinstance(weight, list)) else [weight]
     x, cast, biases = autocast(x, weights, bias if several else [] if bias is None else [bias])
     pairs = zip(cast, weights, strict=True)
     copied = any(isinstance(new, Tensor) and new.dtype != old.dtype for new, old in pairs)
+    call = call._replace(copied_weight=call.copied_weight or copied)
     if several:
-        return x, cast, biases, copied
-    return x, cast[0], biases[0] if biases else None, copied
+        return x, cast, biases, call
+    return x, cast[0], biases[0] if biases else None, call

@@ -92,8 +92,7 @@ def call_op(
         ranks = find(group)
         return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, call, scales)
     if not scales:
-        x, weight, bias, copied = autocast_call(x, weight, bias)
-        call = call._replace(copied_weight=call.copied_weight or copied)
+        x, weight, bias, call = autocast_call(x, weight, bias, call)
     lowered = lower(op.spec, group_name(group), x, weight, bias, call, scales)
     # AOTInductor turns an empty list of tensors into None on its way to an op.
     operands = lowered.operands(x, weight, None if isinstance(bias, list) and not bias else bias, scales)

@@ -152,18 +152,61 @@ def extents(op: Any, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
     return rows, call.columns if op.spec.gathers_output else weight.shape[0]
 
 
+class _Shapes(NamedTuple):
+    """Shapes of a lowered call: of what the op takes and returns, and of the user's tensors.
+
+    Attributes:
+        lowered: The call.
+        epilogue: The epilogue that it applies.
+        extents: (rows, columns) of the sums that a rank gets.
+    """
+
+    lowered: Lowered
+    epilogue: Epilogue
+    extents: tuple[Any, Any]
+
+    def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the inputs as the op takes them: matrices and vectors."""
+        dim, (rows, columns) = self.lowered.dim, self.extents
+        width = columns // 2 if self.epilogue.pairs else columns
+        if dim is None:
+            return list(inputs)
+        flat = []
+        for (_, kind), tensor in zip(self.epilogue.inputs, inputs, strict=True):
+            if kind == "element":
+                flat.append(tensor.movedim(dim, 0).reshape(rows, width))
+            else:
+                flat.append(tensor.movedim(dim, 0).reshape(rows) if kind == "rows" else tensor)
+        return flat
+
+    def shaped(self, results: list[Tensor]) -> list[Tensor]:
+        """Returns the op's results as the user gets them."""
+        lowered, kinds = self.lowered, [kind for _, kind in self.epilogue.outputs]
+        if lowered.finish is None:
+            return results
+        count = len(results) - 1 - len(kinds)
+        moved, (result, *outputs) = results[:count], results[count:]
+        shaped = [lowered.finish(one) if lowered.call.keep else one for one in moved]
+        shaped.append(lowered.finish(result))
+        for kind, output in zip(kinds, outputs, strict=True):
+            by_element = kind == "element"
+            shaped.append(lowered.finish(output) if by_element else lowered.finish(output[:, None])[..., 0])
+        return shaped
+
+
 class _PreparedApplied(NamedTuple):
     """All that calls of one kind have in common."""
 
     bound: Bound
-    lowered: Lowered
-    epilogue: Epilogue
-    extents: tuple[int, int]
+    shapes: _Shapes
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> Any:
-        tensors = self.lowered.flatten(x), weight, bias, _flat(self, inputs)
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        shapes = self.shapes
+        tensors = shapes.lowered.flatten(x), weight, bias, shapes.flat(inputs)
         run = self.bound.with_gradient if needs_grad(*tensors) else self.bound.run
-        return _shaped(self, run(*tensors))
+        return shapes.shaped(run(*tensors))
 
 
 def call_with_epilogue(
@@ -205,13 +248,11 @@ def call_with_epilogue(
     if is_plain(x, weight, bias, inputs):
         ranks = find(group)
         return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, inputs, call)  # type: ignore[no-any-return]
-    x, weight, bias, copied = autocast_call(x, weight, bias)
-    call = call._replace(copied_weight=call.copied_weight or copied)
-    lowered, size = _lowered(op, group_name(group), x, weight, bias, inputs, call)
+    x, weight, bias, call = autocast_call(x, weight, bias, call)
+    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, call)
     through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
-    prepared = _PreparedApplied(None, lowered, epilogue, size)  # type: ignore[arg-type]
-    flat = _flat(prepared, inputs)
-    return _shaped(prepared, through(lowered.flatten(x), weight, bias, flat, *lowered.call))
+    lowered = shapes.lowered
+    return shapes.shaped(through(lowered.flatten(x), weight, bias, shapes.flat(inputs), *lowered.call))
 
 
 def _run(
@@ -221,14 +262,13 @@ def _run(
     key = (of_op.name, "called", layouts(x, weight, bias, inputs), call, state(x))
     prepared: _PreparedApplied | None = ranks.calls.get(key)
     if prepared is None:
-        lowered, size = _lowered(op, ranks.name, x, weight, bias, inputs, call)
-        assert call.epilogue is not None
-        blank = _PreparedApplied(None, lowered, epilogue_of(call.epilogue), size)  # type: ignore[arg-type]
-        bound = of_op.bound((lowered.flatten(x), weight, bias, _flat(blank, inputs)), lowered.call)
-        prepared = blank._replace(bound=bound)
+        shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call)
+        lowered = shapes.lowered
+        bound = of_op.bound((lowered.flatten(x), weight, bias, shapes.flat(inputs)), lowered.call)
+        prepared = _PreparedApplied(bound, shapes)
         if op.spec.asked is None or getattr(call, ARGUMENTS[op.spec.asked]) != "exchange":
             keep(ranks, key, prepared)
-    return prepared(x, weight, bias, inputs)  # type: ignore[no-any-return]
+    return prepared(x, weight, bias, inputs)
 
 
 def _plain_and_function(
@@ -253,15 +293,16 @@ def _plain_and_function(
     return [*moved, *applying.on_sums(sums, inputs)]
 
 
-def _lowered(
+def _shapes_of(
     op: GemmOp, group: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, call: OpCall
-) -> tuple[Lowered, tuple[Any, Any]]:
+) -> _Shapes:
     lists = op.takes_lists
     weights: Any = [weight] if lists else weight
     biases: Any = bias if not lists else [] if bias is None else [bias]
     lowered = lower(op.spec, group, x, weights, biases, call)
     assert lowered.call.epilogue is not None
-    rows, columns = extents(op, lowered.call, weight)
+    shapes = _Shapes(lowered, epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight))
+    rows, columns = shapes.extents
     leading = list(x.shape[:-1])
     if "m" in (op.spec.x, op.spec.out):
         dim = lowered.call.dim
@@ -269,8 +310,8 @@ def _lowered(
         for other in others:
             rows = rows // other if other else 0
         leading[dim] = rows
-    _check_shapes(op, epilogue_of(lowered.call.epilogue), inputs, (*leading, columns))
-    return lowered, extents(op, lowered.call, weight)
+    _check_shapes(op, shapes.epilogue, inputs, (*leading, columns))
+    return shapes
 
 
 def _checked(
@@ -328,33 +369,3 @@ def _check_shapes(op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shap
                 f"{op.name}: input {name} of epilogue {epilogue.name} is a scalar and must have one element, "
                 f"got {shape_of(tensor)}"
             )
-
-
-def _flat(prepared: _PreparedApplied, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs as the op takes them: matrices and vectors."""
-    dim, (rows, columns) = prepared.lowered.dim, prepared.extents
-    width = columns // 2 if prepared.epilogue.pairs else columns
-    if dim is None:
-        return list(inputs)
-    flat = []
-    for (_, kind), tensor in zip(prepared.epilogue.inputs, inputs, strict=True):
-        if kind == "element":
-            flat.append(tensor.movedim(dim, 0).reshape(rows, width))
-        else:
-            flat.append(tensor.movedim(dim, 0).reshape(rows) if kind == "rows" else tensor)
-    return flat
-
-
-def _shaped(prepared: _PreparedApplied, results: list[Tensor]) -> list[Tensor]:
-    """The op's results as the user gets them."""
-    lowered, kinds = prepared.lowered, [kind for _, kind in prepared.epilogue.outputs]
-    if lowered.finish is None:
-        return results
-    count = len(results) - 1 - len(kinds)
-    moved, (result, *outputs) = results[:count], results[count:]
-    shaped = [lowered.finish(one) if lowered.call.keep else one for one in moved]
-    shaped.append(lowered.finish(result))
-    for kind, output in zip(kinds, outputs, strict=True):
-        by_element = kind == "element"
-        shaped.append(lowered.finish(output) if by_element else lowered.finish(output[:, None])[..., 0])
-    return shaped
