@@ -109,9 +109,8 @@ def banned_names() -> frozenset[str]:
     return frozenset(listed)
 
 
-def texts_of_python(source: str) -> Iterator[Text]:
-    """Yields docstrings, comments and messages of exceptions."""
-    tree = ast.parse(source)
+def texts_of_python(source: str, tree: ast.Module) -> Iterator[Text]:
+    """Yields docstrings, comments and messages of exceptions of a file, whose tree is parsed."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             documented = ast.get_docstring(node)
@@ -129,9 +128,9 @@ def texts_of_python(source: str) -> Iterator[Text]:
             yield Text(token.start[0], "comment", token.string.lstrip("# "))
 
 
-def names_of_python(source: str) -> Iterator[tuple[int, str]]:
+def names_of_python(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields (line, name) of arguments, variables and functions that a file defines."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -141,7 +140,7 @@ def names_of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def texts_of_markdown(source: str) -> Iterator[Text]:
-    """Yields paragraphs; no code, no tables of words that the guide replaces."""
+    """Yields paragraphs without code."""
     plain = re.sub(r"```.*?```|<!--.*?-->", lambda block: "\n" * block[0].count("\n"), source, flags=re.S)
     line = 1
     for paragraph in plain.split("\n\n"):
@@ -158,11 +157,11 @@ def sentences(words: str) -> Iterator[str]:
 
 def check(file: Path) -> Iterator[Finding]:
     """Yields what breaks the guide in a file."""
-    name, source = file.relative_to(ROOT).as_posix(), file.read_text()
     if file == GUIDE:
         return
-    is_python = file.suffix == ".py"
-    for text in texts_of_python(source) if is_python else texts_of_markdown(source):
+    name, source = file.relative_to(ROOT).as_posix(), file.read_text()
+    tree = ast.parse(source) if file.suffix == ".py" else None
+    for text in texts_of_markdown(source) if tree is None else texts_of_python(source, tree):
         for match in lexicon().finditer(text.words):
             yield Finding(name, text.line, "lexicon", match[1])
         if text.kind.startswith("docstring"):
@@ -177,8 +176,8 @@ def check(file: Path) -> Iterator[Finding]:
             for sentence in sentences(text.words):
                 if len(sentence.split()) > LONGEST_SENTENCE:
                     yield Finding(name, text.line, "sentence", sentence[:60])
-    if is_python:
-        for line, identifier in names_of_python(source):
+    if tree is not None:
+        for line, identifier in names_of_python(tree):
             if identifier in banned_names():
                 yield Finding(name, line, "name", identifier)
 
