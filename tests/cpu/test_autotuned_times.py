@@ -1,4 +1,4 @@
-"""Which candidates are timed in graphs, by times that a GPU could have."""
+"""Selection of the candidates that are timed in graphs, with simulated times of a GPU."""
 
 from unittest import mock
 
@@ -17,7 +17,7 @@ CAPTURED = {"fused": 30e-6, "torch": 20e-6, "decomposed": 10e-6}
 
 
 @pytest.fixture
-def found():
+def measured():
     def measure(variants, *, burst_seconds, **_):
         in_graphs = all(isinstance(call, str) for call in variants.values())
         times = CAPTURED if in_graphs else EAGER
@@ -32,11 +32,11 @@ def found():
         yield _timed(calls, torch.device("cuda"), resolve(LOCAL))
 
 
-def test_a_candidate_that_takes_the_host_longer_is_timed_in_graphs_too(found):
-    assert dict(found.captured)["torch"] == CAPTURED["torch"]
-    assert found.captured[0][0] == "torch"
-    assert found.eager[0][0] == "fused"
+def test_a_candidate_that_takes_the_host_longer_is_timed_in_graphs_too(measured):
+    assert dict(measured.captured)["torch"] == CAPTURED["torch"]
+    assert measured.captured[0][0] == "torch"
+    assert measured.eager[0][0] == "fused"
 
 
-def test_a_candidate_that_takes_longer_than_any_host_is_left_out(found):
-    assert "decomposed" not in dict(found.captured)
+def test_a_candidate_that_takes_longer_than_any_host_is_left_out(measured):
+    assert "decomposed" not in dict(measured.captured)

@@ -56,6 +56,26 @@ def test_a_column_parallel_product_enters_few_python_functions():
         assert found.total() <= budget, (found.total(), found)
 
 
+BACKWARD_BUDGET = {
+    "all_gather_gemm": 90,
+    "gemm_reduce_scatter": 81,
+    "gemm_all_reduce": 74,
+    "gemm_all_gather": 90,
+}
+"""Python functions that the gradients of x and of the weight enter."""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_enter_few_python_functions_and_none_of_torchs_dispatcher(op):
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    out = getattr(overlap_gemm, op)(x, weight, backend="torch")
+    grad = torch.ones_like(out)
+    with torch.autograd.set_multithreading_enabled(False):
+        entered = python_calls(lambda: torch.autograd.grad(out, (x, weight), grad, retain_graph=True))
+    assert not any("redispatch" in name or "autograd_impl" in name for name in entered), entered
+    assert entered.total() <= BACKWARD_BUDGET[op], (entered.total(), entered)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_what_is_known_is_not_found_out_again(op, monkeypatch):
     call = getattr(overlap_gemm, op)

@@ -26,8 +26,6 @@ from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from .registered import Registered, Run
 
-_ops = torch.ops.overlap_gemm
-
 
 def own_rows(chunk: int, rows: int, group: str) -> int:
     """Rows of this rank, of `rows` in shards of `chunk`."""
@@ -59,7 +57,7 @@ all_gather_rows = Registered(
     bind=_bind_all_gather_rows,
     fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
     backward=lambda ctx, given, needs, grad: (
-        _ops.reduce_scatter_rows(grad, given.chunk, given.group, "auto", None),
+        reduce_scatter_rows(grad, given.chunk, given.group, "auto", None),
     ),
 )
 
@@ -87,13 +85,11 @@ def _bind_reduce_scatter_rows(
     return run
 
 
-reduce_scatter_rows = Registered(
+reduce_scatter_rows: Registered = Registered(
     "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
     bind=_bind_reduce_scatter_rows,
     fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
-    backward=lambda ctx, given, needs, grad: (
-        _ops.all_gather_rows(grad, ctx.shape[0], given.chunk, given.group),
-    ),
+    backward=lambda ctx, given, needs, grad: (all_gather_rows(grad, ctx.shape[0], given.chunk, given.group),),
 )
 
 
@@ -132,15 +128,15 @@ keep_shard = Registered(
         x, dim, Shards.even(x.shape[dim], resolve(group).size).size(resolve(group).rank)
     ),
     backward=lambda ctx, given, needs, grad: (
-        _ops.join_shards(grad, given.dim, ctx.shape[given.dim], given.group),
+        join_shards(grad, given.dim, ctx.shape[given.dim], given.group),
     ),
 )
 
-join_shards = Registered(
+join_shards: Registered = Registered(
     "join_shards(Tensor x, int dim, SymInt total, str group) -> Tensor",
     bind=_bind_join_shards,
     fake=lambda x, dim, total, group: _resized(x, dim, total),
-    backward=lambda ctx, given, needs, grad: (_ops.keep_shard(grad, given.dim, given.group),),
+    backward=lambda ctx, given, needs, grad: (keep_shard(grad, given.dim, given.group),),
 )
 
 
@@ -173,12 +169,12 @@ sum_over_ranks = Registered(
 
 def each(x: Tensor, group: str) -> Tensor:
     """`for_each_rank` in a backward pass: x itself, unless somebody asks for a second derivative."""
-    return _ops.for_each_rank(x, group) if torch.is_grad_enabled() else x
+    return for_each_rank(x, group) if torch.is_grad_enabled() else x
 
 
 for_each_rank = Registered(
     "for_each_rank(Tensor x, str group) -> Tensor",
     bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
     fake=lambda x, group: x.new_empty(x.shape),
-    backward=lambda ctx, given, needs, grad: (_ops.sum_over_ranks(grad, *given),),
+    backward=lambda ctx, given, needs, grad: (sum_over_ranks(grad, *given),),
 )

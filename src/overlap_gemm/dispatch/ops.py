@@ -39,10 +39,17 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .moves import compared, each, new, own_rows
+from .moves import (
+    all_gather_rows,
+    compared,
+    each,
+    keep_shard,
+    new,
+    own_rows,
+    reduce_scatter_rows,
+    sum_over_ranks,
+)
 from .registered import Registered, Run
-
-_ops = torch.ops.overlap_gemm
 
 NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(), or with detached tensors"
 
@@ -50,6 +57,10 @@ _KEEP = OpCall._fields.index("keep")
 
 NO_SCALES = None, None
 """In place of the scales of x and weight."""
+
+
+def _without_no_scales(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tensors[:3] if len(tensors) > 3 and tensors[3] is None else tensors
 
 
 class GemmOp(Registered):
@@ -104,8 +115,10 @@ class GemmOp(Registered):
         return [x.new_empty(rows if call.keep else 0, x.shape[1]), *outs]
 
     def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        plain = len(tensors) > 3 and tensors[3] is None
-        return super()._run(tensors[:3] if plain else tensors, arguments)
+        return super()._run(_without_no_scales(tensors), arguments)
+
+    def _run_with_gradient(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        return super()._run_with_gradient(_without_no_scales(tensors), arguments)
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
         """Keeps x, or what is kept of it, and the weights."""
@@ -128,13 +141,13 @@ class GemmOp(Registered):
 # --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], a rank's own, in an order that K alone decides ---
 
 
-ordered_gemm = Registered(
+ordered_gemm: Registered = Registered(
     "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
     bind=lambda x, weight, group: lambda x, weight: ordered_product(x, weight).to(x.dtype),
     fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
     backward=lambda ctx, given, needs, grad: (
-        _ops.ordered_gemm(grad, ctx.saved_tensors[1].t(), given.group) if needs[0] else None,
-        _ops.ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), given.group) if needs[1] else None,
+        ordered_gemm(grad, ctx.saved_tensors[1].t(), given.group) if needs[0] else None,
+        ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), given.group) if needs[1] else None,
     ),
     saves=2,
 )
@@ -143,14 +156,14 @@ ordered_gemm = Registered(
 def along_rows(x: Tensor, y: Tensor, how: Any) -> Tensor:
     """`x.t() @ y`: of a weight's gradient, a sum over all rows."""
     is_ordered = promises_of(how.partials, how.invariant).leaves
-    return _ops.ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
+    return ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
 
 
 def sum_of_rows(x: Tensor, how: Any) -> Tensor:
     """Of a bias' gradient."""
     if not promises_of(how.partials, how.invariant).leaves:
         return x.sum(0)
-    sums: Tensor = _ops.ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
+    sums: Tensor = ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
     return sums[0]
 
 
@@ -185,33 +198,33 @@ def _backward_all_gather_gemm(
         grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
     keeps_apart = call.promises.has_tree and len(weights) > 1
     if needs_x and all(needs_weights) and not (kept or keeps_apart or torch.is_grad_enabled()):
-        grad_x, *found = _ops.all_gather_gemm_gradients(x, grad_outs, weights, *dual)
+        grad_x, *found = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
         return grad_x, found, grad_biases
     if needs_x and keeps_apart and grad_gathered is None:  # a rank's columns of all, joined, are other leaves
         of_each = zip(grad_outs, weights, strict=True)
         grad_x = sum(
-            _ops.gemm_reduce_scatter(grad, weight.t(), None, *NO_SCALES, *dual._replace(k=None))
+            gemm_reduce_scatter(grad, weight.t(), None, *NO_SCALES, *dual._replace(k=None))
             for grad, weight in of_each
         )
     elif needs_x:
         stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
         if grad_gathered is None:
-            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
+            grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
         elif call.promises.has_tree:
             raise InvarianceError(
                 f"invariant={call.promises.invariant!r} promises nothing of the gradient of gathered rows "
                 "(return_gathered=True), which every rank uses in its own way"
             )
         elif call.promises.leaves:
-            grad_x = _ops.gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
-            own = _ops.reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
+            grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
+            own = reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
             grad_x = grad_x + own
         else:
             partial = stacked @ weight + grad_gathered
             how = dual.chunk, dual.group, dual.backend, dual.deterministic
-            grad_x = _ops.reduce_scatter_rows(partial, *how)
+            grad_x = reduce_scatter_rows(partial, *how)
     if any(needs_weights):
-        gathered = x if kept else _ops.all_gather_rows(x, call.rows, call.chunk, call.group)
+        gathered = x if kept else all_gather_rows(x, call.rows, call.chunk, call.group)
         grad_weights = [
             along_rows(grad, gathered, call) if needed else None
             for grad, needed in zip(grad_outs, needs_weights, strict=True)
@@ -284,12 +297,12 @@ def _backward_gemm_reduce_scatter(ctx: Any, call: OpCall, needs: Any, grad: Tens
     grad_x = gathered = None
     if needs_x:
         dual = _dual(call)._replace(keep=whole)
-        gathered, grad_x = _ops.all_gather_gemm(grad, [weight.t()], None, *NO_SCALES, *dual)
+        gathered, grad_x = all_gather_gemm(grad, [weight.t()], None, *NO_SCALES, *dual)
     elif whole:
-        gathered = _ops.all_gather_rows(grad, x.shape[0], call.chunk, call.group)
+        gathered = all_gather_rows(grad, x.shape[0], call.chunk, call.group)
     grad_bias = None
     if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
-        grad_bias = _ops.sum_over_ranks(grad.sum(0), call.group)
+        grad_bias = sum_over_ranks(grad.sum(0), call.group)
     elif needs_bias and gathered is not None:
         grad_bias = sum_of_rows(gathered, call)
     grad_weight = along_rows(gathered, x, call) if needs_weight and gathered is not None else None
@@ -310,7 +323,7 @@ def _backward_gemm_all_reduce(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
     needs_x, needs_weight, needs_bias = needs
     given = grad, weight.t(), None, *NO_SCALES
     return (
-        _ops.column_parallel_gemm(*given, *_dual(call)) if needs_x else None,
+        column_parallel_gemm(*given, *_dual(call)) if needs_x else None,
         along_rows(each(grad, call.group), x, call) if needs_weight else None,
         sum_of_rows(grad, call) if needs_bias else None,
     )
@@ -324,7 +337,7 @@ def _backward_column_parallel_gemm(
     grad_x = None
     if needs_x:
         chunk = Shards.even(x.shape[0], resolve(call.group).size).chunk
-        grad_x = _ops.gemm_all_reduce(grad, weight.t(), None, *NO_SCALES, *_dual(call, chunk=chunk))
+        grad_x = gemm_all_reduce(grad, weight.t(), None, *NO_SCALES, *_dual(call, chunk=chunk))
     return (
         grad_x,
         along_rows(grad, each(x, call.group), call) if needs_weight else None,
@@ -335,7 +348,7 @@ def _backward_column_parallel_gemm(
 def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ranks = resolve(call.group)
     if torch.is_grad_enabled():
-        own = _ops.keep_shard(grad, 1, call.group)
+        own = keep_shard(grad, 1, call.group)
     else:  # the same without a copy
         own = grad[:, slice(*Shards(grad.shape[1], ranks.size, call.chunk).range(ranks.rank))]
     return _backward_column_parallel_gemm(ctx, call, needs, own)

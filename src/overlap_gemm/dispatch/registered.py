@@ -52,13 +52,14 @@ class Registered:
         parameters = schema.partition("(")[2].partition(") ->")[0].split(", ")
         names = [parameter.split()[-1] for parameter in parameters if "Tensor" not in parameter]
         self.tensors = tensors = len(parameters) - len(names)
+        self._group = names.index("group")
         self._named = named or namedtuple("Named", names)  # type: ignore[misc]
 
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
             if torch.compiler.is_dynamo_compiling():  # which cannot trace what tells threads apart
                 return self._run(operands, rest)
-            return enter(ranks_of(rest), self.name, operands[0], self._run, operands, rest)
+            return enter(self._ranks(rest), self.name, operands[0], self._run, operands, rest)
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             self.keep(ctx, inputs[:tensors], inputs[tensors:], output)
@@ -84,13 +85,18 @@ class Registered:
         return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
 
     def __call__(self, *given: Any) -> Any:
-        """The op of these tensors and arguments; past torch's dispatcher where only autograd looks."""
+        """Calls the op with tensors and arguments, without torch's dispatcher where only autograd looks.
+
+        Gradients call ops by this: in eager mode the dispatcher takes more host time than the call.
+        """
         tensors, arguments = given[: self.tensors], given[self.tensors :]
-        x, weight, bias = tensors if len(tensors) == 3 else (tensors[0], tensors[0], None)
-        if not is_plain(x, weight, bias):
+        if not is_plain(tensors[0], *tensors):
             return getattr(torch.ops.overlap_gemm, self.name)(*given)
         run = self._run_with_gradient if needs_grad(*tensors) else self._run
-        return enter(ranks_of(arguments), self.name, x, run, tensors, arguments)
+        return enter(self._ranks(arguments), self.name, tensors[0], run, tensors, arguments)
+
+    def _ranks(self, arguments: Sequence[Any]) -> Group:
+        return resolve(arguments[self._group])
 
     def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         return self.bound(tensors, arguments).run(*tensors)
@@ -100,18 +106,13 @@ class Registered:
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
         """What `bind` made of arguments like these before, or makes of them now."""
-        ranks = ranks_of(arguments)
+        ranks = self._ranks(arguments)
         key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
         if (bound := ranks.calls.get(key)) is None:
             counts = tuple([len(given) if isinstance(given, (list, tuple)) else None for given in tensors])
             lists = any(count is not None for count in counts)
             bound = keep(ranks, key, Bound(self, self.bind(*tensors, *arguments), arguments, lists, counts))
         return bound
-
-
-def ranks_of(arguments: Sequence[Any]) -> Group:
-    """The group that an op's arguments name: the first of them that is a string."""
-    return resolve(next(name for name in arguments if isinstance(name, str)))
 
 
 class Bound(NamedTuple):
