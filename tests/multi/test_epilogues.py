@@ -137,6 +137,65 @@ def test_pairs_and_more_dimensions(ranks, op):
     ranks(2).run(pairs_and_dimensions, op, "auto")
 
 
+def gradient_of_swiglu(gradients, outputs, inputs):
+    """Returns the result's gradient for gates and zeros for ups: to see where gradients go."""
+    (gradient,) = gradients
+    parts = [part.unflatten(-1, (-1, 32)) for part in (gradient, torch.zeros_like(gradient))]
+    return (torch.stack(parts, -2).flatten(-3),)
+
+
+def pairs_of_two_weights(rank, size, compiled, bias):
+    """Compares two weights of any width, with biases and gradients, with torch's operations."""
+    generator = torch.Generator().manual_seed(4)
+    x, *weights = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 2, K), (20 + rank, K), (20 + rank, K))
+    )
+    biases = [torch.randn(20 + rank, generator=generator).double() for _ in weights] if bias else None
+    leaves = [tensor.requires_grad_() for tensor in (x, *weights, *(biases or ()))]
+
+    def fused(x, weights, biases):
+        return overlap_gemm.all_gather_gemm(
+            x, weights, bias=biases, epilogue=epilogues.geglu_tanh(), dim=1, rows=2 * size
+        )
+
+    def plain(x, weights, biases):
+        gate, up = overlap_gemm.all_gather_gemm(x, weights, bias=biases, dim=1, rows=2 * size)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+    compared = []
+    call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
+    for one in (call, plain):
+        out = one(x, weights, biases)
+        (out * torch.linspace(1, 2, out.numel()).view(out.shape)).sum().backward()
+        compared.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
+    for value, wanted in zip(*compared, strict=True):
+        torch.testing.assert_close(value, wanted)
+    with torch.no_grad():  # one op
+        torch.testing.assert_close(call(x, weights, biases), compared[1][0])
+
+
+def gradient_of_pairs_by_the_author(rank, size):
+    halved = epilogue(epilogues.swiglu.function, pairs=True, gradient=gradient_of_swiglu)
+    x, gate, up = (torch.ones(shape).double().requires_grad_() for shape in ((3, K), (64, K), (64, K)))
+    out = overlap_gemm.all_gather_gemm(x, [gate, up], epilogue=halved())
+    (out * torch.arange(64.0)).sum().backward()
+    torch.testing.assert_close(gate.grad, torch.arange(64.0).double()[:, None].expand(64, K) * 3 * size)
+    assert not up.grad.any()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_pairs_of_two_weights(ranks, compiled, bias):
+    ranks(2).run(pairs_of_two_weights, compiled, bias)
+
+
+def test_gradients_of_pairs_by_the_author_go_to_their_weights(ranks):
+    ranks(2).run(gradient_of_pairs_by_the_author)
+
+
 def another_source(rank, size):
     one = epilogues.apply_silu if rank else epilogues.apply_relu
     with pytest.raises(DisagreementError, match="epilogue"):
@@ -165,9 +224,11 @@ def refused(rank, size):
     ):
         with pytest.raises(error, match=rule):
             op(x, weight, **given)
-    several = [weight, weight]
-    with pytest.raises(ValueError, match="an epilogue is of one weight, got 2"):
+    several = [weight, torch.ones(9, 6)]
+    with pytest.raises(ValueError, match="epilogue apply_relu is of one weight, got 2"):
         overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.apply_relu())
+    with pytest.raises(ValueError, match=r"of one weight, or of two of one shape, got 2: .*\[9, 6\]"):
+        overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.swiglu())
     out, gathered = overlap_gemm.all_gather_gemm(
         x, weight, epilogue=epilogues.apply_relu(), return_gathered=True
     )

@@ -143,7 +143,7 @@ def all_gather_gemm(
         block: As for `gemm_reduce_scatter`.
         partials: As for `gemm_reduce_scatter`.
         invariant: As for `gemm_reduce_scatter`.
-        epilogue: As for `gemm_reduce_scatter`; of one weight.
+        epilogue: As for `gemm_reduce_scatter`; of one weight, or of pairs of the columns of two.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that

@@ -47,7 +47,7 @@ class Applying(NamedTuple):
         """The epilogue and its types, for messages and for comparison between ranks."""
         return f"{self.epilogue.key}({', '.join(map(str, self.dtypes))}) to {self.out_dtype}"
 
-    def on_sums(self, sums: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns result and outputs of sums that are there, each rounded once."""
         result, *others = self.epilogue.on_tensors(sums, inputs)
         kinds = ("element", *(kind for _, kind in self.epilogue.outputs))
@@ -66,6 +66,8 @@ def why_after(problem: Problem, applying: Applying, columns: int) -> str | None:
         columns: Rows of this rank's weight.
     """
     epilogue, spec = applying.epilogue, problem.spec
+    if problem.num_weights > 1:
+        return "kernels make pairs of the columns of one weight, gates and ups interleaved"
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
     if strange := [dtype for dtype in applying.dtypes if dtype not in INPUT_DTYPES]:
@@ -91,8 +93,8 @@ def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., 
         result = run(x, weight, bias, *scales)
         if isinstance(result, Tensor):
             return applying.on_sums(result, inputs)
-        gathered, (sums,) = result
-        return gathered, applying.on_sums(sums, inputs)
+        gathered, sums = result
+        return gathered, applying.on_sums(sums[0] if len(sums) == 1 else tuple(sums), inputs)
 
     return run_and_apply
 

@@ -31,7 +31,7 @@ from .registered import Bound, Registered, Run
 
 
 class EpilogueOp(Registered):
-    """An op of one weight whose sums go through an epilogue.
+    """An op of one weight, or of the two of a pair, whose sums go through an epilogue.
 
     Returns a list: the operand that was communicated, if the op communicates one (empty unless it is kept);
     the result; the epilogue's outputs.
@@ -42,31 +42,28 @@ class EpilogueOp(Registered):
 
     def __init__(self, plain: GemmOp) -> None:
         self.plain, self.spec, self.takes_lists = plain, plain.spec, plain.takes_lists
+        operands = "Tensor[] weight, Tensor[]? bias" if self.takes_lists else "Tensor weight, Tensor? bias"
         super().__init__(
-            f"{plain.name}_with_epilogue(Tensor x, Tensor weight, Tensor? bias, Tensor[] inputs, {SCHEMA}) "
-            "-> Tensor[]",
+            f"{plain.name}_with_epilogue(Tensor x, {operands}, Tensor[] inputs, {SCHEMA}) -> Tensor[]",
             bind=self._bind,
             fake=self._fake,
             backward=plain.backward,
             named=OpCall,
         )
 
-    def _bind(self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, *arguments: Any) -> Run:
+    def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> Run:
         call = OpCall(*arguments)
         if not self.takes_lists:
             return chosen(self.spec, call, x, weight, bias, inputs).run
-        biases = [] if bias is None else [bias]
-        carry_out, keeps = chosen(self.spec, call, x, [weight], biases, inputs).run, call.keep
+        carry_out, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any) -> list[Tensor]:
-            moved, outs = carry_out(x, [weight], [] if bias is None else [bias], inputs)
+        def run(x: Tensor, weights: Any, biases: Any, inputs: Any) -> list[Tensor]:
+            moved, outs = carry_out(x, weights, biases or (), inputs)
             return [new(x, moved) if keeps else x.new_empty(0, x.shape[1]), *outs]
 
         return run
 
-    def _fake(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, *arguments: Any
-    ) -> list[Tensor]:
+    def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> list[Tensor]:
         call = OpCall(*arguments)
         assert call.epilogue is not None
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self, call, weight)
@@ -83,8 +80,9 @@ class EpilogueOp(Registered):
         """Keeps x, or what is kept of it, the weight, the inputs and what was returned."""
         x, weight, _, inputs = tensors
         call, made = OpCall(*arguments), output[1:] if self.takes_lists else output
-        ctx.rest = arguments
-        ctx.save_for_backward(output[0] if call.keep else x, weight, *inputs, *made)
+        weights = weight if self.takes_lists else [weight]
+        ctx.rest, ctx.weights = arguments, len(weights)
+        ctx.save_for_backward(output[0] if call.keep else x, *weights, *inputs, *made)
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
@@ -92,24 +90,21 @@ class EpilogueOp(Registered):
         (returned,), call = grads, OpCall(*ctx.rest)
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
-        x, weight, *others = ctx.saved_tensors
-        number = len(epilogue.inputs)
-        inputs, made = others[:number], others[number:]
+        x, *others = ctx.saved_tensors
+        weights, number = others[: ctx.weights], ctx.weights + len(epilogue.inputs)
+        inputs, made = others[ctx.weights : number], others[number:]
         of_moved, of_made = (returned[0], returned[1:]) if self.takes_lists else (None, returned)
         whole = [
             torch.zeros_like(value) if grad is None else grad
             for grad, value in zip(of_made, made, strict=True)
         ]
         of_sums, of_inputs = author_gradient(epilogue, whole, made, inputs)
-        saved = SimpleNamespace(saved_tensors=(x, weight), out_rows=len(of_sums))
-        needs_x, needs_weight, needs_bias, _ = needs
-        if not self.takes_lists:
-            found = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_sums)
-            return *found, of_inputs
-        needed = needs_x, [needs_weight], [needs_bias] if needs_bias else None
-        given = saved, call._replace(epilogue=None), needed, [of_moved, of_sums]
-        grad_x, (grad_weight, *_), grad_biases = self.plain.backward(*given)
-        return grad_x, grad_weight, grad_biases[0] if grad_biases else None, of_inputs
+        saved = SimpleNamespace(saved_tensors=(x, *weights), out_rows=len(of_sums))
+        of_products: Any = of_sums
+        if self.takes_lists:
+            of_products = [of_moved, *(epilogue.operands(of_sums) if len(weights) > 1 else [of_sums])]
+        found = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_products)
+        return *found, of_inputs
 
 
 def author_gradient(
@@ -144,11 +139,13 @@ WITH_EPILOGUE = {
 """By the plain op's name."""
 
 
-def extents(op: Any, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
+def extents(op: Any, call: OpCall, weight: Any) -> tuple[Any, Any]:
     """Returns (rows, columns) of the sums that a rank gets from a lowered call."""
     rows: Any = call.rows
     if op.spec.out == "m":
         rows = Shards(rows, group_size(call.group), call.chunk).size(group_rank(call.group))
+    if op.takes_lists:
+        return rows, sum(one.shape[0] for one in weight)
     return rows, call.columns if op.spec.gathers_output else weight.shape[0]
 
 
@@ -200,9 +197,7 @@ class _PreparedApplied(NamedTuple):
     bound: Bound
     shapes: _Shapes
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         shapes = self.shapes
         tensors = shapes.lowered.flatten(x), weight, bias, shapes.flat(inputs)
         run = self.bound.with_gradient if needs_grad(*tensors) else self.bound.run
@@ -240,15 +235,16 @@ def call_with_epilogue(
             f"{op.name}: invariant={call.invariant!r} is for calls without an epilogue, which some backends "
             "apply to rounded sums; apply it to the result"
         )
-    if op.takes_lists:
-        (weight,), bias = weight, bias[0] if bias else None
+    if op.takes_lists and not bias:
+        bias = None
     if needs_grad(x, weight, bias, inputs) and epilogue.gradient is None:
         return _plain_and_function(op, x, weight, bias, group, call, epilogue, inputs)
     call = call._replace(epilogue=epilogue.key)
     if is_plain(x, weight, bias, inputs):
         ranks = find(group)
         return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, inputs, call)  # type: ignore[no-any-return]
-    x, weight, bias, call = autocast_call(x, weight, bias, call)
+    x, weight, bias, call = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, call)
+    bias = None if isinstance(bias, list) and not bias else bias  # as above
     shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, call)
     through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
     lowered = shapes.lowered
@@ -274,32 +270,25 @@ def _run(
 def _plain_and_function(
     op: GemmOp,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: Any,
+    bias: Any,
     group: GroupLike,
     call: OpCall,
     epilogue: Epilogue,
     inputs: list[Tensor],
 ) -> list[Tensor]:
-    moved = []
-    if op.takes_lists:
-        biases = [] if bias is None else [bias]
-        kept, sums = call_op(op, x, [weight], biases, group, call)
-        moved = [kept]
-    else:
-        sums = call_op(op, x, weight, bias, group, call)
-    _check_shapes(op, epilogue, inputs, sums.shape)
-    applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), sums.dtype)
-    return [*moved, *applying.on_sums(sums, inputs)]
+    found = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
+    moved, products = (found[:1], found[1:]) if op.takes_lists else ([], [found])
+    first = products[0]
+    _check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
+    applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), first.dtype)
+    return [*moved, *applying.on_sums(first if len(products) == 1 else tuple(products), inputs)]
 
 
 def _shapes_of(
-    op: GemmOp, group: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any, call: OpCall
+    op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall
 ) -> _Shapes:
-    lists = op.takes_lists
-    weights: Any = [weight] if lists else weight
-    biases: Any = bias if not lists else [] if bias is None else [bias]
-    lowered = lower(op.spec, group, x, weights, biases, call)
+    lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call)
     assert lowered.call.epilogue is not None
     shapes = _Shapes(lowered, epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight))
     rows, columns = shapes.extents
@@ -310,7 +299,7 @@ def _shapes_of(
         for other in others:
             rows = rows // other if other else 0
         leading[dim] = rows
-    _check_shapes(op, shapes.epilogue, inputs, (*leading, columns))
+    _check_shapes(op, shapes.epilogue, inputs, (*leading, columns), len(weight) if op.takes_lists else 1)
     return shapes
 
 
@@ -328,7 +317,12 @@ def _checked(
         raise TypeError(f"{op.name}: operands with scales take no epilogue; pass x and weight without scales")
     epilogue, values = applied
     if op.takes_lists and len(weight) != 1:
-        raise ValueError(f"{op.name}: an epilogue is of one weight, got {len(weight)}")
+        shapes = [shape_of(one) for one in weight]
+        if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
+            raise ValueError(
+                f"{op.name}: epilogue {epilogue.name} is of one weight{_OR_TWO if epilogue.pairs else ''}, "
+                f"got {len(weight)}: {', '.join(map(str, shapes))}"
+            )
     inputs = []
     for (name, kind), value in zip(epilogue.inputs, values, strict=True):
         if kind == "scalar" and isinstance(value, (int, float)):
@@ -344,11 +338,16 @@ def _checked(
     return epilogue, inputs
 
 
-def _check_shapes(op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any]) -> None:
-    """Raises for inputs that do not fit sums of this shape."""
+_OR_TWO = ", or of two of one shape"
+
+
+def _check_shapes(
+    op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any], weights: int
+) -> None:
+    """Raises for inputs that do not fit sums of this shape, those of so many weights side by side."""
     *leading, columns = shape
     if epilogue.pairs:
-        if columns % (2 * PAIR):
+        if columns % (2 * PAIR) and weights == 1:
             raise ValueError(
                 f"{op.name}: epilogue {epilogue.name} takes pairs, of {2 * PAIR} columns the first and the "
                 f"last {PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"

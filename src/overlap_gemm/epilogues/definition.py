@@ -97,7 +97,7 @@ class Epilogue:
         """Applies the function to tensors, in float32 (of float64 in that); autograd follows.
 
         Args:
-            sums: `[..., columns]`; all but the columns are rows.
+            sums: `[..., columns]`; all but the columns are rows. Of pairs also a tuple of the two tensors.
             inputs: A tensor for each input: `[..., columns]` as the result, `[...]`, `[columns]` or one
                 element.
 
@@ -106,12 +106,14 @@ class Epilogue:
             result. None is rounded.
         """
         wide = [_along(_wide(tensor), kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
-        result, *others = self.apply(self.operands(_wide(sums)), wide)
+        result, *others = self.apply([_wide(part) for part in self.operands(sums)], wide)
         reduced = [_reduced(value, kind) for (_, kind), value in zip(self.outputs, others, strict=True)]
         return result, *reduced
 
     def operands(self, sums: Any) -> tuple[Any, ...]:
         """Returns the sums as the function takes them: themselves, or the two tensors of the pairs."""
+        if isinstance(sums, tuple):
+            return sums
         if not self.pairs:
             return (sums,)
         return tuple(part.flatten(-2) for part in sums.unflatten(-1, (-1, 2, PAIR)).unbind(-2))
@@ -150,7 +152,7 @@ def epilogue(
         outputs: Kind of each output after the result, in the order in which the function returns them.
         of: "complete": the sum over all ranks; "partial": a rank's part of it, which is added up afterwards.
         pairs: Whether the function takes pairs of columns: of every 64 columns of the product the first 32
-            and the last 32. The result has half the columns.
+            and the last 32. The result has half the columns. In `all_gather_gemm` also those of two weights.
         gradient: `(gradients, outputs, inputs) -> (gradient of the sum, *gradients of the inputs)`, all of
             them tensors, `outputs` with the result in front, a gradient None where it is not wanted or zero.
             None: autograd differentiates the function at the sum, which is kept for it.

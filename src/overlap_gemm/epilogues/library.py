@@ -95,3 +95,9 @@ def swiglu(gate: Any, up: Any) -> Any:
 def geglu(gate: Any, up: Any) -> Any:
     """Returns gelu(gate) * up."""
     return gelu(gate) * up
+
+
+@epilogue(pairs=True)
+def geglu_tanh(gate: Any, up: Any) -> Any:
+    """Returns gelu_tanh(gate) * up."""
+    return gelu_tanh(gate) * up
