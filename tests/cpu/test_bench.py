@@ -23,6 +23,7 @@ from overlap_gemm.cli import app
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.workload import Scales, Workload
+from overlap_gemm.tuning.driver import Load
 from overlap_gemm.tuning.prediction import Facts, predict
 from overlap_gemm.tuning.timing import Replay, Timings
 from overlap_gemm_tools import baselines
@@ -59,6 +60,21 @@ def test_data_table_and_picture(tmp_path):
     assert {"overlap_gemm", "date", "sms"} <= set(report["machine"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "best other" in result.output
+
+
+def test_rounds_that_differ_are_flagged_and_the_load_of_each_is_kept():
+    steady, unsteady = (10e-6, 10.1e-6, 10e-6, 10e-6), (10e-6, 12e-6, 9e-6, 14e-6)
+    timings = Timings({"product": steady, "auto": unsteady, "torch": steady}).with_bound(0.0)
+    measured = Measured(["auto"], None, [], {EAGER: {"auto": "torch"}}, {EAGER: timings})
+    measured.loads[EAGER] = [Load(1500, 690), Load(1400, 700)]
+    result = row(Workload("", "gemm_all_reduce", 8, 8, 8, torch.float32), measured, 2)
+    assert result[EAGER]["unsteady"] == ["auto"]
+    assert result[EAGER]["clocks_mhz"] == [1500, 1400] and result[EAGER]["power_w"] == [690, 700]
+    report = {"machine": {"ranks": 2, "processor": "a GPU"}, "results": [result]}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table(report | {"link_rates": {}, "protocol": ""}))
+    text = console.file.getvalue()
+    assert "11.0~" in text and "10.0~" not in text
 
 
 def test_the_committed_shapes_can_be_read_and_m_overrides_theirs():

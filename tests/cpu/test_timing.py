@@ -78,3 +78,9 @@ def test_nothing_to_measure_is_an_error():
         measure({})
     with pytest.raises(ValueError, match="rounds=0"):
         measure({"a": lambda: None}, rounds=0)
+
+
+def test_after_each_round_the_caller_is_called_once():
+    rounds = []
+    measure({"one": lambda: None, "two": lambda: None}, rounds=3, after_round=lambda: rounds.append(1))
+    assert len(rounds) == 3

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from overlap_gemm.cli.this_machine import describe, this_arch
 from overlap_gemm.runtime.bootstrap import World
 from overlap_gemm.runtime.group import Group, find
 from overlap_gemm.testing.workload import Call, OpTensors, Scales, Workload, in_turn
+from overlap_gemm.tuning.driver import Load, load, power_limit
 from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.timing import captured, measure
 
@@ -148,7 +150,7 @@ def measure_all(
         rates = {}
     report: dict[str, Any] = {
         "command": " ".join(["overlap-gemm", *sys.argv[1:]]),
-        "machine": describe(world),
+        "machine": describe(world) | {"power_limit_w": _power_limit(world.device)},
         "link_rates": rates,
         "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks",
         "results": [],
@@ -219,12 +221,14 @@ def run(
             variants, failed = _those_that_work(workload, usable, group, captured)
             found.skipped += [Skipped(f"{one.way}, captured,", one.shape, one.why) for one in failed]
         found.taken[mode] = taken
+        loads = found.loads[mode] = []
         timings = measure(
             variants,
             group=group.process_group,
             device=device,
             rounds=rounds,
             burst_seconds=0.004 if device.type == "cuda" else 0.05,
+            after_round=partial(_note_load, loads, device) if device.type == "cuda" else None,
         )
         if link is None and "collective" in usable:
             link = found.link = timings.median("collective")
@@ -234,6 +238,15 @@ def run(
             sms = torch.cuda.get_device_properties(device).multi_processor_count
             found.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
     return found
+
+
+def _power_limit(device: torch.device) -> int | None:
+    return power_limit(device.index or 0) if device.type == "cuda" else None
+
+
+def _note_load(loads: list[Load], device: torch.device) -> None:
+    if (now := load(device.index or 0)) is not None:
+        loads.append(now)
 
 
 def _taken(workload: Workload, name: str, operands: OpTensors, group: Group, mode: Mode) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.workload import Workload
+from overlap_gemm.tuning.driver import Load
 from overlap_gemm.tuning.prediction import Prediction
 from overlap_gemm.tuning.timing import Timings
 
@@ -23,6 +24,9 @@ GRAPH: Mode = "graph"
 OTHERS = ("torch", "torch-symm", "one-shot", "two-shot", "quack")
 """What a user could call instead of ours."""
 
+
+UNSTEADY = 0.05
+"""Spread of a way's rounds from which on its time is flagged."""
 
 ENOUGH = 0.98
 """Of the best way's speed, what `auto` shall reach."""
@@ -48,6 +52,7 @@ class Measured:
         taken: By mode, the backend behind each of ours.
         timings: By mode; with variants "product" and "bound".
         predicted: By mode, where the model knows the machine.
+        loads: By mode, the state of rank 0's GPU after each round.
     """
 
     backends: list[str]
@@ -56,6 +61,7 @@ class Measured:
     taken: dict[Mode, dict[str, str]] = field(default_factory=dict)
     timings: dict[Mode, Timings] = field(default_factory=dict)
     predicted: dict[Mode, Prediction | None] = field(default_factory=dict)
+    loads: dict[Mode, list[Load]] = field(default_factory=dict)
 
 
 def row(workload: Workload, found: Measured, ranks: int) -> dict[str, Any]:
@@ -92,6 +98,9 @@ def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[s
         }
     return {
         "seconds": {name: timings.median(name) for name in timings.seconds},
+        "unsteady": sorted(name for name in timings.seconds if timings.spread(name) > UNSTEADY),
+        "clocks_mhz": [load.clock for load in found.loads.get(mode, ())],
+        "power_w": [load.power for load in found.loads.get(mode, ())],
         "best_other": best,
         "ours": ours,
         "predicted": None
@@ -135,7 +144,8 @@ def table(report: Mapping[str, Any]) -> Table:
     drawn = Table(
         title=f"{machine['ranks']} x {machine['processor']}, {', '.join(kinds)}, microseconds, "
         f"{' / '.join(modes)}; "
-        f"{report['protocol']}{'; link: ' + rates if rates else ''}",
+        f"{report['protocol']}{'; link: ' + rates if rates else ''}; ~: rounds differ by more than "
+        f"{UNSTEADY:.0%}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -165,10 +175,12 @@ def table(report: Mapping[str, Any]) -> Table:
 
 
 def _cells(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    seconds = found["seconds"]
-    first = [_us(seconds["product"]), _us(seconds["bound"])]
+    def time(way: str) -> str:
+        return _us(found["seconds"][way]) + "~" * (way in found.get("unsteady", ()))
+
+    first = [time("product"), time("bound")]
     best = found["best_other"]
-    first.append("-" if best is None else f"{best} {_us(seconds[best])}")
+    first.append("-" if best is None else f"{best} {time(best)}")
     if name not in found["ours"]:
         return (f"{name} -", *first, "-", "-", "-", "-")
     ours = found["ours"][name]
@@ -178,7 +190,7 @@ def _cells(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
         low, high = ours["against_quartiles"]
         against = f"{ours['against']:.2f} ({low:.2f}-{high:.2f})"
     error = "-" if ours["error"] is None else f"{ours['error']:+.0%}"
-    return (way, *first, _us(seconds[name]), f"{ours['of_bound']:.2f}", against, error)
+    return (way, *first, time(name), f"{ours['of_bound']:.2f}", against, error)
 
 
 def _us(seconds: float) -> str:

@@ -64,6 +64,33 @@ def power_limit(index: int) -> int:
     return 0
 
 
+class Load(NamedTuple):
+    """State of a device under load.
+
+    Attributes:
+        clock: Clock of the SMs, MHz.
+        power: Mean power over the last second, W.
+    """
+
+    clock: int
+    power: int
+
+
+def load(index: int) -> Load | None:
+    """Returns the present state of a CUDA device; None where NVML is missing."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
+        clock, power = ctypes.c_uint(), ctypes.c_uint()
+        _check(library.nvmlDeviceGetClockInfo(device, _SM_CLOCK, ctypes.byref(clock)))
+        _check(library.nvmlDeviceGetPowerUsage(device, ctypes.byref(power)))
+        return Load(clock.value, round(power.value / 1e3))
+    return None
+
+
+_SM_CLOCK = 1
+"""NVML_CLOCK_SM."""
+
+
 @contextmanager
 def _nvml(uuid: str) -> Iterator[tuple[Any, Any]]:
     """Gives NVML and its handle of a device.

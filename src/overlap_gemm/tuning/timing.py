@@ -55,6 +55,11 @@ class Timings:
         low, high = np.quantile(self._ratios(variant, other), [0.25, 0.75])
         return float(low), float(high)
 
+    def spread(self, variant: str) -> float:
+        """Returns the interquartile range of the rounds, relative to their median."""
+        low, high = np.quantile(self.seconds[variant], [0.25, 0.75])
+        return float(high - low) / self.median(variant)
+
     def _ratios(self, variant: str, other: str) -> list[float]:
         return [a / b for a, b in zip(self.seconds[variant], self.seconds[other], strict=True)]
 
@@ -95,6 +100,7 @@ def measure(
     device: torch.device | str = "cpu",
     rounds: int = 11,
     burst_seconds: float = 0.05,
+    after_round: Callable[[], object] | None = None,
 ) -> Timings:
     """Times several callables against each other by the protocol of this module.
 
@@ -107,6 +113,7 @@ def measure(
         device: Where the callables work: "cuda" times with events on the current stream.
         rounds: Samples per variant.
         burst_seconds: A burst holds as many calls as fill about this time, at least one.
+        after_round: Called after each round, for example to read the clocks.
 
     Raises:
         ValueError: No variant, or less than one round.
@@ -126,6 +133,8 @@ def measure(
         start = round_ % len(names)
         for name in names[start:] + names[:start]:
             samples[name].append(clock.burst(variants[name], bursts[name]) / calls[name])
+        if after_round is not None:
+            after_round()
     return Timings({name: tuple(clock.slowest(samples[name])) for name in names})
 
 
