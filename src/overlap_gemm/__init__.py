@@ -6,6 +6,7 @@ The public names load on first use (PEP 562), so that a part that needs no torch
 registers them.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
+    from .api.registration import OpSpec, PatternSpec, register
     from .api.statistics import stats
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
@@ -39,6 +41,7 @@ HOMES = (
     "api.explanation",
     "api.functional",
     "api.quantization",
+    "api.registration",
     "api.statistics",
     "epilogues",
     "runtime.agree",
@@ -59,7 +62,9 @@ __all__ = [
     "GroupThreadError",
     "InvarianceError",
     "MismatchedCallsError",
+    "OpSpec",
     "OverlappingCallsError",
+    "PatternSpec",
     "SymmetricMemoryError",
     "World",
     "all_gather_gemm",
@@ -74,6 +79,7 @@ __all__ = [
     "init",
     "promising",
     "quantize_rows",
+    "register",
     "reserve",
     "retry",
     "stats",
@@ -86,6 +92,9 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
+            registry = sys.modules.get(f"{__name__}.api.registration")
+            if registry is not None and name in registry.FUNCTIONS:  # an op from outside of the package
+                return registry.FUNCTIONS[name]
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # All names at the first of them: an op must not be registered in the middle of a trace.
         for home in HOMES:

@@ -1,30 +1,24 @@
 """What is said once can be added once: an entry in a registry, nothing else, and it runs in the emulator."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import cutlass
 import pytest
-import torch
 from cutlass import cute
 
-from cute_emulator import Emulator
 from overlap_gemm import epilogue
-from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.config import arch as archs
 from overlap_gemm.config.arch import ARCHS, Mma, arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
-from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.spec import OPS, PATTERNS
-from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.transports import PeerBulk, Transport
-from overlap_gemm.tuning.prediction import predict
-from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import every_config
-from overlap_gemm.tuning.time_model import Facts
-from tests.support.emulated.all_to_all import GEMM_ALL_TO_ALL, PATTERN
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched
 
@@ -112,37 +106,70 @@ def test_another_architecture(small_hopper):
         run(config, transport, world, small_hopper.target)
 
 
-@pytest.fixture
-def all_to_all(monkeypatch):
-    """GEMM all-to-all: one file, and a line in each of the registries of ops and patterns."""
-    monkeypatch.setitem(OPS, GEMM_ALL_TO_ALL.name, GEMM_ALL_TO_ALL)
-    monkeypatch.setitem(PATTERNS, PATTERN.name, PATTERN)
-    return GEMM_ALL_TO_ALL
+SCRIPT = """
+import sys
+import torch
+import overlap_gemm
+from cute_emulator import Emulator
+from overlap_gemm.runtime.virtual import VirtualWorld
+from tests.support.emulated import another_op
+
+arch, world = sys.argv[1], int(sys.argv[2])
+rows, columns, depth = 150, 72 * world, 72
+x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((rows, depth), (columns, depth), (columns,)))
+exact = x.double() @ weight.double().T + bias.double()
+with Emulator(arch, world) as emulator, VirtualWorld(world, emulator=emulator) as ranks:
+    for transport in ("peer_bulk", "ll", "peer_bulk"):
+        with overlap_gemm.configured(transport=transport):
+            outs = [
+                overlap_gemm.rows_to_columns(
+                    own, [weight, weight], bias=[bias] * 2, group=group, rows=rows, backend="fused"
+                )
+                for own, group in zip(x.chunk(world), ranks.names, strict=True)
+            ]
+            ranks.synchronize()
+        for each, expected in zip(outs, exact.split(columns // world, 1), strict=True):
+            for out in each:
+                assert out.shape == expected.shape
+                assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+    own, group = x.chunk(world)[0], ranks.names[0]
+    said = str(overlap_gemm.explain("rows_to_columns", own, weight, group=group, rows=rows, backend="fused"))
+    assert said.startswith("rows_to_columns runs as 'fused'"), said
+"""
+
+
+def run_script(*arguments):
+    """Runs a script in a process of its own: what it registers stays there."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize(("world", "arch"), in_turn([2, 3], ARCHITECTURES))
-def test_another_op(all_to_all, arch, world):
-    """By the runtime's plans and workspaces, ragged rows, again, by flags and as LL words."""
-    rows, columns, depth = 150, 72 * world, 72
-    x, weight = torch.randn(rows, depth).bfloat16(), torch.randn(columns, depth).bfloat16()
-    exact, shards = x.double() @ weight.double().T, Shards.even(rows, world)
-    with Emulator(arch, world) as emulator, VirtualWorld(world, emulator=emulator) as ranks:
-        for transport in ("peer_bulk", "ll", "peer_bulk"):
-            with configured(transport=transport):
-                outs = [
-                    Fused().call(all_to_all, own, weight, None, shards, group, depth)
-                    for own, group in zip(x.split(shards.chunk), ranks.ranks, strict=True)
-                ]
-                ranks.synchronize()
-            for out, expected in zip(outs, exact.split(-(-columns // world), 1), strict=True):
-                assert out.shape == expected.shape
-                assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+def test_another_op(arch, world):
+    """By its public function, ragged rows, a list of weights, again, by flags and as LL words."""
+    run_script(SCRIPT, arch, world)
 
 
-def test_the_planner_knows_another_op(all_to_all):
-    assert all_to_all.arguments(6, 4, 2, least=True) == {"rows": 6} and not all_to_all.gathers_operand
-    facts = Facts(all_to_all.name, 8192, 8192, 2048, "bf16", 4)
-    assert facts.local == (2048, 8192, 2048) and facts.bytes_out == 2048 * 8192 * 2 * 3 / 4
-    found = predict(facts, "sm_90a", 132, True)
-    assert found.fused.total < found.product + found.link
-    assert found.fused.total > max(found.product, found.link)
+PLANNED = """
+import sys
+from overlap_gemm.cli import app
+from tests.support.emulated import another_op
+app(["plan", *sys.argv[1:]])
+"""
+
+
+def test_the_planner_knows_another_op_and_prints_no_time_of_a_kernel_that_is_not_there():
+    with_kernel, without = (
+        run_script(PLANNED, op, 8192, 8192, 2048, "--ranks", 4)
+        for op in ("rows_to_columns", "columns_to_rows")
+    )
+    rows = [
+        {line.split()[0] for line in out.splitlines() if line.endswith("x")} for out in (with_kernel, without)
+    ]
+    assert rows == [{"fused", "torch", "sequential", "decomposed"}, {"torch", "sequential", "decomposed"}]
+    assert "us expected\n  limited by" in with_kernel
+    assert "fused kernel: no, no fused kernel of columns_to_rows is registered" in without

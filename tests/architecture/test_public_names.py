@@ -50,6 +50,7 @@ SIGNATURES = {
         "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
     ),
     "promising": ("*", "partials=None", "invariant=None"),
+    "register": ("op", "patterns"),
     "retry": ("error",),
     "stats": (),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
@@ -78,7 +79,7 @@ def test_public_names():
         [
             *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError",
             "GroupThreadError", "InvarianceError", "MismatchedCallsError", "OverlappingCallsError",
-            "SymmetricMemoryError", "World", "explain",
+            "OpSpec", "PatternSpec", "SymmetricMemoryError", "World", "explain",
         ]
     )  # fmt: skip
     assert all(hasattr(overlap_gemm, name) for name in overlap_gemm.__all__)

@@ -67,7 +67,7 @@ def test_constants_from_a_file_decide(tmp_path, monkeypatch):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    assert "not one of" in plan("gemm", 1, 1, 1)[1]
+    assert "not among" in plan("gemm", 1, 1, 1)[1]
     assert "not one of sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_80")[1]
     assert "not sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_90a", "--machine", "b200")[1]
     (tmp_path / "bad.json").write_text("{}")

@@ -21,7 +21,7 @@ from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
 from ..spec.sharding import Shards
 from ..tuning.measured import POLICIES, Policy
-from . import functional
+from .registration import function_of
 
 
 def warmup(
@@ -75,7 +75,7 @@ def warmup(
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
-    call = getattr(functional, op)
+    call = function_of(op)
     own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
     asked = OpCall(backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block)
@@ -135,7 +135,7 @@ def reserve(
     Collective: every rank of the group calls it with the same arguments.
 
     Args:
-        *ops: The ops' names; all four if none. Those that exchange tiles share one workspace, of
+        *ops: The ops' names; all if none. Those that exchange tiles share one workspace, of
             `2 * max_rows * columns` elements and more; `all_gather_gemm` has its own, of
             `max_rows * columns`.
         max_rows: The largest M over all ranks.

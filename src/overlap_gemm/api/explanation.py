@@ -33,7 +33,7 @@ def explain(
     where `auto` finds out what the group's GPUs reach, once.
 
     Args:
-        op: One of the four ops or its name.
+        op: An op or its name.
         x: As for the op.
         weight: As for the op.
         group: As for the op.

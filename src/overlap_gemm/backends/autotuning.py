@@ -205,8 +205,8 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
         )
         predicted = predict(facts, reach.arch, reach.num_sms, captured=True)
         times = {} if predicted is None else predicted.ways
-        kernels = proposals(facts, constants(reach.arch), reach.arch, reach.num_sms)
         if fused is not None:
+            kernels = proposals(facts, constants(reach.arch), reach.arch, reach.num_sms)
             yield Candidate(fused, kernels[0][0])
     fits.pop("fused", None)
     best = min(times.values(), default=0.0)

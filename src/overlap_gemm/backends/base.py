@@ -17,6 +17,7 @@ from ..spec import OPS, OpSpec
 from ..spec.promises import Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
+from .by_collective import multiplied_and_moved
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .known import known_of, may_know
@@ -51,6 +52,7 @@ class Problem:
         has_bias: Whether there is one.
         known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
         input_dtypes: Of what the epilogue reads, where there is one.
+        widths: Rows of each weight, where every rank has all of them.
     """
 
     op: str
@@ -66,6 +68,7 @@ class Problem:
     has_bias: bool = False
     known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
     input_dtypes: tuple[torch.dtype, ...] = ()
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -121,6 +124,7 @@ class Problem:
             len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
             known_of(group, x.device).kinds if knows else {},
             tuple([tensor.dtype for tensor in inputs]),
+            tuple([len(one) for one in weights]) if weight is not None and OPS[op].weight is None else (),
         )
 
     @property
@@ -238,15 +242,17 @@ class Problem:
 
     def dual(self) -> "Problem | None":
         """That of the gradient of x, where its exchange moves as much: `grad_out @ weight`, so N is its K."""
-        if self.spec.dual is None:
+        if self.spec.dual not in OPS:
             return None
-        return replace(self, op=self.spec.dual, call=self.call._replace(columns=self.k, k=self.n))
+        call = self.call._replace(columns=self.k, k=self.n)
+        return replace(self, op=self.spec.dual, call=call, widths=())
 
     @property
     def bytes(self) -> int:
-        """Size of the whole tensor that the collective moves (S in the usual (P - 1) / P * S accounting)."""
-        travels = self.dtype if self.out_dtype is None or self.spec.gathers_operand else self.out_dtype
-        return self.m * self.width * travels.itemsize
+        """Size S of the tensor of which the collective sends (P - 1) / P from each rank."""
+        travels = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
+        is_dealt = any(move.kind == "all_to_all" for move in self.spec.sent)
+        return self.m * self.width * travels.itemsize // (self.world_size if is_dealt else 1)
 
 
 def _number(extent: Any) -> int | None:
@@ -255,7 +261,7 @@ def _number(extent: Any) -> int | None:
 
 
 class Backend(Protocol):
-    """One way to carry out the four ops.
+    """One way to carry out the ops.
 
     Attributes:
         name: What users call it.
@@ -295,9 +301,10 @@ class Backend(Protocol):
 
 
 class Portable(ABC):
-    """A `Backend` of torch.distributed's transfers and torch's products: a method for each op.
+    """A `Backend` of torch.distributed's transfers and torch's products.
 
-    Their tensors are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
+    A method for an op has the op's name; others go by their collective (`by_collective`). Tensors of methods
+    are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
     """
 
     name: str
@@ -358,16 +365,42 @@ class Portable(ABC):
         `bias` `[shards.size(rank)]` goes with the weight's rows.
         """
 
+    def by_collective(
+        self,
+        spec: OpSpec,
+        x: Any,
+        weights: Sequence[Any],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
+    ) -> tuple[Any, list[Tensor]]:
+        """Carries out an op that has no method here; see `by_collective.multiplied_and_moved`."""
+        return multiplied_and_moved(spec, x, weights, biases, shards, group, how)
+
+    def _by_collective(
+        self, problem: Problem, shards: Shards, group: Group, how: Arithmetic
+    ) -> Callable[..., Any]:
+        """Returns `by_collective` with the arguments of an op's method."""
+        spec, common = problem.spec, (shards, group, how)
+        if spec.takes_lists:
+            return lambda x, weights, biases: self.by_collective(spec, x, weights, biases, *common)
+
+        def run(x: Any, weight: Any, bias: Tensor | None) -> Tensor:
+            biases = [] if bias is None else [bias]
+            _, (result,) = self.by_collective(spec, x, [weight], biases, *common)
+            return result
+
+        return run
+
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: there is nothing to find out."""
-        method: Callable[..., Any] = partial(
-            getattr(self, problem.op),
-            shards=shards,
-            group=group,
-            how=arithmetic_of(problem.promises, group.size),
-        )
+        how = arithmetic_of(problem.promises, group.size)
+        method: Callable[..., Any] = self._by_collective(problem, shards, group, how)
+        if hasattr(self, problem.op):
+            method = partial(getattr(self, problem.op), shards=shards, group=group, how=how)
         if problem.out_dtype is not None:
             gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
             method = with_scales(method, problem.out_dtype, self.operand, problem.blocks, gather)

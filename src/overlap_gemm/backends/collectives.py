@@ -158,3 +158,69 @@ def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:
     with collective("all-to-all", group, x):
         dist.all_to_all_single(received, x, [rows] * group.size, shards.sizes, group=group.process_group)
     return received.unflatten(0, (group.size, rows)).unbind()
+
+
+def rows_to_columns(parts: Sequence[Tensor], shards: Shards, group: Group) -> list[Tensor]:
+    """This rank's columns of every rank's rows, of several matrices in one all-to-all.
+
+    Args:
+        parts: This rank's rows `[shards.size(rank), N_i]` of each matrix.
+        shards: Division of the rows; columns are divided as `torch.chunk` does.
+        group: Ranks that take part, each of which must call.
+
+    Returns:
+        `[shards.total, own columns of N_i]` of each matrix; `parts` in a group of one.
+    """
+    if group.size == 1:
+        return list(parts)
+    columns = [Shards.even(part.shape[1], group.size) for part in parts]
+    widths = [sum(of.size(rank) for of in columns) for rank in range(group.size)]
+    rows, width = shards.size(group.rank), widths[group.rank]
+    sent = [
+        part[:, slice(*of.range(to))].reshape(-1)
+        for to in range(group.size)
+        for part, of in zip(parts, columns, strict=True)
+    ]
+    of_source = [n * width for n in shards.sizes]
+    received = _exchanged(torch.cat(sent), [rows * n for n in widths], of_source, group)
+    if len(parts) == 1:
+        return [received.view(shards.total, width)]
+    outs = []
+    first = 0
+    for of in columns:
+        end = first + of.size(group.rank)
+        blocks = zip(received.split(of_source), shards.sizes, strict=True)
+        of_each = [block[n * first : n * end].view(n, end - first) for block, n in blocks]
+        outs.append(torch.cat(of_each))
+        first = end
+    return outs
+
+
+def columns_to_rows(part: Tensor, columns: int, shards: Shards, group: Group) -> Tensor:
+    """This rank's rows of every rank's columns.
+
+    Args:
+        part: This rank's columns `[shards.total, k]` of a matrix, contiguous, as `torch.chunk` cuts them.
+        columns: Those of all ranks.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+
+    Returns:
+        `[shards.size(rank), columns]`; `part` in a group of one.
+    """
+    if group.size == 1:
+        return part
+    rows, width = shards.size(group.rank), part.shape[1]
+    widths = Shards.even(columns, group.size).sizes
+    of_source = [rows * n for n in widths]
+    received = _exchanged(part.view(-1), [n * width for n in shards.sizes], of_source, group)
+    blocks = zip(received.split(of_source), widths, strict=True)
+    return torch.cat([block.view(rows, n) for block, n in blocks], 1)
+
+
+def _exchanged(sent: Tensor, to_each: list[int], of_each: list[int], group: Group) -> Tensor:
+    """Elements that every rank sends this one, in rank order; of `sent`, rank r gets `to_each[r]`."""
+    received = sent.new_empty(sum(of_each))
+    with collective("all-to-all", group, sent):
+        dist.all_to_all_single(received, sent, of_each, to_each, group=group.process_group)
+    return received

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime.group import Group
-from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, OpSpec
 from ..spec.sharding import Shards
 from ..tuning.space import constants
 from ..tuning.spans import Waitable, watch
@@ -200,6 +200,98 @@ class Decomposed(Portable):
             step.wait()
             place.copy_(block)
         return out
+
+    def by_collective(
+        self,
+        spec: OpSpec,
+        x: Any,
+        weights: Sequence[Any],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
+    ) -> tuple[Any, list[Tensor]]:
+        """Cuts an all-to-all; an all-gather of the product is not cut."""
+        (move,) = spec.sent
+        if move.kind != "all_to_all":
+            return super().by_collective(spec, x, weights, biases, shards, group, how)
+        if move == spec.operand_move:
+            return self._by_panels(spec.name, x, weights, biases, shards, group, how)
+        return x, self._by_columns(spec.name, x, weights, biases, shards, group, how)
+
+    def _by_columns(
+        self,
+        op: str,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
+    ) -> list[Tensor]:
+        """Computes each rank's columns in ring order: one block is sent while the next is computed."""
+        exchange = _Exchange(op, group)
+        outs, steps = [], []
+        for i, weight in enumerate(weights):
+            of = Shards.even(weight.shape[0], group.size)
+            out = x.new_empty(shards.total, of.size(group.rank))
+
+            def product(rank: int) -> Tensor:
+                place = slice(*of.range(rank))  # noqa: B023
+                return how.product(x, weight[place], biases[i][place] if biases else None)  # noqa: B023
+
+            for to, source in _ring(group, towards=1):
+                steps.append(exchange.post(product(to), to, out[slice(*shards.range(source))], source))
+            out[slice(*shards.range(group.rank))] = product(group.rank)
+            outs.append(out)
+        for step in steps:
+            step.wait()
+        return outs
+
+    def _by_panels(
+        self,
+        op: str,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+        how: Arithmetic,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Cuts local rows into as many panels as ranks: one is multiplied while the next ones arrive."""
+        depth = weights[0].shape[1]
+        columns, rows = Shards.even(depth, group.size), shards.size(group.rank)
+        received = [x.new_empty(rows, columns.size(source)) for source in range(group.size)]
+        gathered = x.new_empty(rows, depth)
+        outs = [x.new_empty(rows, weight.shape[0]) for weight in weights]
+        exchange = _Exchange(op, group)
+
+        def panel_of(rank: int, panel: int) -> slice:
+            """Returns the rows of a panel among those that a rank owns."""
+            return slice(*Shards.even(shards.size(rank), group.size).range(panel))
+
+        def columns_for(rank: int) -> Tensor:
+            return x[slice(*shards.range(rank))]
+
+        panels = []
+        for panel in range(group.size):
+            place = panel_of(group.rank, panel)
+            panels.append(
+                [
+                    exchange.post(columns_for(to)[panel_of(to, panel)], to, received[source][place], source)
+                    for to, source in _ring(group, towards=1)
+                ]
+            )
+        received[group.rank] = columns_for(group.rank)
+        for panel, steps in enumerate(panels):
+            place = panel_of(group.rank, panel)
+            for step in steps:
+                step.wait()
+            for source, block in enumerate(received):
+                gathered[place, slice(*columns.range(source))] = block[place]
+            for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+                how.product(gathered[place], weight, biases[i] if biases else None, out=out[place])
+        return gathered, outs
 
     def _reduce_scatter(
         self,

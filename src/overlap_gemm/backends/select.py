@@ -187,8 +187,9 @@ def why_unfit(backend: Backend, problem: Problem) -> str | None:
 def with_backward(choice: Choice) -> Choice:
     """The choice with that of the dual op, if there is one."""
     dual = choice.problem.dual()
-    backward = None if dual is None else choose(dual, with_fallback(choice.requested))
-    return replace(choice, backward=backward)
+    if dual is None or all(why_unfit(backend, dual) for backend in BACKENDS):
+        return choice
+    return replace(choice, backward=choose(dual, with_fallback(choice.requested)))
 
 
 def cost_of_promises(problem: Problem) -> list[str]:

@@ -16,7 +16,7 @@ from ..spec import OPS
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.prediction import Facts, Prediction, predict_on
 from ..tuning.time_model import FusedTime
-from .command_options import BlockOption, block_of
+from .command_options import BlockOption, block_of, chosen_ops
 from .console import rank_zero_console
 from .this_machine import this_arch
 
@@ -49,8 +49,7 @@ def plan(
 
     Runs anywhere: it measures nothing. The constants come from `overlap-gemm tune` or from the package.
     """
-    if op not in OPS:
-        raise typer.BadParameter(f"{op!r} is not one of {', '.join(OPS)}", param_hint="OP")
+    (op,) = chosen_ops([op], "OP")
     constants, arch = _machine(arch, machine)
     console = rank_zero_console(0)
     kind = getattr(torch, dtype)
@@ -87,7 +86,7 @@ def plan(
         console.print(f"not fused by itself: {untimed}", highlight=False)
     if as_rows := constants.why_as_rows(blocks):
         console.print(f"constants are those with scales of rows: {as_rows}", highlight=False)
-    if refused:
+    if refused or captured.fused is None or captured.config is None:
         console.print(f"fused kernel: no, {refused}", highlight=False)
         return
     expected = f"{captured.fused.total * 1e6:.1f} us expected"

@@ -102,14 +102,14 @@ def lower(
         facts = _facts(spec, x, weights, biases, tuple(inner), dim, call)
         if spec.asked == "n":
             facts += (("rows", length),)
-    total, all_columns, depth = length, columns, width
+    total, all_columns, depth = length, columns, weights[0].shape[1]
     if spec.x == "m":
         total = total_extent(spec.name, "rows", call.rows, length, x, group, facts, unit)
     if spec.gathers_output:
         all_columns = total_extent(spec.name, "columns", call.columns, columns, x, group, facts)
     elif spec.weight == "n":
         all_columns = _known(spec.name, "columns", call.columns, columns, group)
-    if spec.x == "k":
+    if spec.weight == "k":
         depth = _known(spec.name, "k", call.k, width, group)
     shards = Shards.even(total * unit, size, max(unit, 1))
     chunk = Shards.even(all_columns, size).chunk if spec.gathers_output else shards.chunk
@@ -172,7 +172,11 @@ def _check(
     """
     op, dim = spec.name, call.dim
     try:
-        check_operands(op, x, weights, biases, scales)
+        check_operands(spec, x, weights, biases, scales)
+        if scales and spec.operand_is_sent and not spec.gathers_operand:
+            raise TypeError(
+                f"{op}: operands with scales are not sent in parts of K; pass them without scales"
+            )
         if scales:
             check_scaled(op, x, weights, biases, call, *scales)
         elif call.out_dtype is not None or call.block is not None:
@@ -185,6 +189,13 @@ def _check(
             )
         if not torch.compiler.is_compiling():
             ranks = resolve(group)
+            depth = weights[0].shape[1]
+            local = Shards.even(depth, ranks.size).size(ranks.rank)
+            if spec.deals_depth and x.shape[-1] != local:
+                raise ValueError(
+                    f"{op}: of K={depth} of weight {shape_of(weights[0])} rank {ranks.rank} of {ranks.size} "
+                    f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]}"
+                )
             if x.device.type not in ranks.device_types:
                 raise ValueError(
                     f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "

@@ -1,6 +1,7 @@
 """Ops without a product: shards gathered, cut and summed over the ranks, as custom ops like those of `ops`.
 
     all_gather_rows   <->  reduce_scatter_rows    what every rank does with the result is its own
+    deal_columns      <->  deal_rows              a result has no element twice
     join_shards       <->  keep_shard             every rank does the same with the result
     sum_over_ranks    <->  for_each_rank          every rank does the same with a sum; its own with an addend
 
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from ..backends.base import Problem
 from ..backends.collectives import all_gather_rows as _all_gather_rows
-from ..backends.collectives import collective
+from ..backends.collectives import collective, columns_to_rows, rows_to_columns
 from ..backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
 from ..backends.op_call import OpCall
 from ..backends.select import choose
 from ..backends.torch_backend import reduce_scatter_padded
 from ..runtime import agree
-from ..runtime.group import Group, resolve
+from ..runtime.group import Group, group_rank, group_size, resolve
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import Shards
 from .registered import Registered, Run
@@ -29,8 +30,7 @@ from .registered import Registered, Run
 
 def own_rows(chunk: int, rows: int, group: str) -> int:
     """Rows of this rank, of `rows` in shards of `chunk`."""
-    ranks = resolve(group)
-    return Shards(rows, ranks.size, chunk).size(ranks.rank)
+    return Shards(rows, group_size(group), chunk).size(group_rank(group))
 
 
 def new(like: Tensor, tensor: Tensor) -> Tensor:
@@ -90,6 +90,42 @@ reduce_scatter_rows: Registered = Registered(
     bind=_bind_reduce_scatter_rows,
     fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
     backward=lambda ctx, given, needs, grad: (all_gather_rows(grad, ctx.shape[0], given.chunk, given.group),),
+)
+
+
+# --- deal_columns: x [m_r, N] -> [rows, n_r], all-to-all; columns as torch.chunk cuts them ---
+# --- deal_rows: x [rows, n_r] -> [m_r, columns], its inverse ---
+
+
+def _bind_deal_columns(x: Tensor, rows: int, chunk: int, group: str) -> Run:
+    ranks = compared("deal_columns", x, group, rows=rows, chunk=chunk, width=x.shape[1])
+    shards = Shards(rows, ranks.size, chunk)
+    return lambda x: new(x, rows_to_columns([x], shards, ranks)[0])
+
+
+def _bind_deal_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
+    ranks = compared("deal_rows", x, group, rows=x.shape[0], chunk=chunk, width=columns)
+    shards = Shards(x.shape[0], ranks.size, chunk)
+    return lambda x: new(x, columns_to_rows(x.contiguous(), columns, shards, ranks))
+
+
+def own_columns(columns: int, group: str) -> int:
+    """Columns of this rank, as torch.chunk cuts them."""
+    return Shards.owned_by(group_size(group), group_rank(group))(columns)
+
+
+deal_columns: Registered = Registered(
+    "deal_columns(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
+    bind=_bind_deal_columns,
+    fake=lambda x, rows, chunk, group: x.new_empty(rows, own_columns(x.shape[1], group)),
+    backward=lambda ctx, call, needs, grad: (deal_rows(grad, ctx.shape[1], call.chunk, call.group),),
+)
+
+deal_rows: Registered = Registered(
+    "deal_rows(Tensor x, SymInt columns, SymInt chunk, str group) -> Tensor",
+    bind=_bind_deal_rows,
+    fake=lambda x, columns, chunk, group: x.new_empty(own_rows(chunk, x.shape[0], group), columns),
+    backward=lambda ctx, call, needs, grad: (deal_columns(grad, ctx.shape[0], call.chunk, call.group),),
 )
 
 

@@ -20,6 +20,7 @@ from ..backends.scales.scaling import (
     blocks_named,
 )
 from ..config.scale_blocks import MX, Blocks, in_words
+from ..spec import OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone carry it."""
@@ -28,11 +29,13 @@ Scales: TypeAlias = tuple[Any, ...]
 """Those of x and of the weight, or of each weight in a list; empty where operands have none."""
 
 
-def check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales) -> None:
+def check_operands(
+    spec: OpSpec, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales
+) -> None:
     """Types, devices, layouts and shapes of operands.
 
     Args:
-        op: For messages.
+        spec: The op.
         x: `[M, ..., K]`.
         weights: `[N, K]` each.
         biases: `[N]` each, as many as weights, or none.
@@ -42,6 +45,7 @@ def check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tenso
         TypeError: A type, layout or device is not served, or not shared by all.
         ValueError: A shape does not fit.
     """
+    op = spec.name
     if not weights:
         raise ValueError(f"{op}: weight is an empty list")
     if biases and len(biases) != len(weights):
@@ -68,10 +72,12 @@ def check_operands(op: str, x: Tensor, weights: list[Tensor], biases: list[Tenso
         raise TypeError(f"{op}: dtype {those} {known}, got {x.dtype}{hint}")
     if x.ndim < 2:
         raise ValueError(f"{op}: x must be [M, ..., K], got {shape_of(x)}")
+    source, tensor = ("the first", weights[0]) if spec.deals_depth and weights[0].ndim else ("x", x)
     for weight in weights:
-        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        if weight.ndim != 2 or weight.shape[1] != tensor.shape[-1]:
             raise ValueError(
-                f"{op}: weight must be [N, K] as in nn.Linear with K={x.shape[-1]} of x {shape_of(x)}, "
+                f"{op}: weight must be [N, K] as in nn.Linear with K={tensor.shape[-1]} of {source} "
+                f"{shape_of(tensor)}, "
                 f"got {shape_of(weight)}"
             )
     for bias, weight in zip(biases, weights, strict=False):

@@ -8,6 +8,7 @@ Gradients follow the duality of the ops:
     all_gather_gemm     <->  gemm_reduce_scatter
     gemm_all_reduce     <->  column_parallel_gemm
     gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
+    registered ops      <->  their duals (`GemmOp.by_dual`)
 
 (`column_parallel_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce.)
 A replicated output's gradient must be the same on every rank, as it is when every rank computes the same
@@ -42,9 +43,12 @@ from .choosing import chosen
 from .moves import (
     all_gather_rows,
     compared,
+    deal_columns,
+    deal_rows,
     each,
     keep_shard,
     new,
+    own_columns,
     own_rows,
     reduce_scatter_rows,
     sum_over_ranks,
@@ -72,10 +76,12 @@ class GemmOp(Registered):
     Args:
         spec: Of the op.
         backward: As for `Registered`, of x, weight and bias; saved are x (or what is kept of it) and weights.
+            None: by the op's dual.
     """
 
-    def __init__(self, spec: OpSpec, backward: Any) -> None:
+    def __init__(self, spec: OpSpec, backward: Any = None) -> None:
         self.spec, self.takes_lists = spec, spec.takes_lists
+        backward = backward or self.by_dual
         operands, result = "Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_w", "Tensor"
         if self.takes_lists:
             operands = "Tensor[] weight, Tensor[]? bias, Tensor? scale_x, Tensor[]? scale_w"
@@ -87,6 +93,7 @@ class GemmOp(Registered):
             backward=backward,
             named=OpCall,
         )
+        GEMM_OPS[spec.name] = self
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
         call = OpCall(*rest[-len(OpCall._fields) :])
@@ -103,16 +110,21 @@ class GemmOp(Registered):
         return run
 
     def _fake(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
-        call, spec = OpCall(*rest[-len(OpCall._fields) :]), self.spec
-        rows: Any = call.rows
-        if spec.out == "m":
-            rows = own_rows(call.chunk, rows, call.group)
+        call = OpCall(*rest[-len(OpCall._fields) :])
         dtype = call.out_dtype or x.dtype
         if not self.takes_lists:
-            columns: Any = call.columns if spec.gathers_output else weight.shape[0]
-            return x.new_empty(rows, columns, dtype=dtype)
-        outs = [x.new_empty(rows, one.shape[0], dtype=dtype) for one in weight]
-        return [x.new_empty(rows if call.keep else 0, x.shape[1]), *outs]
+            return x.new_empty(*result_extents(self.spec, call, weight), dtype=dtype)
+        outs = [x.new_empty(*result_extents(self.spec, call, one), dtype=dtype) for one in weight]
+        return [x.new_empty(*self.kept_extents(call, x, weight[0])), *outs]
+
+    def kept_extents(self, call: OpCall, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+        """Returns (rows, columns) of the operand that is communicated, as far as it is kept."""
+        if not call.keep:
+            return 0, x.shape[1]
+        rows: Any = call.rows
+        if self.spec.weight is None:
+            rows = own_rows(call.chunk, rows, call.group)
+        return rows, weight.shape[1]
 
     def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         return super()._run(_without_no_scales(tensors), arguments)
@@ -136,6 +148,113 @@ class GemmOp(Registered):
         if ctx.is_scaled:
             raise TypeError(NO_GRADIENT)
         return super().gradients(ctx, needs[:3], *grads)
+
+    def by_dual(self, ctx: Any, call: OpCall, needs: Any, grads: Any) -> tuple[Any, ...]:
+        """Returns gradients of x, weights and biases of an op whose weight every rank has, by its dual.
+
+        The dual moves the result's gradient. All ranks sum, and get, the gradients of weights and biases.
+        """
+        x, *weights = ctx.saved_tensors
+        needs_x, needs_weights, needs_biases = needs
+        grad_kept, several = None, self.takes_lists
+        if several:
+            grad_kept, *of_results = grads
+            rows = ctx.out_rows
+        else:
+            of_results, needs_weights, needs_biases = [grads], [needs_weights], [needs_biases]
+            rows = grads.shape[0]
+        has_biases = isinstance(needs_biases, (list, tuple)) and len(needs_biases) > 0
+        if not has_biases:
+            needs_biases = [False] * len(weights)
+        multiplied = (
+            x if call.keep or self.spec.operand_move is None else _moved(x, self.spec, call, weights[0])
+        )
+        grad_x, grad_weights, grad_biases = None, [], []
+        for grad, weight, *needed in zip(of_results, weights, needs_weights, needs_biases, strict=True):
+            if grad is None:
+                grad = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
+            of_x, grad_moved = self._dual_of(grad, weight, call, needs_x, any(needed))
+            grad_x = of_x if grad_x is None else grad_x + of_x
+            grad_weights.append(self._sum(grad_moved, multiplied, call) if needed[0] else None)
+            ones = x.new_ones(multiplied.shape[0], 1) if needed[1] else None
+            grad_biases.append(None if ones is None else self._sum(grad_moved, ones, call)[:, 0])
+        if needs_x and grad_kept is not None and call.keep:
+            grad_x = grad_x + _moved_back(grad_kept, self.spec, call)
+        if several:
+            return grad_x, grad_weights, grad_biases if has_biases else None
+        return grad_x, grad_weights[0], grad_biases[0]
+
+    def _dual_of(
+        self, grad: Tensor, weight: Tensor, call: OpCall, needs_x: bool, needs_moved: bool
+    ) -> tuple[Tensor | None, Any]:
+        """Returns the gradient of x, and that of the result as it is multiplied, where they are needed."""
+        dual = dual_of(self.spec)
+        how = call.backward(columns=weight.shape[1], k=weight.shape[0], keep=False)
+        if not needs_x:
+            return None, _moved(grad, dual.spec, how, weight.t())
+        if not dual.takes_lists:
+            grad_x = dual(grad, weight.t(), None, *NO_SCALES, *how)
+            return grad_x, _moved(grad, dual.spec, how, weight.t()) if needs_moved else None
+        how = how._replace(keep=needs_moved and dual.spec.operand_is_sent)
+        kept, grad_x = dual(grad, [weight.t()], None, *NO_SCALES, *how)
+        return grad_x, kept if how.keep else grad
+
+    def _sum(self, grad: Tensor, multiplied: Tensor, call: OpCall) -> Tensor:
+        """Returns `grad.t() @ multiplied` of this rank's rows, summed over the ranks."""
+        extents = grad.shape[1], multiplied.shape[1]
+        chunk = -(-extents[0] // group_size(call.group))
+        how = call.backward(rows=extents[0], columns=extents[1], k=call.rows, chunk=chunk, keep=False)
+        summed: Tensor = gemm_all_reduce(grad.t(), multiplied.t(), None, *NO_SCALES, *how)
+        return summed
+
+
+GEMM_OPS: dict[str, GemmOp] = {}
+"""Ops with a product, by name."""
+
+
+def dual_of(spec: OpSpec) -> GemmOp:
+    """Returns the op of a gradient.
+
+    Raises:
+        RuntimeError: None of its name is registered.
+    """
+    if spec.dual not in GEMM_OPS:
+        x, weight, out = spec.dual_axes
+        raise RuntimeError(
+            f"{spec.name} has no gradient: its dual, {spec.dual!r}, is not registered: an op with x={x!r}, "
+            f"weight={weight!r}, out={out!r}"
+        )
+    return GEMM_OPS[spec.dual]
+
+
+def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
+    """Returns (rows, columns) of what a rank gets of a lowered call, by one weight."""
+    rows: Any = call.rows
+    if spec.out == "m":
+        rows = own_rows(call.chunk, rows, call.group)
+    if spec.gathers_output:
+        return rows, call.columns
+    columns = weight.shape[0]
+    return rows, own_columns(columns, call.group) if spec.out == "n" and spec.weight is None else columns
+
+
+def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
+    """Returns an operand as it is multiplied: moved by the op's collective, by ops that have gradients."""
+    move = spec.operand_move
+    if move is None:
+        return x
+    if move.kind == "slice":
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{spec.name} has no gradients of gradients: each rank takes its rows of x")
+        ranks = resolve(call.group)
+        return x[slice(*Shards(x.shape[0], ranks.size, call.chunk).range(ranks.rank))]
+    return deal_rows(x, weight.shape[1], call.chunk, call.group)  # type: ignore[no-any-return]
+
+
+def _moved_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
+    """Returns the gradient of x by that of x as it was multiplied."""
+    assert spec.operand_is_sent, spec
+    return deal_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
 
 
 # --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], a rank's own, in an order that K alone decides ---

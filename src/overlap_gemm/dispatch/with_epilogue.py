@@ -15,10 +15,8 @@ from torch import Tensor
 from ..backends.epilogues import Applying
 from ..backends.op_call import SCHEMA, OpCall
 from ..epilogues import PAIR, Applied, Epilogue, epilogue_of
-from ..runtime.group import Group, GroupLike, find, group_name, group_rank, group_size
-from ..spec import ARGUMENTS
-from ..spec.sharding import Shards
-from . import ops
+from ..runtime.group import Group, GroupLike, find, group_name
+from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
@@ -26,7 +24,7 @@ from .choosing import chosen
 from .lowering import Lowered, lower
 from .moves import new
 from .operands import DTYPES, shape_of
-from .ops import GemmOp
+from .ops import GEMM_OPS, GemmOp, result_extents
 from .registered import Bound, Registered, Run
 
 
@@ -50,6 +48,7 @@ class EpilogueOp(Registered):
             backward=plain.backward,
             named=OpCall,
         )
+        WITH_EPILOGUE[plain.name] = self
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> Run:
         call = OpCall(*arguments)
@@ -66,7 +65,7 @@ class EpilogueOp(Registered):
     def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> list[Tensor]:
         call = OpCall(*arguments)
         assert call.epilogue is not None
-        epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self, call, weight)
+        epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
         width = columns // 2 if epilogue.pairs else columns
         made = [x.new_empty(rows, width)]
         for _, kind in epilogue.outputs:
@@ -74,7 +73,7 @@ class EpilogueOp(Registered):
             made.append(one)
         if not self.takes_lists:
             return made
-        return [x.new_empty(call.rows if call.keep else 0, x.shape[1]), *made]  # type: ignore[arg-type]
+        return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
         """Keeps x, or what is kept of it, the weight, the inputs and what was returned."""
@@ -132,21 +131,17 @@ def author_gradient(
     return of_sums.to(outputs[0].dtype), [g if g is None else g.to(tensor.dtype) for g, tensor in pairs]
 
 
-WITH_EPILOGUE = {
-    op.name: EpilogueOp(op)
-    for op in (ops.all_gather_gemm, ops.gemm_reduce_scatter, ops.gemm_all_reduce, ops.gemm_all_gather)
-}
+WITH_EPILOGUE: dict[str, EpilogueOp] = {}
 """By the plain op's name."""
 
+for _name in OPS:
+    EpilogueOp(GEMM_OPS[_name])
 
-def extents(op: Any, call: OpCall, weight: Any) -> tuple[Any, Any]:
-    """Returns (rows, columns) of the sums that a rank gets from a lowered call."""
-    rows: Any = call.rows
-    if op.spec.out == "m":
-        rows = Shards(rows, group_size(call.group), call.chunk).size(group_rank(call.group))
-    if op.takes_lists:
-        return rows, sum(one.shape[0] for one in weight)
-    return rows, call.columns if op.spec.gathers_output else weight.shape[0]
+
+def extents(op: GemmOp, call: OpCall, weight: Any) -> tuple[Any, Any]:
+    """Returns (rows, columns) of the sums that a rank gets from a lowered call, of all weights."""
+    each = [result_extents(op.spec, call, one) for one in (weight if op.takes_lists else [weight])]
+    return each[0][0], sum(columns for _, columns in each)
 
 
 class _Shapes(NamedTuple):

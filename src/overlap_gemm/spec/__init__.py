@@ -1,9 +1,10 @@
 """The ops, the ways to exchange their tiles, the transports: each said once, and asked by everything else.
 
-Standard library only. A new op is one more in `OPS`; `PATTERNS` and `TRANSPORTS` likewise.
+Standard library only. A new op is one more in `OPS` (`overlap_gemm.register`); `PATTERNS` and `TRANSPORTS`
+likewise.
 """
 
-from .op import ARGUMENTS, Axis, OpSpec
+from .op import ARGUMENTS, Axis, Move, OpSpec
 from .ops import (
     ALL_GATHER_GEMM,
     COLUMN_PARALLEL_GEMM,
@@ -11,10 +12,11 @@ from .ops import (
     GEMM_ALL_REDUCE,
     GEMM_REDUCE_SCATTER,
     OPS,
+    add_op,
     op_coded,
     op_named,
 )
-from .pattern import PATTERNS, PatternSpec, patterns_of
+from .pattern import PATTERNS, PatternSpec, add_pattern, patterns_of
 from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
 
 __all__ = [
@@ -29,9 +31,12 @@ __all__ = [
     "PATTERNS",
     "TRANSPORTS",
     "Axis",
+    "Move",
     "OpSpec",
     "PatternSpec",
     "TransportSpec",
+    "add_op",
+    "add_pattern",
     "op_coded",
     "op_named",
     "patterns_of",

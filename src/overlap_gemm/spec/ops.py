@@ -16,7 +16,35 @@ COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight=
 """A rank's own product, whose gradient alone is communicated: not one of `OPS`."""
 
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
-"""By name, in the order in which they are listed."""
+"""By name, in the order in which they are listed; registered ones come last."""
+
+
+def add_op(spec: OpSpec) -> None:
+    """Adds an op to `OPS`.
+
+    Raises:
+        ValueError: Another op has its name or its number; ranks have parts of its weight; it sends nothing,
+            or twice; its dual is registered, with other axes.
+    """
+    if any(spec.name == other.name or spec.code == other.code for other in OPS.values()) or not spec.code:
+        known = ", ".join(f"{op.name} ({op.code})" for op in OPS.values())
+        raise ValueError(
+            f"op {spec.name} ({spec.code}) needs a name, and a number of 1 or more, of its own; there are "
+            f"{known}"
+        )
+    if spec.weight is not None or len(spec.sent) != 1:
+        sent = " and ".join(move.kind for move in spec.sent) or "nothing"
+        raise ValueError(
+            f"op {spec.name} must have weight=None (every rank has all of it), and send x or its result by "
+            f"one collective; with x={spec.x!r}, weight={spec.weight!r}, out={spec.out!r} it does: {sent}"
+        )
+    dual = OPS.get(spec.dual or "")
+    if dual is not None and (dual.x, dual.weight, dual.out) != spec.dual_axes:
+        raise ValueError(
+            f"the dual of {spec.name} has (x, weight, out) = {spec.dual_axes}, and {dual.name} has "
+            f"{(dual.x, dual.weight, dual.out)}"
+        )
+    OPS[spec.name] = spec
 
 
 def op_coded(code: int) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .op import OpSpec
-from .ops import OPS
+from .ops import OPS, op_named
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,18 @@ PATTERNS = {
     )
 }  # fmt: skip
 """By name; of an op's several, the model takes the first of two that take equally long."""
+
+
+def add_pattern(pattern: PatternSpec) -> None:
+    """Adds a pattern to `PATTERNS`.
+
+    Raises:
+        ValueError: Another pattern has its name, or there is no such op.
+    """
+    if pattern.name in PATTERNS:
+        raise ValueError(f"pattern {pattern.name!r} is there already; there are {', '.join(PATTERNS)}")
+    op_named(pattern.op)
+    PATTERNS[pattern.name] = pattern
 
 
 def patterns_of(op: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Problems to try the ops on, the same ones everywhere: sizes, dtypes, and the operands for them."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,5 +93,18 @@ class Layout:
         return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-LAYOUTS: dict[str, Layout] = {name: Layout(*op.dims) for name, op in OPS.items()}
+class _Layouts(Mapping[str, Layout]):
+    """Layouts of all ops, also of those registered later."""
+
+    def __getitem__(self, op: str) -> Layout:
+        return Layout(*OPS[op].dims)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(OPS)
+
+    def __len__(self) -> int:
+        return len(OPS)
+
+
+LAYOUTS = _Layouts()
 """What of an op is sharded along which dimension."""

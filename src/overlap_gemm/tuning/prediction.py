@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.gemm_config import GemmConfig
+from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .settings import Settings, settings
 from .space import executed_as, expected
@@ -33,7 +34,7 @@ class Prediction:
         link: The op's bytes alone, at the link's full rate.
         bound: max(product, link): what no way can beat.
         op: The op of the fused kernel that is meant.
-        config: That kernel.
+        config: That kernel; None where the op has none.
         fused: Where its time goes.
         machine: Whose constants these are.
     """
@@ -43,8 +44,8 @@ class Prediction:
     link: float
     bound: float
     op: str
-    config: GemmConfig
-    fused: FusedTime
+    config: GemmConfig | None
+    fused: FusedTime | None
     machine: Machine
 
     @property
@@ -76,18 +77,15 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
     kernel = executed_as(facts, machine, arch, sms)
-    config, fused = expected(kernel, machine, arch, sms)
-    ways = {
-        "fused": fused.total,
-        "torch": product + torch,
-        "sequential": product + ordered,
-    }
+    config, fused = expected(kernel, machine, arch, sms) if patterns_of(facts.op) else (None, None)
+    times = {} if fused is None else {"fused": fused.total}
+    times |= {"torch": product + torch, "sequential": product + ordered}
     host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts, machine)}
     if not facts.spec.gathers_operand:
-        ways["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
+        times["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
     elif facts.world <= machine.copies_world:
-        ways["decomposed"] = by_shards_seconds(facts, machine, sms)
+        times["decomposed"] = by_shards_seconds(facts, machine, sms)
         host["decomposed"] = facts.world * machine.shard_host
     if not captured:
-        ways = {name: max(seconds, host[name]) for name, seconds in ways.items()}
-    return Prediction(ways, product, link, max(product, link), kernel.op, config, fused, machine)
+        times = {name: max(seconds, host[name]) for name, seconds in times.items()}
+    return Prediction(times, product, link, max(product, link), kernel.op, config, fused, machine)

@@ -85,7 +85,7 @@ class Facts:
     @cached_property
     def bytes_out(self) -> float:
         """Bytes that each rank sends at least (all-reduce: in two shots)."""
-        size = DTYPE_BYTES[self.dtype] if self.spec.gathers_operand else self.result_bytes
+        size = DTYPE_BYTES[self.dtype] if self.spec.operand_is_sent else self.result_bytes
         return self.spec.elements_out(*self.extents, self.world) * size
 
 
@@ -192,7 +192,7 @@ def collective_seconds(name: str, bytes_out: float, world: int, machine: Machine
     """A collective's time, from the curve of the number of ranks that is nearest to `world`."""
     if world == 1:
         return 0.0
-    curves = machine.collectives[name]
+    curves = machine.collectives.get(name) or machine.collectives["all_gather"]  # as many bytes, as far
     nearest = min(curves, key=lambda ranks: (max(ranks / world, world / ranks), ranks))
     return interpolate(curves[nearest], bytes_out)
 
@@ -215,6 +215,8 @@ def transfer_seconds(facts: Facts, machine: Machine, in_rank_order: bool = False
         m, n, _ = facts.extents
         # Measured: such a copy reaches a third of the memory's rate, after launches of its own.
         seconds += 2 * machine.launch + 3 * 2 * m * n * facts.result_bytes / machine.memory_rate
+    if "all_to_all" in names:  # of blocks of columns, which are copied before or after
+        seconds += machine.launch + 2 * facts.bytes_out / machine.memory_rate
     return seconds
 
 

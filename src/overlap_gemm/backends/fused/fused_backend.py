@@ -126,6 +126,8 @@ class Fused:
     def why_no_kernel(self, problem: Problem) -> str | None:
         """Why no device could carry a problem out, None if one could."""
         spec = problem.spec
+        if not patterns_of(spec.name):
+            return f"no fused kernel of {spec.name} is registered"
         if problem.is_scaled:
             if reason := self.why_no_scaled_kernel(problem):
                 return reason
@@ -133,12 +135,13 @@ class Fused:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
             return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
-        columns = shard_rows(problem.width, problem.world_size)
-        if spec.deals_columns and columns % ROW_ELEMENTS:
-            return (
-                f"N={problem.width} in {problem.world_size} parts is {columns} columns a rank, which must "
-                f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
-            )
+        for width in problem.widths or (problem.width,):
+            columns = shard_rows(width, problem.world_size)
+            if spec.deals_columns and (columns % ROW_ELEMENTS or width % ROW_ELEMENTS):
+                return (
+                    f"N={width} in {problem.world_size} parts is {columns} columns a rank, which must "
+                    f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
+                )
         if problem.promises.has_tree:
             return f"fused kernels have no leaves of K (invariant={problem.promises.invariant!r})"
         if problem.world_size > MAX_WORLD:
@@ -183,6 +186,41 @@ class Fused:
                 x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks,
                 problem.applying,
             )  # fmt: skip
+        if problem.spec.takes_lists:
+            return self._bind_each(problem, x, weight, bias, shards, group)
+        return self._bind_one(problem, x, weight, bias, shards, group)
+
+    def _bind_each(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        shards: Shards,
+        group: Group,
+    ) -> Callable[..., Any]:
+        """Binds a launch for each weight."""
+
+        def bias_of(biases: Sequence[Tensor], i: int) -> Tensor | None:
+            return biases[i] if biases else None
+
+        runs = [
+            self._bind_one(problem, x, weight, bias_of(biases, i), shards, group)
+            for i, weight in enumerate(weights)
+        ]
+
+        def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
+            outs = []
+            for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
+                own_scales = (scales[0], scales[1][i]) if scales else ()
+                outs.append(one(x, weight, bias_of(biases, i), *own_scales))
+            return x, outs
+
+        return run
+
+    def _bind_one(
+        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    ) -> Callable[..., Any]:
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         if problem.applying is not None:
             visitor = problem.applying.visitor

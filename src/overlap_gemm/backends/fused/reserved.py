@@ -96,6 +96,7 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
         if pattern.op in ops and not pattern.spec.gathers_operand:
             most = rows if pattern.cut else _uncut_rows(pattern, largest, agreed)
             if most:
+                most = most if pattern.spec.weight is not None else shard_rows(most, world)
                 yield ExchangeShape.even(most, columns, world, name, largest.blocks)
     for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.executed_as`
         assert op is not None

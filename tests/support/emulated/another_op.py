@@ -1,7 +1,7 @@
-"""GEMM all-to-all, as somebody would add it: an op, how its tiles are exchanged, and its half of the kernel.
+"""GEMM all-to-all as an op from outside: registered with its dual, with its half of the fused kernel.
 
-Every rank multiplies its rows of x with the whole weight, and gets its columns of everybody's rows: x
-`[M / P, K]`, weight `[N, K]` -> `[M, N / P]`. (So attention heads are dealt where sequences were sharded.)
+Every rank multiplies its rows of x with all of the weight, and gets its columns of all ranks' rows: x
+`[M / P, K]`, weight `[N, K]` -> `[M, N / P]`.
 
     epilogue        rounds each tile -> ring
     comm lane       bulk store into the slot[source][tile] of the tile's owner, then its flag
@@ -14,6 +14,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from overlap_gemm import OpSpec, PatternSpec, register
 from overlap_gemm.config.orders import DealtShards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.copies import CopiedUnit
@@ -23,20 +24,27 @@ from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.surface import Output
 from overlap_gemm.kernel.work import CtaTile, Share, TileShards, shard_tiles
-from overlap_gemm.spec import OpSpec, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
-GEMM_ALL_TO_ALL = OpSpec("gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n")
+SPEC = OpSpec("rows_to_columns", 21, "R2C", x="m", weight=None, out="n", dual="columns_to_rows")
+DUAL = OpSpec("columns_to_rows", 22, "C2R", x="k", weight=None, out="m", dual="rows_to_columns")
 PATTERN = PatternSpec(
-    "all_to_all", "gemm_all_to_all", cut="columns", to_all=False, returns=False, kernel=f"{__name__}:AllToAll"
+    "tiles_to_columns",
+    SPEC.name,
+    cut="columns",
+    to_all=False,
+    returns=False,
+    kernel=f"{__name__}:RowsToColumns",
 )
+rows_to_columns = register(SPEC, PATTERN)
+columns_to_rows = register(DUAL)
 
 
 @dataclass(frozen=True)
-class AllToAll(TileExchange):
+class RowsToColumns(TileExchange):
     """`out[rows of source] = (x of source) @ (own rows of the weight).T`, from every source."""
 
-    code = GEMM_ALL_TO_ALL.code
+    code = SPEC.code
 
     @property
     def order(self) -> DealtShards:
@@ -73,7 +81,7 @@ class AllToAll(TileExchange):
 class RowsOfSources:
     """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`)."""
 
-    op: AllToAll
+    op: RowsToColumns
 
     def tiles(self, given: Any) -> Any:
         """Every source's."""
@@ -102,5 +110,5 @@ class RowsOfSources:
         """Copies one unit."""
         if place.exists:
             transport = self.op.transport
-            arrival = transport.arrival(given.call, GEMM_ALL_TO_ALL.code, Role.RECEIVE_RESULT, place.tile)
+            arrival = transport.arrival(given.call, SPEC.code, Role.RECEIVE_RESULT, place.tile)
             copy_unit(self.op.config, transport, arrival, *place.copied)

@@ -1,0 +1,126 @@
+"""`register`: adds an op to the library.
+
+An op is one object, an `OpSpec`: its name, and the axis of the product along which each of its tensors is
+sharded. These follow from it:
+
+- the custom op of ``torch.ops.overlap_gemm``: schema, fake kernel, gradient by the dual (`dispatch.ops`);
+- the public function, ``overlap_gemm.<name>``, with the keywords of the other ops;
+- the backends: `torch`, `sequential`, `decomposed` by its collective, `fused` by its pattern;
+- `explain`, `warmup`, `reserve`, `stats`, the commands, comparison between ranks, errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
+from typing import Any
+
+from torch import Tensor
+
+from ..backends.op_call import OpCall
+from ..dispatch.bound import call_op
+from ..dispatch.ops import GemmOp
+from ..dispatch.with_epilogue import EpilogueOp, call_with_epilogue
+from ..runtime.group import GroupLike
+from ..spec import ARGUMENTS, OpSpec, PatternSpec, add_op, add_pattern
+from . import functional
+
+__all__ = ["OpSpec", "PatternSpec", "register"]
+
+Function = Callable[..., Any]
+
+
+def register(op: OpSpec, *patterns: PatternSpec) -> Function:
+    """Adds an op to the library: once in a process, in the same order on every rank.
+
+    Args:
+        op: The op. Every rank has all of its weight; x or the product is sent, by one collective.
+        *patterns: How the op's tiles are exchanged inside the fused kernels; without any it has none.
+
+    Returns:
+        The public function, which is `overlap_gemm.<name>` from now on: `(x, weight, *, group, bias, ...)`,
+        whose keywords mean what they do in `gemm_reduce_scatter` (``rows``: in `all_gather_gemm`). A list
+        of weights, and of biases, shares x; the result is a list then.
+
+    Raises:
+        ValueError: There is an op of this name or number, or a pattern of this name; the sharded axes are not
+            those of an op that can be registered, or not those of its dual.
+    """
+    if wrong := [pattern.name for pattern in patterns if pattern.op != op.name]:
+        raise ValueError(f"register: patterns {wrong} are of another op than {op.name}")
+    add_op(op)
+    for pattern in patterns:
+        add_pattern(pattern)
+    torch_op = GemmOp(op)
+    EpilogueOp(torch_op)
+    function = _function_of(torch_op)
+    FUNCTIONS[op.name] = function
+    return function
+
+
+FUNCTIONS: dict[str, Function] = {}
+"""Public functions of registered ops, by name."""
+
+
+def function_of(op: str) -> Function:
+    """Returns the public function of an op."""
+    return FUNCTIONS.get(op) or getattr(functional, op)  # type: ignore[no-any-return]
+
+
+_SET_HERE = ("group", "chunk", "keep", "copied_weight", "epilogue")
+"""Fields of `OpCall` that are no keyword."""
+
+
+def options_of(spec: OpSpec) -> tuple[str, ...]:
+    """Keywords of an op's function, in addition to those of its tensors and `group`."""
+    extents = {ARGUMENTS[axis] for axis in spec.unknown if axis is not None}
+    unused = {*ARGUMENTS.values()} - extents | ({"dim"} if "m" not in (spec.x, spec.out) else set())
+    return tuple(name for name in OpCall._fields if name not in {*unused, *_SET_HERE})
+
+
+def _function_of(op: GemmOp) -> Function:
+    spec, known = op.spec, options_of(op.spec)
+
+    def function(
+        x: Tensor,
+        weight: Any,
+        *,
+        group: GroupLike = None,
+        bias: Any = None,
+        scale_x: Tensor | None = None,
+        scale_w: Any = None,
+        epilogue: Any = None,
+        **options: Any,
+    ) -> Any:
+        if unknown := options.keys() - {*known}:
+            raise TypeError(
+                f"{spec.name}: no keyword {', '.join(sorted(unknown))}; it has {', '.join(known)}"
+            )
+        call = OpCall(**options)._replace(keep=spec.operand_is_sent)
+        several = isinstance(weight, (list, tuple))
+        if spec.takes_lists:
+            weight, bias = _listed(weight), [] if bias is None else _listed(bias)
+            scale_w = None if scale_w is None else _listed(scale_w)
+        if epilogue is not None:
+            results = call_with_epilogue(op, x, weight, bias, group, call, epilogue, scale_x, scale_w)
+            results = results[1:] if spec.takes_lists else results
+            return results[0] if len(results) == 1 else tuple(results)
+        result = call_op(op, x, weight, bias, group, call, scale_x, scale_w)
+        if not spec.takes_lists:
+            return result
+        return result[1:] if several else result[1]
+
+    function.__name__ = function.__qualname__ = spec.name
+    function.__doc__ = f"{spec.label}: x, sharded along {spec.x}, to a result sharded along {spec.out}."
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(OpCall(), name)) for name in known]
+    named = [
+        parameter
+        for parameter in signature(function).parameters.values()
+        if parameter.kind is not Parameter.VAR_KEYWORD
+    ]
+    function.__signature__ = Signature([*named, *keywords])  # type: ignore[attr-defined]
+    return function
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]

@@ -1,0 +1,56 @@
+"""An op of a weight that every rank has, by its definition: one product, a collective before or after it.
+
+What the portable backends do for ops that they have no method of their own for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..runtime.group import Group
+from ..spec import Move, OpSpec
+from ..spec.sharding import Shards
+from .collectives import all_gather_rows, columns_to_rows, rows_to_columns
+from .portable_arithmetic import Arithmetic
+
+
+def multiplied_and_moved(
+    spec: OpSpec,
+    x: Any,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    how: Arithmetic,
+) -> tuple[Any, list[Tensor]]:
+    """Carries out an op: moves x, multiplies, moves the products; see `spec.OpSpec`.
+
+    Args:
+        spec: The op.
+        x: x of this rank, contiguous.
+        weights: Weights `[N_i, K]`, the same on every rank.
+        biases: One `[N_i]` per weight, or nothing; the same on every rank.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+        how: Products.
+
+    Returns:
+        This rank's rows of x, and the results.
+    """
+    rows = _moved_operand(x, spec.operand_move, weights[0].shape[1], shards, group)
+    products = how.products(rows, weights, biases)
+    move = spec.result_move
+    if move is None:
+        return rows, products
+    if move.kind == "all_to_all":
+        return rows, rows_to_columns(products, shards, group)
+    return rows, [all_gather_rows(product, shards, group) for product in products]
+
+
+def _moved_operand(x: Any, move: Move | None, depth: int, shards: Shards, group: Group) -> Any:
+    if move is None:
+        return x
+    if move.kind == "all_to_all":
+        return columns_to_rows(x, depth, shards, group)
+    return x[slice(*shards.range(group.rank))]
