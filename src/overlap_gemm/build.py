@@ -46,8 +46,6 @@ from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fak
 
 from overlap_gemm.config.arch import arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.naming import by
-from overlap_gemm.config.rules import PROMOTED_VALUES
 from overlap_gemm.config.scale_blocks import MX, NUM_MATRICES, Blocks
 from overlap_gemm.device.memory import DTYPES
 from overlap_gemm.exchange.arguments import Exchange
@@ -99,15 +97,7 @@ def make_gather_kernel(
         push: whether the kernel's warps send the own shard; else copy engines do.
         keep: whether the gathered operand is copied to a tensor of the caller's.
         cooperative: as for `make_kernel`.
-
-    Raises:
-        ValueError: there is no kernel that gathers rows' scales.
     """
-    if not config.gathers_rows:
-        raise ValueError(
-            f"an all-gather GEMM with scales of rows promotes tiles of up to {PROMOTED_VALUES} accumulators "
-            f"a thread, where others spill 900 bytes; got tile={by(config.tile)}, mma={config.mma!r}"
-        )
     return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
 
 

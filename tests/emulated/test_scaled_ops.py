@@ -16,7 +16,7 @@ from overlap_gemm.kernel import epilogue
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
-from tests.support.emulated.op_runs import lagging, world_of
+from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.emulated.scaled_cases import (
     AG,
     AR,
@@ -101,6 +101,25 @@ def test_scales_of_blocks(ranks, case):
             changed = queue(case, world, spoil)
             world.synchronize()
             assert share_of_bound(case, changed) > 1
+
+
+WIDE = [{"mma": "cooperative", "tile": (128, 256), "cluster": cluster} for cluster in ((2, 1), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "transport"),
+    [(2, WIDE[0], None), (2, WIDE[1], "copy_engine"), (4, WIDE[0], "copy_engine")],
+)
+def test_wide_tiles_of_a_gather_have_the_bits_of_narrow_ones(ranks, fields, transport):
+    """Ragged shards, columns and K; both kernels add the sums of k tiles in the same order."""
+    case = Scaled(GATHER, 140 * ranks - 3, 264 * ranks, 400, seed=ranks)
+    found = []
+    for one in (fields, SMALL["sm_90a"]):
+        with world_of("sm_90a", ranks, one, transport=transport, mode="random") as world:
+            found.append(queue(case, world))
+            world.synchronize()
+    assert share_of_bound(case, found[0]) <= 1
+    assert all(torch.equal(*outs) for outs in zip(*found, strict=True))
 
 
 def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():

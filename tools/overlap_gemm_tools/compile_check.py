@@ -61,7 +61,7 @@ def check(config: GemmConfig, op: str) -> Checked:
 
     if op in GATHERS:
         sends = GATHERS[op]  # and keeps
-        kernel = make_gather_kernel(config.keeping if sends else config, PeerBulk(), push=sends, keep=sends)
+        kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends)
     elif op in EXCHANGES:
         # As `backends.fused.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
@@ -71,11 +71,6 @@ def check(config: GemmConfig, op: str) -> Checked:
     seen = inspect(partial(compile_kernel, kernel))
     ptx, findings = seen.ptx, tuple(seen.findings(exchanges=op != "GEMM"))
     return Checked(config, op, seen.report, count_instructions(ptx), inner_loop_instructions(ptx), findings)
-
-
-def takes(config: GemmConfig, op: str) -> bool:
-    """Whether there is such a kernel."""
-    return op not in GATHERS or config.gathers_rows
 
 
 def figures_of(checked: Checked) -> dict[str, int]:
@@ -159,7 +154,7 @@ def compile_check(
         )
     wrong: list[Checked] = []
     figures: dict[str, dict[str, int]] = {}
-    jobs = [(config, op) for config in configs for op in KERNELS if takes(config, op)]
+    jobs = [(config, op) for config in configs for op in KERNELS]
     for config, op in track(jobs, "compiling"):
         checked = check(config, op)
         if checked.findings:

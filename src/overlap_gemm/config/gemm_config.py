@@ -5,7 +5,7 @@ Imports neither the DSL nor torch, so planning, tuning and the command line can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -148,18 +148,6 @@ class GemmConfig:
     def accumulators(self) -> int:
         """Of a thread."""
         return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
-
-    @cached_property
-    def gathers_rows(self) -> bool:
-        """Whether its epilogue may wait for scales that come with rows: by halves it has no registers."""
-        return self.sum_parts == 1 or not self.visits_rows
-
-    @cached_property
-    def keeping(self) -> GemmConfig:
-        """The kernel whose shard role keeps gathered rows: with few registers, in a cluster it spills."""
-        if self.sum_parts > 1:
-            return replace(self, tile=(self.tile[0], self.tile[1] // self.sum_parts))
-        return replace(self, cluster=(1, 1)) if self.receives_with_few else self
 
     @cached_property
     def k_step(self) -> int:

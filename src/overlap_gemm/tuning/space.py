@@ -241,8 +241,6 @@ def _eligible(
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
     if facts.m > machine.few_rows or facts.spec.gathers_operand:
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
-    if facts.spec.gathers_operand:  # with rows come their scales: `GemmConfig.gathers_rows`
-        fitting = [c for c in fitting if c.sum_parts == 1 or c.blocks] or fitting
     return fitting
 
 

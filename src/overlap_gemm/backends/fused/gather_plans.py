@@ -318,7 +318,6 @@ def _make_plan(
         extents = shards.total, columns * group.size, depth
         facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
-        config = config.keeping if keep else config
         tile_m, tile_n = config.cluster_tile
         work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
