@@ -53,7 +53,7 @@ from overlap_gemm.exchange.geometry import Puts
 from overlap_gemm.exchange.relay import Relay
 from overlap_gemm.gather.all_gather import AllGather
 from overlap_gemm.gather.gate import GateKernel
-from overlap_gemm.gather.gathering import Gathering
+from overlap_gemm.gather.gathering import Gathering, ShardScales
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.kernel.plain_gemm import PlainGemm
 from overlap_gemm.kernel.surface import Mainloop
@@ -256,5 +256,6 @@ def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     pitch, shard = cute.sym_int64(divisibility=whole), cute.sym_int64(divisibility=whole)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
     scales = None if config.blocks is None else scales_of(config.blocks).fake_gathered()
+    after = ShardScales(*(Int64(0),) * 3) if config.blocks is not None or config.visits_rows else None
     words = Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1)
-    return Gathering(_fake_exchange(), *words, scales)
+    return Gathering(_fake_exchange(), *words, scales, after)

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from overlap_gemm.backends.scales.block_scales import Lines, rows_and_scales, scales_after
+from overlap_gemm.backends.scales.block_scales import Lines, num_bytes, scales_of_shard
+from overlap_gemm.backends.scales.scaling import scales_of_shard as scales_of_rows
 
 ROWS, K_BLOCKS = (1, 2, 3, 4, 5, 9), (2, 3, 4, 5)
 
@@ -57,14 +58,22 @@ def test_scales_that_lie_along_the_rows_are_not_copied():
 
 
 @pytest.mark.parametrize("width", [128, 32])
-def test_a_shard_is_its_rows_and_then_their_scales(width):
-    for rows, chunk, depth in product((0, 1, 33), (33, 70), (129, 256, 259)):
-        x, scale = torch.randn(rows, depth).to(torch.float8_e4m3fn), torch.rand(rows, -(-depth // width))
-        shard = rows_and_scales(x, scale, (1, width, width), chunk)
-        after = scales_after(shard, (1, width, width))
-        assert after.data_ptr() == shard.data_ptr() + shard.numel()
-        assert_readable(after)
-        assert torch.equal(after[:, :rows], scale.t()) and not after[:, rows:].any()
-        values = shard.float()
-        assert torch.equal(values[:rows, :depth], x.float())
-        assert not values[rows:].any() and not values[:, depth:].any()
+def test_scales_of_a_shard_are_a_matrix_for_a_full_one(width):
+    for rows, chunk, depth in product((0, 1, 33), (33, 70), (144, 256, 272)):
+        scale = torch.rand(rows, -(-depth // width))
+        sent = scales_of_shard(scale, (1, width, width), chunk, depth)
+        assert_readable(sent)
+        assert sent.is_contiguous()
+        assert sent.nbytes == num_bytes((1, width, width), chunk, depth)
+        assert torch.equal(sent[:, :rows], scale.t()) and not sent[:, rows:].any()
+
+
+def test_scales_of_a_full_shard_that_lie_along_its_rows_are_sent_from_their_place():
+    scale = lying(torch.rand(8, 3), (8, 3), (1, 8))
+    assert scales_of_shard(scale, (1, 128, 128), 8, 384).data_ptr() == scale.data_ptr()
+    assert scales_of_shard(scale, (1, 128, 128), 12, 384).data_ptr() != scale.data_ptr()
+    for rows in (8, 7):
+        vector = torch.rand(rows)
+        sent = scales_of_rows(vector, rows)
+        assert (sent.data_ptr() == vector.data_ptr()) == (rows == 8)
+        assert torch.equal(sent[:rows], vector) and len(sent) == 8

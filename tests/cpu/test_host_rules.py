@@ -11,7 +11,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, reach
-from overlap_gemm.backends.fused.launch_plan import Copies, Plan, Product
+from overlap_gemm.backends.fused.launch_plan import Copies, OwnShard, Plan, Product
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import OwnShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS
@@ -72,13 +72,14 @@ class Device:
         yield 1
 
 
-COPIES = Copies((), 0, 0)
+COPIES = Copies((), 0, OwnShard(0))
 
 
 class Given:
     """Stands for a kernel's arguments."""
 
     exchange = property(lambda self: self)
+    after = None
 
     def of_call(self, number, signature):
         return self

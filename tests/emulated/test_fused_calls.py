@@ -10,6 +10,7 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.fused import gather_plans as gathers
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -48,6 +49,26 @@ def test_a_call_enters_few_python_functions(world, launched, grad, budget):
     found = python_calls(lambda: call(world, weight=weight))
     assert found.total() <= budget, (found.total(), found)
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("block", "budget"), [(False, 55), (None, 71), (128, 76)])
+def test_a_gather_enters_few_python_functions_and_copies_nothing(world, monkeypatch, block, budget, keep):
+    """Checks that rows and scales, also of 8 bits, are read and sent from the memory of the caller."""
+    x, weight, launched, how = torch.randn(64, 256).to(DTYPE), torch.randn(24, 256).to(DTYPE), [], {}
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *arguments: launched.append(arguments))
+    if block is not False:
+        x, scale_x = overlap_gemm.quantize_rows(x, block=block)
+        weight, scale_w = overlap_gemm.quantize_rows(weight)
+        scale_w = scale_w if block is None else torch.ones(1, 2)
+        how = {"scale_x": scale_x, "scale_w": scale_w, "block": block}
+    how |= {"group": world.names[0], "backend": "fused", "rows": 128, "return_gathered": keep}
+    entries = python_calls(lambda: overlap_gemm.all_gather_gemm(x, weight, **how))
+    assert entries.total() <= budget, (entries.total(), entries)
+    *_, gathering, _, _ = launched[-1]
+    assert gathering.own == x.data_ptr()
+    if block is not False:
+        assert gathering.after.address == scale_x.data_ptr()
 
 
 def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):
@@ -201,6 +222,7 @@ import sys
 import torch
 import overlap_gemm
 from cute_emulator import Emulator
+from overlap_gemm.backends.fused import gather_plans as gathers
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.runtime.virtual import VirtualWorld
 

@@ -7,15 +7,14 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused import fused_backend as fused
-from overlap_gemm.backends.fused.launch_plan import Copies
 from overlap_gemm.config.visitors import Visitor
-from overlap_gemm.exchange.geometry import FLAG_BYTES, SCALE_BYTES
 from overlap_gemm.gather import all_gather
 from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import epilogue
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
+from tests.support.emulated.flag_order import with_flags_before_scales
 from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.emulated.scaled_cases import (
     AG,
@@ -111,15 +110,15 @@ WIDE = [{"mma": "cooperative", "tile": (128, 256), "cluster": cluster} for clust
     [(2, WIDE[0], None), (2, WIDE[1], "copy_engine"), (4, WIDE[0], "copy_engine")],
 )
 def test_wide_tiles_of_a_gather_have_the_bits_of_narrow_ones(ranks, fields, transport):
-    """Ragged shards, columns and K; both kernels add the sums of k tiles in the same order."""
+    """Compares bits of ragged shards, columns and K: both kernels add the sums of k tiles in one order."""
     case = Scaled(GATHER, 140 * ranks - 3, 264 * ranks, 400, seed=ranks)
-    found = []
+    results = []
     for one in (fields, SMALL["sm_90a"]):
         with world_of("sm_90a", ranks, one, transport=transport, mode="random") as world:
-            found.append(queue(case, world))
+            results.append(queue(case, world))
             world.synchronize()
-    assert share_of_bound(case, found[0]) <= 1
-    assert all(torch.equal(*outs) for outs in zip(*found, strict=True))
+    assert share_of_bound(case, results[0]) <= 1
+    assert all(torch.equal(*outs) for outs in zip(*results, strict=True))
 
 
 def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():
@@ -249,20 +248,6 @@ def with_the_next_shards(patch):
     patch.setattr(ArrivalGate, "with_rows", lambda self, tile, *others: rows(
         self, tile._replace(owner=(tile.owner + 1) % others[-1].call.exchange.world), *others
     ))  # fmt: skip
-
-
-def with_flags_before_scales(patch):
-    def send(copies, executor, second, own, exchange):
-        """Each row's values, the flag, each row's scale."""
-        pitch = own.stride(0)
-        for shard, flag in copies.places:
-            for at in range(0, copies.nbytes, pitch):
-                executor.copy(second, shard + at, own.data_ptr() + at, pitch - SCALE_BYTES)
-            executor.copy(second, flag, copies.coming, FLAG_BYTES)
-            for at in range(pitch - SCALE_BYTES, copies.nbytes, pitch):
-                executor.copy(second, shard + at, own.data_ptr() + at, SCALE_BYTES)
-
-    patch.setattr(Copies, "send", send)
 
 
 def without_the_epilogue_as_a_reader(patch):

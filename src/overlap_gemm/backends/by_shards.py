@@ -32,7 +32,7 @@ from .base import Problem
 from .collectives import gemm
 from .fused import gather_plans as gather
 from .fused.compiled import compiled_gate
-from .fused.launch_plan import Plan
+from .fused.launch_plan import OwnShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
 from .fused.ways import STORES
 
@@ -150,7 +150,7 @@ class ByShards:
             plan.workspace.captured |= plan.executor.order.follow(stream)
         plan.workspace.group.progress.events += 1
         with plan.executor.fork() as second:
-            plan.travel.send(plan.executor, second, own, plan.exchange)
+            plan.travel.send(plan.executor, second, (own.data_ptr(), 0), plan.exchange)
             yield second
 
     @contextmanager
@@ -239,7 +239,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
         pattern,
         workspace=workspace,
         exchange=exchange,
-        travel=gather.copies_of(workspace, full, nbytes),
+        travel=gather.copies_of(workspace, full, OwnShard(nbytes)),
         gate=gate,
         signature=gather.signature_of(dtype, row_bytes, shards),
     )

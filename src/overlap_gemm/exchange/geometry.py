@@ -265,8 +265,11 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
 END = -1
 """For a gate (:mod:`overlap_gemm.gather.gate`), in place of whose shard it waits for: it ends the call."""
 
-SCALE_BYTES = 16
-"""After each row of a gathered operand with scales: the row's, float32, and what makes a whole 16 bytes."""
+SCALE_BYTES = 4
+"""The scale of a row: float32."""
+
+SHARD_ALIGN = 128
+"""A shard that has scales after its rows takes a multiple of this many bytes: a line of L2."""
 
 SHARD_PIECES = 8
 """Pieces in which a shard of a gathered operand is put at most, each with a flag."""

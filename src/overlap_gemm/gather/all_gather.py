@@ -29,10 +29,11 @@ overwrites a put's source, of which a peer that has read it has everything. The 
 word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
 the arrival of this rank's flags, so copied from.
 
-**Scales** of A's rows travel after each row, under the shard's flag: the epilogue's warps, which read them,
-are readers of the gather buffer, too. Those of blocks (:mod:`overlap_gemm.mainloop.blocks`,
-:mod:`overlap_gemm.mainloop.mx`) travel after all rows of their shard; the load role reads them with its
-tiles.
+**Scales** of A lie after all rows of their shard, under its flag. They are sent from a place of their own: no
+copy puts rows and scales together. Rows begin at whole lines of L2; with 16 bytes after each row, a box of
+TMA would touch two lines a row. Scales of rows are read by the epilogue's warps, so these are readers of the
+gather buffer, too. Those of blocks (:mod:`overlap_gemm.mainloop.blocks`,
+:mod:`overlap_gemm.mainloop.mx`) are read by the load role, with its tiles.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
 the last one tells and ends the call.
@@ -41,7 +42,7 @@ the last one tells and ends the call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
@@ -259,13 +260,11 @@ class ArrivalGate:
     def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
         """Those that came with the rows of a shard: one for each."""
         given, exchange = call.given, call.call.exchange
-        offset, nbytes = call.shard(shard)
-        base = cutlass.select_(shard == exchange.rank, given.own, call.buffer + offset)
-        depth = cute.size(given.gathered, mode=[1]) * (given.gathered.element_type.width // 8)
-        base -= Int64(first) * given.row_bytes
-        scales = global_pointer(cutlass.Float32, base + depth, SCALE_BYTES)
-        rows, pitch = first + Int32(nbytes // given.row_bytes), Int32(given.row_bytes // 4)
-        return cute.make_tensor(scales, cute.make_layout(rows, stride=pitch))
+        (offset, _), (_, nbytes) = call.shard(shard), call.rows(shard)
+        arrived = call.buffer + offset + call.full_rows
+        base = cutlass.select_(shard == exchange.rank, cast(Any, given.after).address, arrived)
+        scales = global_pointer(cutlass.Float32, base - Int64(first) * SCALE_BYTES, SCALE_BYTES)
+        return cute.make_tensor(scales, cute.make_layout(first + Int32(nbytes // given.row_bytes)))
 
     @cute.jit
     def end(self, call: GatherCall) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -36,6 +36,20 @@ from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.interface import Transport
 
 
+class ShardScales(NamedTuple):
+    """The scales of a shard: after as many rows as a full shard has.
+
+    Attributes:
+        address: ``Int64``: of this rank's: of rows a vector, of blocks a matrix for a full shard.
+        nbytes: ``Int64``: their bytes: whole 16, 0 where this rank has no rows.
+        full_bytes: ``Int64``: bytes from the rows of a full shard to the next shard.
+    """
+
+    address: Int64
+    nbytes: Int64
+    full_bytes: Int64
+
+
 class Gathering(NamedTuple):
     """The run-time arguments of an all-gather GEMM.
 
@@ -43,15 +57,15 @@ class Gathering(NamedTuple):
         exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete; where
             it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
-        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16. Where
-            each has one scale, with `geometry.SCALE_BYTES`.
+        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
         own: ``Int64``: address of the own shard.
         kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
         is_last: ``Int32``: whether it is the last one: it ends the call.
         scales: of blocks: those of the shards in the gather buffer, a matrix as `mx` or `blocks` has it and
-            ``owners``: after as many rows as a full shard has. Else None.
+            ``owners``. Else None.
+        after: the scales of a shard, of rows or of blocks; None where A has no scales.
     """
 
     exchange: Exchange
@@ -63,6 +77,7 @@ class Gathering(NamedTuple):
     is_first: Int32
     is_last: Int32
     scales: Any = None
+    after: ShardScales | None = None
 
 
 class GatherCall(NamedTuple):
@@ -83,11 +98,11 @@ class GatherCall(NamedTuple):
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
         """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
-        offset, nbytes = self.rows(source)
-        if self.given.scales is None:
+        (offset, nbytes), after = self.rows(source), self.given.after
+        if after is None:
             return offset, nbytes
         return (
-            offset + Int64(source) * self._scale_bytes,
+            offset + Int64(source) * after.full_bytes,
             cutlass.select_(nbytes > 0, self.full_bytes, Int64(0)),
         )
 
@@ -101,13 +116,13 @@ class GatherCall(NamedTuple):
     @property
     def full_bytes(self) -> Any:
         """Of a full shard."""
-        rows = Int64(self.call.exchange.shard_rows) * self.given.row_bytes
-        return rows if self.given.scales is None else rows + self._scale_bytes
+        after = self.given.after
+        return self.full_rows if after is None else self.full_rows + after.full_bytes
 
     @property
-    def _scale_bytes(self) -> Any:
-        lines, width, _ = self.given.scales.shape
-        return Int64(lines) * width * (self.given.scales.element_type.width // 8)
+    def full_rows(self) -> Any:
+        """Bytes of a full shard's rows."""
+        return Int64(self.call.exchange.shard_rows) * self.given.row_bytes
 
     @property
     def owners(self) -> Any:
@@ -193,19 +208,16 @@ class ShardRole:
         """
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
-        (offset, nbytes), size = call.shard(rank), self.config.copied_bytes
+        (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
         if rank < call.owners:
             flag = call.call.flag(Int64(0), 0, rank)
             for i in cutlass.range(1, world, unroll=1):
                 peer = (rank + world - i) % world
-                copy_units(
-                    size,
-                    peers[peer] + exchange.slots_offset + offset,
-                    call.given.own,
-                    nbytes,
-                    first,
-                    stride,
-                )
+                target = peers[peer] + exchange.slots_offset + offset
+                copy_units(size, target, call.given.own, nbytes, first, stride)
+                if cutlass.const_expr(call.given.after is not None):
+                    scales = cast(ShardScales, call.given.after)
+                    copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
                 if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                     if cute.arch.lane_idx() == 0:
                         self.transport.signal(peers, rank, peer, flag, epoch)
@@ -218,10 +230,7 @@ class ShardRole:
             source = (exchange.rank + i) % owners
             if source != exchange.rank:
                 await_shard(call, source, self.transport)
-            offset, nbytes = call.shard(source)
-            kept = offset
-            if cutlass.const_expr(call.given.scales is not None):
-                kept, nbytes = call.rows(source)
+            (offset, _), (kept, nbytes) = call.shard(source), call.rows(source)
             origin = cutlass.select_(source == exchange.rank, call.given.own, call.buffer + offset)
             copy_units(
                 self.config.copied_bytes,

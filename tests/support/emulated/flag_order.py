@@ -6,10 +6,11 @@ from overlap_gemm.exchange.geometry import FLAG_BYTES
 
 def with_flags_before_scales(patch):
     def send(copies, executor, second, own, exchange):
-        rows = own.numel()
-        for shard, flag in copies.places:
-            executor.copy(second, shard, own.data_ptr(), rows)
+        rows, scales = own
+        _, scale_bytes, offset = copies.shard
+        for target, flag in copies.places:
+            copies.shard._replace(scale_bytes=0).copy(executor, second, target, (rows, scales))
             executor.copy(second, flag, copies.coming, FLAG_BYTES)
-            executor.copy(second, shard + rows, own.data_ptr() + rows, copies.nbytes - rows)
+            executor.copy(second, target + offset, scales, scale_bytes)
 
     patch.setattr(Copies, "send", send)

@@ -20,7 +20,14 @@ from torch import Tensor
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...epilogues import PAIR
-from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, shard_puts
+from ...exchange.geometry import (
+    COMING_OFFSET,
+    CONTROL_BYTES,
+    FLAG_BYTES,
+    SCALE_BYTES,
+    ExchangeShape,
+    shard_puts,
+)
 from ...runtime.executor import CudaExecutor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
@@ -32,8 +39,10 @@ from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..epilogues import Applying, read_by_kernel
-from ..scales.block_scales import gathered_scales, layout_of, rows_and_scales, scales_after
-from ..scales.scaling import rows_with_scales, shard_bytes
+from ..scales.block_scales import gathered_scales, layout_of, num_bytes
+from ..scales.block_scales import scales_of_shard as scales_of_blocks
+from ..scales.scaling import scales_of_shard as scales_of_rows
+from ..scales.scaling import shard_bytes
 from ..scales.tma_operands import (
     ROW_BYTES,
     ROW_ELEMENTS,
@@ -45,7 +54,7 @@ from ..scales.tma_operands import (
 )
 from . import plan_cache as plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .launch_plan import Copies, Plan, Product, Relayed, Travel
+from .launch_plan import Copies, OwnShard, Plan, Product, Relayed, Travel
 from .plan_cache import (
     bias_visitor,
     both,
@@ -96,9 +105,7 @@ def bind(
     if any(bias.stride(0) != 1 for bias in biases):
         return run
     if out_dtype is not None:
-        if keep or blocks:
-            return run
-        return _bind_scaled(run, x, weights, biases, shards, group, out_dtype)
+        return _bind_scaled(run, x, weights, biases, shards, group, keep, out_dtype, blocks)
     plan = plan_for(group, x, depth, weights, bias_visitor(bool(biases), x.dtype), shards, keep)
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
@@ -122,12 +129,26 @@ def _bind_scaled(
     biases: Sequence[Tensor],
     shards: Shards,
     group: Group,
+    keep: bool,
     out_dtype: torch.dtype,
+    blocks: Blocks | None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """`bind` of operands with scales of rows: the own rows and their scales are put together, too."""
-    rows, own_rows, columns = shards.total, x.shape[0], [weight.shape[0] for weight in weights]
+    """Does what `bind` does, of operands with scales."""
+    (local_rows, depth), columns = x.shape, [weight.shape[0] for weight in weights]
+    rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
     epilogue = bias_visitor(bool(biases), out_dtype)
-    plan = plan_for(group, x, x.shape[1], weights, epilogue, shards, False, out_dtype)
+    plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks)
+
+    def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
+        """Returns the scales that each product reads; None where those of a weight need a copy."""
+        if blocks is not None and layout is not None:
+            of_x = scales_of_blocks(scale_x, blocks, chunk, depth)
+            return [(of_x, layout.of_b(scale, (n, depth))) for scale, n in zip(scales, columns, strict=True)]
+        for scale, n in zip(scales, columns, strict=True):
+            if scale.shape[0] != n or scale.stride(0) != 1 or scale.data_ptr() % ROW_BYTES:
+                return None
+        of_x = scales_of_rows(scale_x, local_rows)
+        return [(of_x, scale) for scale in scales]
 
     def run_as_planned(
         x: Tensor,
@@ -136,21 +157,17 @@ def _bind_scaled(
         scale_x: Tensor,
         scales: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        if (
-            scale_x.shape[0] != own_rows
-            or any(
-                scale.shape[0] != n or scale.stride(0) != 1 for scale, n in zip(scales, columns, strict=True)
-            )
-            or _has_place_off(*weights, *scales, *biases)
-            or not plan.is_open
-        ):
+        extras = None
+        if plan.is_open and not _has_place_off(x, *weights, *biases):
+            extras = read_with(scale_x, scales)
+        if extras is None:
             return run(x, weights, biases, scale_x, scales)
-        own, by_row = rows_with_scales(x, scale_x)
-        each = zip(scales, *([biases] if biases else ()), strict=True)
-        extras = [(by_row, *of_columns) for of_columns in each]
+        if biases:
+            extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
         outs = [x.new_empty(rows, n, dtype=out_dtype) for n in columns]
-        plan.launch(own, weights, outs, extras)
-        return x, outs
+        kept = x.new_empty(rows, depth) if keep else None
+        plan.launch(x, weights, outs, extras, kept)
+        return x if kept is None else kept, outs
 
     return run_as_planned
 
@@ -177,9 +194,8 @@ def all_gather_gemm(
 ) -> tuple[Tensor, list[Tensor]]:
     """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
 
-    ``keep`` costs a copy of M x K inside the kernel; ``scales``, of x and of each weight
-    (`scaling`), a copy of the own shard in front of it, with each row's scale after it, or those of blocks
-    after all rows. ``epilogue``: what sums go through after the bias, and what it reads.
+    ``keep`` costs a copy of M x K inside the kernel. ``scales``: of x, gathered with its rows, and of each
+    weight (`scaling`). ``epilogue``: what sums go through after the bias, and what it reads.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     visitor, inputs = epilogue or (None, ())
@@ -190,21 +206,18 @@ def all_gather_gemm(
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
-    if blocks and not alone:
-        own = rows_and_scales(x, scales[0], blocks, shards.chunk)
-    elif scales and not alone:
-        own, by_row = rows_with_scales(x, scales[0])
-    else:
-        own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth))
+    own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
     if blocks:
         layout = layout_of(blocks)
-        of_x = layout.of_a(scales[0], x.shape) if alone else scales_after(own, blocks)
+        if alone:
+            of_x = layout.of_a(scales[0], x.shape)
+        else:
+            of_x = scales_of_blocks(scales[0], blocks, shards.chunk, own.shape[1])
         each = zip(scales[1], weights, strict=True)
         vectors = [(of_x, layout.of_b(scale, weight.shape)) for scale, weight in each]
     elif scales:
-        if alone:
-            by_row = aligned_vector(scales[0], len(x))
+        by_row = aligned_vector(scales[0], len(x)) if alone else scales_of_rows(scales[0], len(x))
         vectors = [(by_row, column) for column in _columns(used, scales[1])]
     if biases:
         found = [_padded(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
@@ -295,16 +308,22 @@ def _make_plan(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
-    from ...gather.gathering import Gathering
+    from ...gather.gathering import Gathering, ShardScales
 
     executor, group = peers.executor, peers.group
     chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
     row_bytes, after = depth * dtype.itemsize, 0
     if out_dtype is not None:
         row_bytes, after = shard_bytes(chunk, depth, blocks)
-    nbytes, full = shards.size(group.rank) * row_bytes, chunk * row_bytes + after
-    if after and nbytes:
-        nbytes = full
+    own_rows = shards.size(group.rank)
+    nbytes, full = own_rows * row_bytes, chunk * row_bytes + after
+    own_shard, scales_sent = OwnShard(nbytes), None
+    if out_dtype is not None:
+        own_bytes = 0
+        if own_rows:
+            own_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(own_rows, 4) * SCALE_BYTES
+        own_shard = OwnShard(nbytes, own_bytes, chunk * row_bytes)
+        scales_sent = ShardScales(0, own_bytes, after)
     workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
     arch, puts = peers.agreed.arch, way.puts
     push = nbytes < constants(arch).copy_bytes if asked is None else not asked.by_host
@@ -351,8 +370,8 @@ def _make_plan(
     gathered = buffer.as_strided((chunk, depth, owners), strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    scales = gathered_scales(buffer, owners, chunk, depth, blocks) if blocks else None
-    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales)
+    scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
+    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, scales_sent)
     gate = None
     if len(products) > 1:
         gate = peers.prepare(
@@ -360,11 +379,12 @@ def _make_plan(
         )
     travel: Travel | None = None
     if puts:
-        lists = both(shard_puts(group.rank, group.size, full, nbytes))
+        put = full if after and nbytes else nbytes
+        lists = both(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
-        travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, nbytes)
+        travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, own_shard if nbytes else None)
     elif nbytes and not push:
-        travel = copies_of(workspace, full, nbytes)
+        travel = copies_of(workspace, full, own_shard)
     signature = signature_of(dtype, row_bytes, shards, after, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
@@ -386,7 +406,7 @@ def signature_of(
 
     Args:
         dtype: Type of the gathered operand.
-        row_bytes: Bytes of a row, with its scale if it has one.
+        row_bytes: Bytes of a row.
         shards: Shards of the rows.
         after: Bytes of a full shard after its rows.
         blocks: Blocks that share a scale, as many bytes of which may be of two kinds.
@@ -401,19 +421,19 @@ def signature_of(
     return call_signature("gather", **facts, dtype=dtype)
 
 
-def copies_of(workspace: Workspace, full: int, nbytes: int) -> Copies:
+def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
     """The own shard's copies to where it goes at each peer, and its flag, in the order in which they want it.
 
     Args:
         workspace: the gather buffer.
         full: bytes of a full shard.
-        nbytes: of the own one.
+        shard: the own one.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
-    order = [(group.rank - i) % group.size for i in range(1, group.size)] if nbytes else []
+    order = [(group.rank - i) % group.size for i in range(1, group.size)] if shard.row_bytes else []
     places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
-    return Copies(places, workspace.memory.local.data_ptr() + COMING_OFFSET, nbytes)
+    return Copies(places, workspace.memory.local.data_ptr() + COMING_OFFSET, shard)
 
 
 def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:

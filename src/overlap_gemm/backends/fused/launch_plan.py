@@ -38,11 +38,32 @@ class Product(NamedTuple):
 class Travel(Protocol):
     """What leaves this rank on a second stream, alongside the products."""
 
-    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
         """Queues what must run before the products, which fill the SMs: within a GPU copies are kernels."""
 
-    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
-        """Queues the sending, once the products are launched."""
+    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
+        """Queues the sending, once the products are launched; ``own``: addresses of rows and scales."""
+
+
+class OwnShard(NamedTuple):
+    """Pieces of this rank's shard, and their places at a peer.
+
+    Attributes:
+        row_bytes: bytes of all its rows.
+        scale_bytes: bytes of their scales; 0 where there are none.
+        scales: bytes from the shard's first row to its scales.
+    """
+
+    row_bytes: int
+    scale_bytes: int = 0
+    scales: int = 0
+
+    def copy(self, executor: Executor, stream: int, target: int, own: tuple[int, int]) -> None:
+        """Queues the copies of rows and scales from their addresses to those of the shard at ``target``."""
+        rows, scales = own
+        executor.copy(stream, target, rows, self.row_bytes)
+        if self.scale_bytes:
+            executor.copy(stream, target + self.scales, scales, self.scale_bytes)
 
 
 @dataclass(frozen=True)
@@ -54,20 +75,20 @@ class Copies:
     Attributes:
         places: addresses of the shard and its flag at each peer, in the order in which they want it.
         coming: address of what a flag is to say (`geometry.COMING_OFFSET`).
-        nbytes: of the own shard.
+        shard: the own one.
     """
 
     places: tuple[tuple[int, int], ...]
     coming: int
-    nbytes: int
+    shard: OwnShard
 
-    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
         """Nothing."""
 
-    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
         """See `Travel.send`."""
-        for shard, flag in self.places:
-            executor.copy(second, shard, own.data_ptr(), self.nbytes)
+        for target, flag in self.places:
+            self.shard.copy(executor, second, target, own)
             executor.copy(second, flag, self.coming, FLAG_BYTES)
 
 
@@ -80,21 +101,21 @@ class Relayed:
         op: name of the op that is carried out.
         puts: two lists.
         place: address to which the own shard is copied first, since NVSHMEM puts from its own memory alone.
-        nbytes: of the own shard; 0 where what is put is there.
+        shard: the own one; None where what is put is there.
     """
 
     relay: Any
     op: str
     puts: tuple[Puts, ...]
     place: int = 0
-    nbytes: int = 0
+    shard: OwnShard | None = None
 
-    def stage(self, executor: Executor, second: int, own: Tensor) -> None:
+    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
         """See `Travel.stage`."""
-        if self.nbytes:
-            executor.copy(second, self.place, own.data_ptr(), self.nbytes)
+        if self.shard is not None:
+            self.shard.copy(executor, second, self.place, own)
 
-    def send(self, executor: Executor, second: int, own: Tensor, exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
         """See `Travel.send`."""
         self.relay(OPS[self.op].code, self.puts, exchange, second)
 
@@ -156,12 +177,12 @@ class Plan:
         """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
-            a: `[M, K]`, see `operands.aligned`; where it is gathered the own shard, `[max(rows, 1), K]`,
-                after a row its scale if it has one.
+            a: `[M, K]`, see `operands.aligned`; where it is gathered the own shard, `[max(rows, 1), K]`.
             weights: the rows of each weight that this rank multiplies, likewise.
             outs: the op's result for each, of one row at least, rows at multiples of 16 bytes.
             extras: what the epilogue's visitors of each read (`build`), see
-                `operands.aligned_vector`; None where they read nothing.
+                `operands.aligned_vector`; None where they read nothing. Of a gathered operand with scales the
+                first are the own shard's, as they are sent.
             kept: `[M, K]`, contiguous: the gathered operand; None where nobody wants it.
 
         Raises:
@@ -177,13 +198,15 @@ class Plan:
             self.workspace.raise_if_failed()
             with executor.order.lock:
                 exchange = self.next_call(stream)
+                scales = 0 if self.gathering is None else _scales_address(self.gathering, extras[0])
                 if self.travel is None:
-                    failure = self._multiply(exchange, a, operands, kept, stream)
+                    failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
+                    own = a.data_ptr(), scales
                     with executor.fork() as second:
-                        self.travel.stage(executor, second, a)
-                        failure = self._multiply(exchange, a, operands, kept, stream)
-                        self.travel.send(executor, second, a, exchange)
+                        self.travel.stage(executor, second, own)
+                        failure = self._multiply(exchange, a, scales, operands, kept, stream)
+                        self.travel.send(executor, second, own, exchange)
                 if failure:
                     raise failure
 
@@ -200,6 +223,7 @@ class Plan:
         self,
         exchange: Any,
         a: Tensor,
+        scales: int,
         operands: Sequence[tuple[Tensor, Tensor, tuple[Tensor, ...] | None]],
         kept: Tensor | None,
         stream: int,
@@ -209,7 +233,10 @@ class Plan:
         given, last = exchange, len(self.products) - 1
         if self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
-            given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat)
+            after = self.gathering.after
+            if after is not None:
+                after = type(after)(scales, *after[1:])
+            given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat, after=after)
         for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
             if last:
                 given = given._replace(is_first=int(i == 0), is_last=int(i == last))
@@ -222,3 +249,11 @@ class Plan:
                 return error
             self.workspace.group.progress.events += i == 0
         return None
+
+
+def _scales_address(gathering: Any, extras: tuple[Tensor, ...] | None) -> int:
+    """Returns the address of the scales of a gathered operand, 0 where it has none."""
+    if gathering.after is None:
+        return 0
+    assert extras is not None, "an operand with scales is gathered with them"
+    return extras[0].data_ptr()

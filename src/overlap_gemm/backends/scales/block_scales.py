@@ -46,6 +46,9 @@ class ScaleLayout(Protocol):
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """Copies A's scales to a matrix for at least as many rows."""
 
+    def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
+        """Returns A's scales as a contiguous matrix of these extents if they lie so, else None."""
+
 
 @dataclass(frozen=True)
 class Words:
@@ -66,6 +69,13 @@ class Words:
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """See `ScaleLayout`."""
         matrix.view(torch.uint8).view(-1)[: scale.numel()] = scale.view(torch.uint8).reshape(-1)
+
+    def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
+        """See `ScaleLayout`."""
+        lines, width = extents
+        if not scale.is_contiguous() or scale.numel() != lines * width * self.element.itemsize:
+            return None
+        return scale.view(self.element).view(extents)
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,11 @@ class Lines:
         """See `ScaleLayout`."""
         matrix[:, : len(scale)] = scale.t()
 
+    def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
+        """See `ScaleLayout`."""
+        lines = scale.t()
+        return lines if lines.shape == extents and lines.is_contiguous() else None
+
     @staticmethod
     def _readable(lines: Tensor) -> Tensor:
         if lines.stride(1) == 1 and has_tma_strides(lines) and lines.data_ptr() % ROW_BYTES == 0:
@@ -124,34 +139,39 @@ def num_bytes(blocks: Blocks, rows: int, depth: int) -> int:
     return lines * width * layout.element.itemsize
 
 
-def rows_and_scales(x: Tensor, scale: Tensor, blocks: Blocks, chunk: int) -> Tensor:
-    """`x` `[rows, depth]` as kernels send a shard: `[chunk, depth]`, and in memory after it the scales.
+def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Tensor:
+    """Scales as kernels send them and read the own ones: A's matrix for a full shard.
 
-    Zeros are appended along K to whole 16 bytes, and after the rows.
+    Themselves, where they lie so, or a copy, with zeros after.
+
+    Args:
+        scale: As callers pass them, of as many rows or fewer.
+        blocks: Blocks that share a scale.
+        rows: Rows of a full shard.
+        depth: K as it lies in memory.
     """
-    (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
-    packed = x.new_empty(chunk * width + num_bytes(blocks, chunk, width), dtype=torch.uint8)
-    packed[rows * width :] = 0
-    own = packed[: rows * width].view(rows, width)
-    own[:, :depth], own[:, depth:] = x.view(torch.uint8), 0
-    shard = packed.view(x.dtype)[: chunk * width].view(chunk, width)
-    layout_of(blocks).put(scale, scales_after(shard, blocks))
-    return shard
-
-
-def scales_after(shard: Tensor, blocks: Blocks) -> Tensor:
-    """The scales in memory after what `rows_and_scales` made: A's matrix."""
-    chunk, depth = shard.shape
-    nbytes = num_bytes(blocks, chunk, depth)
     layout = layout_of(blocks)
-    found = shard.view(torch.uint8).as_strided((nbytes,), (1,), shard.storage_offset() + chunk * depth)
-    return found.view(layout.element).view(layout.extents(chunk, depth))
+    extents = layout.extents(rows, depth)
+    if (matrix := layout.as_sent(scale, extents)) is not None and matrix.data_ptr() % ROW_BYTES == 0:
+        return matrix
+    matrix = scale.new_zeros(extents, dtype=layout.element)
+    layout.put(scale, matrix)
+    return matrix
 
 
-def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, blocks: Blocks) -> Tensor:
-    """Those in a gather buffer of bytes, after the rows of each shard: A's matrices, `[..., owners]`."""
-    layout, nbytes = layout_of(blocks), num_bytes(blocks, chunk, depth)
+def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, full: int, blocks: Blocks) -> Tensor:
+    """Those in a gather buffer of bytes, after the rows of each shard: A's matrices, `[..., owners]`.
+
+    Args:
+        buffer: Gather buffer, of bytes.
+        owners: Ranks that have rows.
+        chunk: Rows of a full shard.
+        depth: K as it lies in memory.
+        full: Bytes from one shard to the next.
+        blocks: Blocks that share a scale.
+    """
+    layout = layout_of(blocks)
     (lines, width), itemsize = layout.extents(chunk, depth), layout.element.itemsize
-    flat, shard = buffer.view(layout.element), (chunk * depth + nbytes) // itemsize
+    flat = buffer.view(layout.element)
     first = flat.storage_offset() + chunk * depth // itemsize
-    return flat.as_strided((lines, width, owners), (width, 1, shard), first)
+    return flat.as_strided((lines, width, owners), (width, 1, full // itemsize), first)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config.scale_blocks import MX, PROMOTED, Blocks, in_words
-from ...exchange.geometry import SCALE_BYTES
+from ...exchange.geometry import SCALE_BYTES, SHARD_ALIGN
 from ...spec.sharding import ceil_div
 from ...tuning.settings import settings
 from . import mx_scales as mx
@@ -99,32 +99,22 @@ def dequantised(
 
 
 def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
-    """Of a shard of 8-bit rows that is gathered: bytes of a row, and of what lies after all rows."""
-    if blocks is None:
-        return depth + SCALE_BYTES, 0
-    return depth, num_bytes(blocks, rows, depth)
+    """Of a full shard of 8-bit rows that is gathered: bytes of a row, and from the rows to the next shard."""
+    after = rows * SCALE_BYTES if blocks is None else num_bytes(blocks, rows, depth)
+    return depth, ceil_div(after, SHARD_ALIGN) * SHARD_ALIGN
 
 
-def rows_with_scales(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` `[rows, K]` as fused kernels send it: in memory after each row its scale, and a whole 16 bytes.
+def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
+    """Scales of so many rows as fused kernels send them: whole 16 bytes of them, at a multiple of 16 bytes.
 
-    Of one row and 16 elements at least; zeros are appended along K to whole 16 bytes. Of few operations:
-    torch's take longer on the host than a kernel's launch.
-
-    Returns:
-        The rows `[max(rows, 1), padded K]`, and all that is there of them as a float32 vector.
+    Themselves, or a copy; a single element is copied `rows` times.
     """
-    (rows, depth), width = x.shape, padded(x.shape[1], x.itemsize)
-    whole = width + SCALE_BYTES
-    packed = x.new_empty(max(rows, 1), whole, dtype=torch.uint8)
-    words = packed.view(-1).view(torch.float32)
-    if rows:
-        packed[:, :depth].copy_(x.view(torch.uint8))
-        if depth < width:
-            packed[:, depth:width].zero_()
-        step = whole // scale.itemsize
-        words.as_strided((rows,), (step,), width // scale.itemsize).copy_(scale)
-    return packed.view(x.dtype)[:, :width], words
+    size = padded(rows, scale.itemsize)
+    if size == rows:
+        return aligned_vector(scale, size)
+    sent = scale.new_zeros(size)
+    sent[:rows] = scale
+    return sent
 
 
 class Scaled(NamedTuple):
