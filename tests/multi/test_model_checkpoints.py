@@ -138,7 +138,7 @@ def what_nobody_could_gather(rank, size):
         full_state_dict(model)
     whole = full_state_dict(model)
     assert whole["lm_head.weight"].shape[0] == model.resize_token_embeddings(VOCABULARY).num_embeddings
-    with pytest.raises(ValueError, match=r"\(97 rows now\) before parallelize"):
+    with pytest.raises(ValueError, match=r"resize it \(97 rows now\) before parallelize"):
         model.resize_token_embeddings(50)
     replicas = DistributedDataParallel(model, device_mesh=mesh["dp"])
     ids = torch.arange(6).view(1, 6)

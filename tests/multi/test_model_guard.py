@@ -44,9 +44,9 @@ def put(path, make):
 EXPERTS = ["experts.gate_up_proj"]
 Q = {"target_modules": ["q_proj"]}
 WHEN_PUT = {
-    "dora": (lora(use_dora=True, **Q), r"'model\.layers\.0\.self_attn\.q_proj': Dora is not carried"),
-    "pissa": (lora(init_lora_weights="pissa", **Q), r"init_lora_weights='pissa' needs the whole weight"),
-    "alora": (lora(alora_invocation_tokens=[1], **Q), r"q_proj': ALora is not carried"),
+    "dora": (lora(use_dora=True, **Q), r"'model\.layers\.0\.self_attn\.q_proj': Dora is not supported"),
+    "pissa": (lora(init_lora_weights="pissa", **Q), r"init_lora_weights='pissa' needs the full weight"),
+    "alora": (lora(alora_invocation_tokens=[1], **Q), r"q_proj': ALora is not supported"),
     "ia3": (
         kind("IA3", target_modules=["k_proj"], feedforward_modules=[]),
         r"'model\.layers\.0\.self_attn\.k_proj' \(Linear\): adapters of the kind peft\.tuners\.ia3",
@@ -58,21 +58,21 @@ WHEN_PUT = {
     "embedding": (lora(target_modules=["embed_tokens"]), r"'model\.embed_tokens' .*adapters of the kind"),
     "tokens": (lora(trainable_token_indices=[3], **Q), r"'model\.embed_tokens' .*TrainableTokens"),
     "saved-linear": (
-        lora(modules_to_save=["o_proj"], **Q), r"o_proj' .*modules_to_save is carried for .*not 'row'"
+        lora(modules_to_save=["o_proj"], **Q), r"o_proj' .*modules_to_save is supported on .*not 'row'"
     ),
     "replaced": (
         put("model.layers.1.mlp.up_proj", lambda _: Other(24, 22)),
-        r"'model\.layers\.1\.mlp\.up_proj' \(Other\): it has been put into a model that is parallelized",
+        r"'model\.layers\.1\.mlp\.up_proj' \(Other\): it was put into a model after parallelize",
     ),
     "replaced-layer": (
         put("model.layers.0", lambda model: copy.deepcopy(model.model.layers[1])),
-        r"'model\.layers\.0' \(LlamaDecoderLayer\): it has been put into",
+        r"'model\.layers\.0' \(LlamaDecoderLayer\): it was put into",
     ),
-    "replaced-head": (put("lm_head", lambda _: nn.Linear(24, 97)), r"'lm_head' \(Linear\): it has"),
+    "replaced-head": (put("lm_head", lambda _: nn.Linear(24, 97)), r"'lm_head' \(Linear\): it was"),
     "replaced-norm": (put("model.norm", lambda _: nn.Identity()), r"'model\.norm' \(Identity\)"),
     "sequential": (
         put("model.layers.0.mlp", lambda model: nn.Sequential(model.model.layers[0].mlp, Other(24, 24))),
-        r"'model\.layers\.0\.mlp' \(Sequential\): it has been put",
+        r"'model\.layers\.0\.mlp' \(Sequential\): it was put",
     ),
 }  # fmt: skip
 
@@ -94,7 +94,7 @@ AT_FORWARD = {
     "norm-before": (on("model.norm", "forward_pre_hook", see), r"'model\.norm' .*the hook"),
     "forward": (
         lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: x),
-        r"'model\.layers\.0\.mlp' .*its forward has been replaced since",
+        r"'model\.layers\.0\.mlp' .*its forward was replaced after",
     ),
 }  # fmt: skip
 
@@ -164,7 +164,7 @@ def before(rank, size):
         (
             "llama",
             adapter("Lora", use_dora=True, **Q),
-            r"q_proj' .*adapter 'default' DoraLinearVariant",
+            r"q_proj' .*adapter 'default' is a DoraLinearVariant",
         ),
         ("llama", adapter("IA3", target_modules=["k_proj"], feedforward_modules=[]), r"k_proj' .*kind .*ia3"),
         ("llama", adapter("Lora", target_modules=["embed_tokens"]), r"embed_tokens' .*kind .*Embedding"),
@@ -173,9 +173,9 @@ def before(rank, size):
         (
             "phi3",
             adapter("Lora", target_modules=["o_proj"], modules_to_save=["qkv_proj"]),
-            r"no adapter of its kind .* 'packed'",
+            r"its kind of adapter is not supported .* 'packed'",
         ),
-        ("llama", adapter("Lora", **saved), r"o_proj' .*no adapter of its kind .* 'row'"),
+        ("llama", adapter("Lora", **saved), r"o_proj' .*its kind of adapter is not supported .* 'row'"),
     ):
         model = peft.get_peft_model(tiny(family, size), config)
         parameters = [id(parameter) for parameter in model.parameters()]
@@ -260,11 +260,11 @@ def setting(name, value):
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 NUMBERS = {
-    "data": (other_data(NORM, lambda p: torch.ones(24).double()), r"norm' .*its weight has been given other"),
-    "data-of-a-dtensor": (other_data(HEAD, lambda p: p.detach() * 2), r"'lm_head' .*other \.data"),
-    "past": (past_the_hook(NORM, nn.Parameter(torch.ones(24).double())), r"norm' .*is a plain tensor"),
-    "past-head": (past_the_hook(HEAD, nn.Parameter(torch.ones(97, 24))), "'lm_head' .*is a plain"),
-    "head-forward": (setting("lm_head.forward", lambda x: x), r"'lm_head' .*its forward has been replaced"),
+    "data": (other_data(NORM, lambda p: torch.ones(24).double()), r"norm' .*its weight\.data was assigned"),
+    "data-of-a-dtensor": (other_data(HEAD, lambda p: p.detach() * 2), r"'lm_head' .*its weight\.data"),
+    "past": (past_the_hook(NORM, nn.Parameter(torch.ones(24).double())), r"norm' .*is an unsharded tensor"),
+    "past-head": (past_the_hook(HEAD, nn.Parameter(torch.ones(97, 24))), "'lm_head' .*is an unsharded"),
+    "head-forward": (setting("lm_head.forward", lambda x: x), r"'lm_head' .*its forward was replaced"),
     "weight-norm": (
         lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.o_proj),
         r"self_attn.o_proj' .*weight_norm needs the norms of full rows",
@@ -293,14 +293,22 @@ def numbers(rank, size):
     before = content(model)
     own = model.model.norm.weight.to_local()
     for name, tensor, words in (
-        ("model.embed_tokens.weight", torch.ones(96, 24), r"its weight is \[97, 24\].*, got \[96, 24\]"),
-        ("model.layers.0.mlp.up_proj.weight", torch.ones(11, 24), r"its weight is \[22, 24\]"),
+        (
+            "model.embed_tokens.weight",
+            torch.ones(96, 24),
+            r"its weight must be the full tensor \[97, 24\], got \[96, 24\]",
+        ),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            torch.ones(11, 24),
+            r"its weight must be the full tensor \[22, 24\]",
+        ),
         ("model.layers.0.self_attn.sinks", torch.ones(4), "it has no parameter 'sinks' to assign"),
     ):
         with pytest.raises(UnknownModuleError, match=words):
             assign(model, name, nn.Parameter(tensor))
     assert content(model) == before
-    with pytest.raises(UnknownModuleError, match="embedding and lm_head have one weight"):
+    with pytest.raises(UnknownModuleError, match="embedding and lm_head are tied"):
         assign(parallelize(tiny("qwen3", size), mesh), "lm_head.weight", nn.Parameter(torch.ones(97, 24)))
     if rank == 1:
         model.model.norm.weight = nn.Parameter(own.clone())
@@ -317,7 +325,7 @@ def foreign_cache(rank, size):
 
     model = parallelize(tiny("llama", size), init_device_mesh("cpu", (size,)))
     prefixed = get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    words = r"past_key_values has \[2\] key/value heads, .* has 1: .* Prefix tuning is not carried"
+    words = r"past_key_values must have the 1 key/value heads .* got \[2\]: .* Prefix tuning is not supported"
     with pytest.raises(ValueError, match=words):
         prefixed(input_ids=IDS)
     with torch.no_grad():  # the model's own cache, of a rank's heads

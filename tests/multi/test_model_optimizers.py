@@ -99,10 +99,10 @@ def refused(rank, ranks):
     cases = {
         "Adafactor: it takes means over rows and columns": optim.Adafactor,
         "transformers.optimization.Adafactor: it takes": lambda p: Adafactor(p, relative_step=False, lr=1.0),
-        "LBFGS: it makes one vector of all parameters. Right are .*, AdamW, and others": optim.LBFGS,
+        "LBFGS: it makes one vector of all parameters. Supported: .*, AdamW\\. Mark": optim.LBFGS,
         "Rprop: DTensor has no rule for an operation": optim.Rprop,
-        "SGD: DTensor has no rule for fused=True": lambda p: optim.SGD(p, lr=1e-2, fused=True),
-        "Adagrad: DTensor has no rule for fused=True": lambda p: optim.Adagrad(p, fused=True),
+        "SGD: DTensor supports fused=True for Adam": lambda p: optim.SGD(p, lr=1e-2, fused=True),
+        "Adagrad: DTensor supports fused=True for Adam": lambda p: optim.Adagrad(p, fused=True),
         "Signs: its step on shards has not been tried.*sees_shards": Signs,
     }
     for words, make in cases.items():

@@ -218,7 +218,7 @@ def layouts_that_are_not_served(rank, size):
     ):
         with pytest.raises(ValueError, match="Overlap(Colwise|Rowwise|Shared).* got"):
             style()
-    with pytest.raises(TypeError, match=r"this style is for nn.Linear, got LayerNorm"):
+    with pytest.raises(TypeError, match=r"need an nn.Linear, got LayerNorm"):
         parallelize_module(nn.LayerNorm(3), init_device_mesh("cpu", (size,)), OverlapRowwiseParallel())
 
 

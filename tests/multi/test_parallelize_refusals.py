@@ -55,22 +55,22 @@ def classifier():
 REFUSED = {
     "gpt2": (lambda: other("GPT2"), r"'transformer\.wte' \(Embedding\): it holds parameters and has"),
     "gpt-neox": (lambda: other("GPTNeoX"), r"'.*' \(\w+\): it holds parameters and has no known place"),
-    "gpt-oss": (lambda: other("GptOss"), r"self_attn' \(GptOssAttention\): .* parameters of its own, sinks"),
+    "gpt-oss": (lambda: other("GptOss"), r"self_attn' \(GptOssAttention\): .* no parameters of its own, got sinks"),
     "olmo3": (lambda: other("Olmo3"), r"Olmo3ForCausalLM: model_type 'olmo3' is not among"),
     "experts": (lambda: tiny("mixtral", 4, intermediate_size=6), r"experts' .*the 6 features of an expert"),
     "grouped": (
         lambda: tiny("mixtral", 4, dtype=torch.float32), r"3 features of an expert are 12 bytes"
     ),
     "jitter": (lambda: tiny("mixtral", 4, router_jitter_noise=0.1), r"mlp' .*jitter_noise=0.1 would need"),
-    "shared": (lambda: other("Qwen2Moe"), r"'model\.layers\.0\.mlp' \(Qwen2Moe\w+\): its parts .*shared"),
+    "shared": (lambda: other("Qwen2Moe"), r"'model\.layers\.0\.mlp' \(Qwen2Moe\w+\): its children .*shared"),
     "norm over heads": (
-        lambda: tiny("olmo2", 4, num_key_value_heads=2), r"k_norm' .*norm over all heads needs P=4 to divide"
+        lambda: tiny("olmo2", 4, num_key_value_heads=2), r"k_norm' .*norm over all heads .* P=4 divides"
     ),
     "classifier": (classifier, r"'score' \(Linear\): it holds parameters"),
     "heads": (lambda: tiny("llama", 3), r"'model\.layers\.0\.self_attn' .*num_attention_heads=6 is not"),
     "kv-heads": (
         lambda: tiny("llama", 4, num_attention_heads=12, num_key_value_heads=3),
-        r"num_key_value_heads=3 is not divisible by P=4, nor divides it",
+        r"num_key_value_heads=3 is neither a multiple nor a divisor of P=4",
     ),
     "dropout": (
         lambda: changed(set_attribute("model.layers.1.mlp.act_fn", nn.Dropout(0.2))),
@@ -93,9 +93,9 @@ REFUSED = {
         r"'model\.layers\.0\.input_layernorm' .*its forward has been replaced already",
     ),
     "sparse": (
-        lambda: changed(set_attribute("model.embed_tokens.sparse", True)), r"embed_tokens' .*need all its"
+        lambda: changed(set_attribute("model.embed_tokens.sparse", True)), r"embed_tokens' .*need all rows"
     ),
-    "vocabulary": (lambda: tiny("llama", 4, vocab_size=5), r"5 rows over P=4 ranks leave the last rank none"),
+    "vocabulary": (lambda: tiny("llama", 4, vocab_size=5), r"5 rows leave the last of P=4 ranks"),
     "no-mlp": (lambda: changed(set_attribute("model.layers.0.mlp", None)), r"layers\.0' .*must have mlp"),
 }  # fmt: skip
 

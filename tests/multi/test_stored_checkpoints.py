@@ -196,9 +196,9 @@ def refused(rank, ranks, folder, words):
     [
         (
             "fp8 128x128",
-            r"_proj' \(fp8 of 8 bits, blocks of 128 x 128\).* shards, \[\d+, \d+\], do not end on",
+            r"_proj' \(fp8 of 8 bits, blocks of 128 x 128\).* shards, \[\d+, \d+\], do not end at",
         ),
-        ("fp8 64x64", r"blocks of 64 x 64\).* of blocks the ops take those of 128 x 128 and 32 x 32"),
+        ("fp8 64x64", r"blocks of 64 x 64\).* the blocks must be 128 x 128 or 32 x 32"),
     ],
 )
 def test_other_blocks_are_dequantized_by_choice_alone(ranks, tmp_path, monkeypatch, form, words):
@@ -231,7 +231,7 @@ def test_forms_are_told_by_the_configuration():
 
     assert form_of(SimpleNamespace()) is None and form(quant_method="gptq") is None
     assert form(quant_method="modelopt", quantization={"quant_algo": "FP8"}) == Form("modelopt", static=True)
-    with pytest.raises(QuantizedCheckpointError, match="quant_algo 'FP8' is read, not 'NVFP4'"):
+    with pytest.raises(QuantizedCheckpointError, match="modelopt: quant_algo must be 'FP8', got 'NVFP4'"):
         form(quant_method="modelopt", quant_algo="NVFP4")
 
     def group(**weights):

@@ -1,10 +1,9 @@
-"""Whole models and single linears made tensor-parallel: `parallelize`, and the styles it is made of.
+"""Tensor parallelism for whole models (`parallelize`) and for single linears (`ParallelStyle` classes).
 
     model = LlamaForCausalLM(config)
     parallelize(model, mesh["tp"])          # trains, generates, saves as before
 
-Parameters become DTensors, so optimizers, gradient clipping and distributed checkpoints work on them
-unchanged.
+Parameters become DTensors, so optimizers, gradient clipping and distributed checkpoints work unchanged.
 """
 
 from . import replacements  # noqa: F401 - registers its hook with torch

@@ -1,8 +1,8 @@
-"""What each module of a decoder is to tensor parallelism, and the refusal of whatever has no rule here.
+"""Roles of a decoder's modules in tensor parallelism, and the refusal of modules without a rule.
 
-A model that is almost understood is trained wrongly without a word: a norm between sharded heads whose
-gradient nobody sums, a tied weight cut in two. So every module that holds parameters needs a role, every
-role checks that its module is what it takes it for, and one that is not is refused by name.
+A wrong guess trains wrongly without an error: the gradient of a norm between sharded heads is summed by no
+rank, or a tied weight is sharded in two different ways. Therefore every module that holds parameters needs a
+role. Every role checks its module's type and shapes, and a module that fails the check is refused by name.
 """
 
 import re
@@ -24,7 +24,7 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "mixtral",
     "qwen3_moe", "llama4_text",
 )  # fmt: skip
-"""The `config.model_type` of what is tested, in tests/multi/test_parallelize.py."""
+"""The `config.model_type` of the tested families (tests/multi/test_parallelize.py)."""
 
 ROLES: dict[str, Role] = {
     "embed_tokens": "embedding",
@@ -54,26 +54,28 @@ ROLES: dict[str, Role] = {
     "layers.*.mlp.shared_expert.down_proj": "shared row",
     "norm": "final norm",
 }
-"""By a module's path below the decoder, layer numbers as `*`. `lm_head` lies alongside the decoder.
+"""Roles by a module's path below the decoder, layer numbers replaced by `*`. `lm_head` is next to the
+decoder.
 
-Of a shared expert, through which all tokens go, the linears see all tokens, whatever lies between the layers.
+All tokens pass through a shared expert. Its linears therefore get all tokens, even under sequence
+parallelism.
 """
 
 ALIASES = {".feed_forward": ".mlp", ".mlp.router": ".mlp.gate"}
-"""Llama 4's names for the same."""
+"""Llama 4's names of these modules."""
 
 PAIRED = "gate_up_proj"
-"""The parameter that holds gates and ups."""
+"""Name of the parameter that holds the experts' gate and up projections."""
 
 GROUPED_BYTES = 16
-"""Rows of torch's grouped products are multiples of it."""
+"""Row size in bytes that torch's grouped product requires a multiple of."""
 
 PROJECTIONS: dict[Role, tuple[tuple[str, ...], ...]] = {
     "attention": (("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")),
     "mlp": (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")),
     "mixture": (("gate", "experts"), ("router", "experts", "shared_expert")),
 }
-"""The linears that a module of a role must have: one of these sets."""
+"""Names of the projections of a module, by its role; a module must have exactly one of these sets."""
 
 
 class UnknownModuleError(ValueError):
@@ -81,17 +83,17 @@ class UnknownModuleError(ValueError):
 
 
 def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
-    """The role of each module of `model` that has one. Changes nothing.
+    """Returns the role of each module of `model` that has one. Changes nothing.
 
     Args:
-        model: A causal language model of Hugging Face's transformers, or its decoder.
-        ranks: P.
+        model: Causal language model of Hugging Face's transformers, or its decoder.
+        ranks: Number of ranks P.
 
     Returns:
-        Roles by the modules' names, in the model's order.
+        Roles by module name, in the model's order.
 
     Raises:
-        UnknownModuleError: No rule for a module, or for the model.
+        UnknownModuleError: A module, or the model, has no rule.
     """
     inner = model.model if isinstance(getattr(model, "model", None), nn.Module) else model
     prefix = "" if inner is model else "model."
@@ -99,18 +101,18 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
         if isinstance(parameter, DTensor):
             _refuse(name, model, "it is a DTensor: this model has been parallelized already")
     roles: dict[str, Role] = {}
-    within = None
+    adapter_prefix = None
     for name, module in model.named_modules():
-        if within is not None and name.startswith(within):  # of an adapter
+        if adapter_prefix is not None and name.startswith(adapter_prefix):  # inside an adapter
             continue
         role: Role | None = "decoder" if module is inner else "head" if name == "lm_head" else None
         if name.startswith(prefix):
             role = role or ROLES.get(_path(name.removeprefix(prefix)))
-        role = _told_by_module(role, name, module, model.config, ranks)
+        role = _refined_by_module(role, name, module, model.config, ranks)
         if role is not None:
             if is_adapter(module):
                 _check_adapter(name, module, role)
-                within = f"{name}."
+                adapter_prefix = f"{name}."
             elif type(module).__module__.startswith("peft."):
                 _refuse(name, module, why_not_peft(module, role) or "")
             for base in bases(module):
@@ -135,16 +137,16 @@ def plan(model: nn.Module, ranks: int) -> dict[str, Role]:
 
 
 def is_carried_dropout(name: str, module: nn.Module, roles: dict[str, Role]) -> bool:
-    """Returns whether a module is dropout of hidden states: of a layer itself, or outside of all layers."""
+    """Returns whether a module is dropout of hidden states: directly in a layer, or outside of all layers."""
     parent = name.rpartition(".")[0]
     return type(module) is nn.Dropout and (roles.get(parent) == "layer" or ".layers." not in f".{name}")
 
 
 def unsupported_setting(role: Role | None, module: Any) -> str | None:
-    """Returns why a module's settings, changed at any time, cannot be carried; None: they can."""
+    """Returns why a module's settings are not supported, or None. Settings may change at any time."""
     if role == "embedding":
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            return "max_norm, sparse and scale_grad_by_freq need all its rows at once"
+            return "max_norm, sparse and scale_grad_by_freq need all rows, and a rank has some of them"
     elif role == "mixture":
         if noise := getattr(module, "jitter_noise", 0):
             return f"jitter_noise={noise} would need the same random numbers on each rank"
@@ -162,13 +164,13 @@ def _parametrizations(module: nn.Module) -> list[nn.Module]:
 
 def _path(name: str) -> str:
     path = re.sub(r"\blayers\.\d+", "layers.*", name)
-    for theirs, ours in ALIASES.items():
-        path = path.replace(theirs, ours)
+    for alias, canonical in ALIASES.items():
+        path = path.replace(alias, canonical)
     return path
 
 
-def _told_by_module(role: Role | None, name: str, module: Any, config: Any, ranks: int) -> Role | None:
-    """The role, where its path alone does not tell it."""
+def _refined_by_module(role: Role | None, name: str, module: Any, config: Any, ranks: int) -> Role | None:
+    """Returns the role, refined by the module where the path alone does not determine it."""
     if role == "mlp" and hasattr(module, "experts"):
         return "mixture"
     if role == "head norm" and getattr(module, "weight", None) is not None:
@@ -183,24 +185,24 @@ def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
 
 
 def unknown(name: str, module: nn.Module, why: str) -> UnknownModuleError:
-    """The refusal of a module; of the model itself, which has no name."""
+    """Returns the error that refuses a module; the empty name stands for the model."""
     what = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
     return UnknownModuleError(f"parallelize has no rule for {what}: {why}")
 
 
 def _check_ties(model: nn.Module, prefix: str) -> None:
-    """Of weights that are one, only embedding and head stay one: both are sharded by vocabulary."""
+    """Raises unless embedding and head are the only tied weights; both are sharded by vocabulary."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
     for names in owners.values():
         if len(names) > 1 and set(names) != {f"{prefix}embed_tokens.weight", "lm_head.weight"}:
-            _refuse(names[1], model, f"it is tied to {names[0]!r}, and only embedding and lm_head stay tied")
+            _refuse(names[1], model, f"it is tied to {names[0]!r}; only embedding and lm_head may be tied")
 
 
 def _check_adapter(name: str, module: Any, role: Role) -> None:
     if role not in (ADAPTED if is_lora(module) else COPIED):
-        _refuse(name, module, f"no adapter of its kind is carried for a module that is {role!r}")
+        _refuse(name, module, f"its kind of adapter is not supported on a module of role {role!r}")
     if is_lora(module):
         why = why_not_lora(module)
         if why is not None:
@@ -215,7 +217,7 @@ def _check_linear(name: str, module: nn.Module, config: Any, ranks: int) -> None
 def _check_packed(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     _check_linear(name, module, config, ranks)
     if module.bias is not None:
-        _refuse(name, module, "a packed projection with a bias is in none of the families tested")
+        _refuse(name, module, "a packed projection must have no bias; no tested family has one")
 
 
 def _check_embedding(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -224,7 +226,7 @@ def _check_embedding(name: str, module: nn.Module, config: Any, ranks: int) -> N
         _refuse(name, module, "an embedding must be an nn.Embedding, or Gemma's scaled one")
     rows = module.num_embeddings
     if -(-rows // ranks) * (ranks - 1) >= rows:
-        _refuse(name, module, f"{rows} rows over P={ranks} ranks leave the last rank none")
+        _refuse(name, module, f"{rows} rows leave the last of P={ranks} ranks without rows; use fewer ranks")
 
 
 def _check_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -237,13 +239,13 @@ def _check_head_norm(name: str, module: nn.Module, config: Any, ranks: int) -> N
 
 def _check_spread_norm(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     heads = config.num_attention_heads if name.endswith("q_norm") else kv_heads(config)
-    _check_norm_of(name, module, heads * head_dim(config), "head_dim, or that of all heads")
+    _check_norm_of(name, module, heads * head_dim(config), "head_dim, or head_dim times the heads")
     if heads % ranks:
         _refuse(
-            name, module, f"a norm over all heads needs P={ranks} to divide them, of which there are {heads}"
+            name, module, f"a norm over all heads needs a number of heads that P={ranks} divides, got {heads}"
         )
     if not hasattr(module, "variance_epsilon"):
-        _refuse(name, module, "a norm over all heads must be an RMSNorm with variance_epsilon, as OLMo2's")
+        _refuse(name, module, "a norm over all heads must be an RMSNorm with variance_epsilon (OLMo2's)")
 
 
 def _check_norm_of(name: str, module: nn.Module, width: int, what: str) -> None:
@@ -260,7 +262,7 @@ def _check_attention(name: str, module: nn.Module, config: Any, ranks: int) -> N
         )
     heads = kv_heads(config)
     if heads % ranks and (ranks % heads or hasattr(module, "qkv_proj")):
-        _refuse(name, module, f"num_key_value_heads={heads} is not divisible by P={ranks}, nor divides it")
+        _refuse(name, module, f"num_key_value_heads={heads} is neither a multiple nor a divisor of P={ranks}")
 
 
 def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -270,7 +272,7 @@ def _check_mlp(name: str, module: nn.Module, config: Any, ranks: int) -> None:
 def _check_shared_expert(name: str, module: nn.Module, config: Any, ranks: int) -> None:
     _check_projections(name, module, "mlp")
     if hasattr(module, "gate_up_proj"):
-        _refuse(name, module, "a shared expert with a packed projection is in none of the families tested")
+        _refuse(name, module, "a shared expert must have separate gate_proj and up_proj")
 
 
 def _check_mixture(name: str, module: Any, config: Any, ranks: int) -> None:
@@ -284,30 +286,33 @@ def _check_router(name: str, module: Any, config: Any, ranks: int) -> None:
 
 
 def _check_experts(name: str, module: Any, config: Any, ranks: int) -> None:
-    shapes, wanted, dim = _shapes(module), expert_shapes(module), features_dim(module)
-    if shapes != wanted:
-        _refuse(name, module, f"experts must have {wanted}, got {shapes}")
+    shapes, expected, dim = _shapes(module), expert_shapes(module), features_dim(module)
+    if shapes != expected:
+        _refuse(name, module, f"experts must have the shapes {expected}, got {shapes}")
     inner = shapes[PAIRED][dim] // 2
-    own, rest = divmod(inner, ranks)
+    local_features, rest = divmod(inner, ranks)
     if rest:
         _refuse(name, module, f"the {inner} features of an expert are not divisible by P={ranks}")
-    size = own * module.down_proj.element_size()
+    size = local_features * module.down_proj.element_size()
     is_grouped = dim == 1 and getattr(config, "_experts_implementation", None) == "grouped_mm"
     if size % GROUPED_BYTES and is_grouped:
-        why = f"a rank's {own} features of an expert are {size} bytes, no multiple of {GROUPED_BYTES}, "
-        _refuse(
-            name, module, why + "as torch's grouped product wants: experts_implementation='eager' does not"
+        why = (
+            f"a rank's {local_features} features of an expert are {size} bytes; torch's grouped product "
+            f"needs a multiple of {GROUPED_BYTES}: use experts_implementation='eager'"
         )
+        _refuse(name, module, why)
 
 
 def _check_projections(name: str, module: nn.Module, role: Role) -> None:
-    if own := [key for key, _ in module.named_parameters(recurse=False)]:
-        _refuse(name, module, f"it holds parameters of its own, {', '.join(own)}")
+    if direct := [key for key, _ in module.named_parameters(recurse=False)]:
+        _refuse(name, module, f"it must hold no parameters of its own, got {', '.join(direct)}")
     present = {key for key, child in module.named_children() if list(child.parameters())}
     present -= {"q_norm", "k_norm"}
     if present not in map(set, PROJECTIONS[role]):
         sets = " or ".join(", ".join(names) for names in PROJECTIONS[role])
-        _refuse(name, module, f"its parts with parameters must be {sets}, got {', '.join(sorted(present))}")
+        _refuse(
+            name, module, f"its children with parameters must be {sets}, got {', '.join(sorted(present))}"
+        )
 
 
 def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
@@ -317,17 +322,20 @@ def _check_layer(name: str, module: nn.Module, config: Any, ranks: int) -> None:
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Those of its parameters, and of what is in it."""
+    """Returns the shapes of all parameters of a module and its children, by name."""
     return {key: list(value.shape) for key, value in module.named_parameters()}
 
 
 def features_dim(experts: Any) -> int:
-    """Where `gate_up_proj` has its 2I: 1 in [E, 2I, H], 2 in Llama 4's [E, H, 2I]."""
+    """Returns the dimension of the 2I features in `gate_up_proj`.
+
+    It is 1 in [E, 2I, H], and 2 in Llama 4's [E, H, 2I].
+    """
     return 2 if hasattr(experts, "expert_dim") else 1
 
 
 def expert_shapes(experts: Any) -> dict[str, list[Any]]:
-    """What transformers makes the parameters of a family's experts."""
+    """Returns the parameter shapes that transformers gives the experts of a family."""
     count = getattr(experts, "num_experts", None)
     if features_dim(experts) == 2:
         inner, hidden = experts.expert_dim, getattr(experts, "hidden_size", None)
@@ -337,12 +345,12 @@ def expert_shapes(experts: Any) -> dict[str, list[Any]]:
 
 
 def kv_heads(config: Any) -> int:
-    """Key/value heads."""
+    """Returns the number of key/value heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_dim(config: Any) -> int:
-    """Width of an attention head."""
+    """Returns the width of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

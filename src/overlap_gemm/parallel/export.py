@@ -1,4 +1,4 @@
-"""Parallelized models for `torch.export`, which takes no DTensor parameters."""
+"""Parallelized models for `torch.export`, which does not support DTensor parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,25 +15,26 @@ from .parameters import SHARD
 
 @contextmanager
 def exportable(model: Model) -> Iterator[Model]:
-    """Within the block the parameters of a parallelized model are plain tensors: this rank's shards.
+    """Makes the parameters of a parallelized model plain tensors, this rank's shards, within the block.
 
-    with torch.no_grad(), exportable(model):
-        program = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        with torch.no_grad(), exportable(model):
+            program = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
 
-    The exported program holds this rank's shards and calls `torch.ops.overlap_gemm.*`; every rank exports its
-    own, and runs it together with the others. It is for inference: its parameters require no gradients. The
-    process group is a name in it, so a process that loads it makes its groups in the same order.
+    The exported program holds this rank's shards and calls `torch.ops.overlap_gemm.*`. Every rank exports its
+    own program and runs it together with the others. The program is for inference: its parameters require no
+    gradients. It contains the name of the process group, so a process that loads it must create its groups in
+    the same order.
 
     Args:
-        model: What `parallelize` returned, or any module whose DTensor parameters belong to modules with the
-            styles of this package.
+        model: Model returned by `parallelize`, or a module whose DTensor parameters all belong to linears
+            with the styles of this package.
 
     Yields:
         `model`.
 
     Raises:
-        ValueError: A module's parameters are sharded by somebody else (FSDP, torch's own styles), or its
-            output is a DTensor.
+        ValueError: FSDP or torch's own styles have sharded a module's parameters, or a module returns a
+            DTensor.
     """
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
     plain: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
@@ -56,10 +57,10 @@ def exportable(model: Model) -> Iterator[Model]:
 def _check(name: str, module: Any, parameter: Tensor) -> None:
     forward, what = module.forward, None
     if not isinstance(forward, FORWARDS):
-        what = "its forward wants DTensors"
+        what = "its forward takes DTensors; it has no style of overlap_gemm.parallel"
     elif isinstance(forward, (ColwiseForward, RowwiseForward)) and not forward.style.use_local_output:
-        what = "its output is a DTensor (parallelize with logits='replicated')"
+        what = "its output is a DTensor; use logits='replicated' in parallelize"
     elif isinstance(parameter, DTensor) and parameter.device_mesh.ndim != 1:
-        what = "its parameters are sharded along a second dimension of the mesh, too; export before that"
+        what = "its parameters are sharded along a second dimension of the mesh, too; export the model before"
     if what is not None:
-        raise ValueError(f"cannot be exported: {name!r} ({type(module).__name__}): {what}")
+        raise ValueError(f"exportable: {name!r} ({type(module).__name__}) cannot be exported: {what}")

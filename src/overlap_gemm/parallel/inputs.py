@@ -1,9 +1,11 @@
-"""Ranks that call a parallelized model must call it with the same inputs: what is compared, and when.
+"""Check that all ranks call a parallelized model with the same inputs.
 
-On CPUs every tensor's shape, dtype and a digest of its bytes, before each forward pass, which costs a small
-message to every rank. On GPUs a digest would wait for the device, so that shapes alone are compared, those of
-the tensors on which the collectives' sizes depend, and once for each kind of call. `OVERLAP_GEMM_CHECK=1` has
-everything compared, at every call.
+| device | compared | when |
+|---|---|---|
+| CPU | shape, dtype and digest of tensors; numbers, texts | every forward pass, by a small message |
+| GPU | shapes of `SIZES` only: a digest would wait for the device | once per call signature |
+
+`OVERLAP_GEMM_CHECK=1` compares everything at every call, on every device.
 """
 
 import hashlib
@@ -18,14 +20,15 @@ from ..runtime.group import resolve
 from .places import Sharding
 
 SIZES = ("input", "input_ids", "inputs_embeds")
-"""Inputs on whose shape the collectives' sizes depend."""
+"""Inputs whose shapes determine the sizes of the collectives."""
 NOT_OF_THE_DECODER = ("labels", "logits_to_keep")
 
 
 class Labels:
-    """Pre-forward hook of a causal language model: keeps what its decoder does not see for `SameInputs`.
+    """Pre-forward hook of a causal language model: keeps the inputs that its decoder does not get.
 
-    It refuses labels where the loss would be of sharded logits, and not torch's for these.
+    `SameInputs` compares them. The hook refuses labels of a model with sharded logits outside of torch's
+    `loss_parallel()`.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -33,49 +36,49 @@ class Labels:
         self.kept: dict[str, Any] = {}
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by torch before the model."""
+        """Keeps the inputs, or raises. Called by torch before the model."""
         if self.sharding.logits_are_sharded and kwargs.get("labels") is not None and not in_loss_parallel():
             raise ValueError(
-                "labels= of a model with logits='sharded': its loss and backward() belong in torch's "
-                "loss_parallel() (torch.distributed.tensor.parallel); logits='replicated' needs nothing"
+                "labels= of a model with logits='sharded': run its forward and backward() within torch's "
+                "loss_parallel() (torch.distributed.tensor.parallel), or use logits='replicated'"
             )
         if not torch.compiler.is_compiling():
             self.kept = {key: kwargs.get(key) for key in NOT_OF_THE_DECODER}
 
     def fetch(self) -> dict[str, Any]:
-        """What was kept, once."""
+        """Returns the kept inputs and clears them."""
         kept, self.kept = self.kept, {}
         return kept
 
 
 def in_loss_parallel() -> bool:
-    """Returns whether torch's `loss_parallel()` is in force: it lends DTensor a handler of its own."""
+    """Returns whether torch's `loss_parallel()` is active: it installs a handler in DTensor's dispatcher."""
     return torch.ops.aten.nll_loss_forward.default in DTensor._op_dispatcher._custom_op_handlers
 
 
 class SameInputs:
-    """Pre-forward hook of a decoder: raises on every rank unless all have the same inputs.
+    """Pre-forward hook of a decoder: raises on every rank unless all ranks have the same inputs.
 
-    On CPUs it also raises on every rank what `Watch` or `WatchParameters` refuses on any of them. A cache
-    that the model has not made itself (prefix tuning's) has all heads, and is refused.
+    On CPUs it also raises on every rank the refusals of `Watch` and `WatchParameters` on any rank. It refuses
+    a cache that the model has not made itself (prefix tuning's), which has the heads of all ranks.
 
     Args:
-        sharding: Of the model.
-        labels: Inputs that the decoder does not see.
-        heads: Key/value heads of a rank.
+        sharding: State of the parallelized model.
+        labels: Hook that keeps the inputs that the decoder does not get.
+        heads: Number of key/value heads of a rank.
     """
 
     def __init__(self, sharding: Sharding, labels: Labels, heads: int):
         self.sharding, self.labels, self.heads = sharding, labels, heads
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by torch before the decoder."""
+        """Compares the inputs. Called by torch before the decoder."""
         named = {**dict(zip(SIZES[1:2], args, strict=False)), **kwargs}
         if not torch.compiler.is_compiling():
             named |= self.labels.fetch()
         sharding = self.sharding
         if not torch.compiler.is_compiling():
-            self._look_at_cache(named.get("past_key_values"))
+            self._check_cache(named.get("past_key_values"))
         refusal, sharding.refusal = sharding.refusal, None
         named |= {f"the parameter {name}, assigned since": digest for name, digest in sharding.assigned}
         sharding.assigned.clear()
@@ -83,30 +86,33 @@ class SameInputs:
         if refusal is not None:
             raise refusal
 
-    def _look_at_cache(self, cache: Any) -> None:
+    def _check_cache(self, cache: Any) -> None:
         keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-        given = {part.shape[1] for part in keys if isinstance(part, Tensor) and part.ndim == 4}
-        if given - {self.heads}:
+        heads = {part.shape[1] for part in keys if isinstance(part, Tensor) and part.ndim == 4}
+        if heads - {self.heads}:
             self.sharding.refusal = self.sharding.refusal or ValueError(
-                f"forward: past_key_values has {sorted(given)} key/value heads, but a rank of this model has "
-                f"{self.heads}: caches are made by the model's own forward pass. Prefix tuning is not carried"
+                f"forward: past_key_values must have the {self.heads} key/value heads of a rank, got "
+                f"{sorted(heads)}: use a cache made by this model's forward pass. Prefix tuning is not "
+                f"supported"
             )
 
 
 def same_inputs(
     group: str, what: str, named: dict[str, Any], random: bool = False, refusal: Exception | None = None
 ) -> None:
-    """Raises on every rank of a group unless all have the same inputs; see above for what is compared.
+    """Raises on every rank of a group unless all have the same inputs.
+
+    The module's table lists what is compared.
 
     Args:
-        group: Every rank of which calls.
-        what: Is called, for messages.
-        named: The inputs by name; other things than tensors, numbers, texts and caches are not looked at.
-        random: Compare the states of torch's generators, too.
-        refusal: Reason of this rank not to run the call, sent to the others in place of its inputs.
+        group: Name of the process group; every rank of it calls.
+        what: Name of the call, for messages.
+        named: Inputs by name. Tensors, numbers, texts and caches are compared; other types are ignored.
+        random: Also compare the states of torch's random number generators.
+        refusal: Reason of this rank not to run the call; the other ranks get it in place of the inputs.
 
     Raises:
-        DisagreementError: They differ; the message names the input, and which rank has what.
+        DisagreementError: The inputs differ. The message names the input and each rank's value.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return
@@ -140,5 +146,5 @@ def _facts(name: str, value: Any) -> agree.Facts:
 
 def digest_of(tensor: Tensor) -> str:
     """Returns a digest of a tensor's bytes."""
-    own = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.blake2b(own.view(torch.uint8).numpy(), digest_size=6).hexdigest()
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=6).hexdigest()

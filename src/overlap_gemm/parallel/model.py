@@ -1,4 +1,4 @@
-"""`parallelize`: tensor and sequence parallelism for the causal language models of Hugging Face."""
+"""`parallelize`: tensor and sequence parallelism for Hugging Face's causal language models."""
 
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -12,16 +12,23 @@ from ..api.float8 import Float8
 from ..backends.op_call import BackendName, with_fallback
 from ..backends.select import check_name
 from ..spec.promises import Invariant, Partials, Promises, check_promises
-from .adapters import bases, forbid_sums, is_lora
+from .adapters import bases, forbid_weighted_adapters, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
 from .checkpoints.initialization import initialize_in_shards
 from .checkpoints.state import save_adapters, save_pretrained, shard_incoming
 from .inputs import Labels, SameInputs
 from .modules.dropouts import AttentionForward, DropoutForward
-from .modules.experts import ExpertsForward, GatherTokens, KeepTokens, RouterForward, placements, set_apart
+from .modules.experts import (
+    ExpertsForward,
+    GatherTokens,
+    KeepTokens,
+    RouterForward,
+    placements,
+    split_gates_and_ups,
+)
 from .modules.generation import generate, stopping_criteria
 from .modules.heads import SharedHeadForward, SpreadNormForward
-from .modules.layouts import Rows, check_mesh, cut
+from .modules.layouts import Rows, check_mesh, distribute_parameters
 from .modules.parts import (
     SEQUENCE_DIM,
     EmbeddingForward,
@@ -35,7 +42,7 @@ from .modules.parts import (
     SequenceLength,
 )
 from .modules.styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
-from .parameters import WatchParameters, remember
+from .parameters import WatchParameters, record_parameters
 from .places import Sharding, Watch, give_places
 from .stacks import describe
 
@@ -56,48 +63,55 @@ def parallelize(
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
-    It knows Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text), Phi3, OLMo2, Granite, Mixtral, Qwen3-MoE and
-    Llama 4 (text), `...ForCausalLM` or the decoder alone, and refuses whatever module it has no rule for.
-    Every rank calls it with the same model; rank 0's weights are taken. Afterwards every parameter is a
-    DTensor, and every rank gives the model the same inputs and gets the same outputs, those of the unsharded
-    model.
+    Supported families: Llama, Mistral, Qwen2, Qwen3, Gemma2, Gemma3 (text), Phi3, OLMo2, Granite, Mixtral,
+    Qwen3-MoE and Llama 4 (text). Each may be a `...ForCausalLM` or its decoder alone. A module without a rule
+    is refused.
 
-    Attention and MLP are sharded by heads and features, embedding and head by vocabulary (tied, if they
-    were). P must divide the number of query heads; of key/value heads it must divide the number, or be a
-    multiple of it, in which case ranks share heads. It must divide the features of an expert, and nothing
-    else: sequences, batches, features and vocabulary may have any size.
+    Every rank calls `parallelize` with the same model; the weights are rank 0's. Afterwards every parameter
+    is a DTensor. Every rank passes the same inputs to the model and gets the same outputs: those of the
+    unsharded model.
+
+    Attention is sharded by heads, the MLP by features, embedding and head by vocabulary (tied weights stay
+    tied). With P ranks:
+
+    - P must divide the number of query heads.
+    - P must divide the number of key/value heads or be a multiple of it; in the second case ranks share
+      heads.
+    - P must divide the features of an expert.
+    - Sequences, batches, other features and the vocabulary may have any size.
 
     Args:
-        model: The model, on its device, before compiling, FSDP or an optimizer has seen it.
-        mesh: The ranks: a 1-D DeviceMesh, such as `mesh["tp"]`.
-        sequence_parallel: Shard what lies between attention and MLP by sequence, too: a P-th of the memory
-            there, and communication overlaps the products on both sides. Serving single tokens wants False.
-        logits: "replicated": whole on every rank, which `labels=` and `generate` want. "sharded": a DTensor
-            sharded by vocabulary, for a loss under torch's `loss_parallel()`.
-        backend: "auto", or the name of a backend that carries out what it can; `auto` chooses for the rest,
-            and the log (`overlap_gemm.backends.select`) says once what and why.
-        float8: Multiply the projections of attentions and MLPs in 8 bits, as a `nn.Float8` says; head,
-            routers, experts and adapters stay in their own type, and all parameters do.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`, of all linears that are sharded.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`, of all linears that are sharded. Of norms,
-            attention and the loss the bits are torch's.
+        model: Model on its device, not yet compiled, wrapped by FSDP or passed to an optimizer.
+        mesh: 1-D DeviceMesh of the ranks, such as `mesh["tp"]`.
+        sequence_parallel: Shard the activations between attention and MLP by sequence, too. These then take
+            1/P of the memory, and communication overlaps with the products. Set it to False for serving
+            single tokens.
+        logits: "replicated": full logits on every rank, required by `labels=` and `generate`. "sharded": a
+            DTensor sharded by vocabulary, for a loss under torch's `loss_parallel()`.
+        backend: "auto", or the name of the backend of all ops that it supports. Other ops use "auto"; the
+            logger `overlap_gemm.backends.select` reports each of these choices once, with the reason.
+        float8: 8-bit settings for the projections of attention and MLP, a `nn.Float8`. Head, routers, experts
+            and adapters compute in their parameters' dtype; parameters keep their dtype everywhere.
+        partials: Type of the partial sums of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`. Norms,
+            attention and the loss are torch's, without this promise.
 
     Returns:
         `model`.
 
     Raises:
-        UnknownModuleError: A ValueError: the model, or a module that is named, has no rule, or none in 8
-            bits. Nothing has been changed.
-        ValueError: An argument is none of those above.
+        UnknownModuleError: A ValueError: the model or the named module has no rule, or no 8-bit rule. The
+            model is unchanged.
+        ValueError: An argument has a value that is not listed above.
     """
     if logits not in ("replicated", "sharded"):
-        raise ValueError(f"logits must be 'replicated' or 'sharded', got {logits!r}")
+        raise ValueError(f"parallelize: logits must be 'replicated' or 'sharded', got {logits!r}")
     check_mesh(mesh)
     check_promises(promises := Promises(partials, invariant))
     check_name(backend, promises=promises)
-    adapted = model
+    outermost = model
     if hasattr(model, "get_base_model"):  # peft's
-        forbid_sums(model.base_model)
+        forbid_weighted_adapters(model.base_model)
         model.save_pretrained = partial(save_adapters, model)
         model = model.get_base_model()
     roles = plan(model, mesh.size())
@@ -122,7 +136,7 @@ def parallelize(
         take_over(layer, layer.base_layer)
     if head is not None and tied:
         head.weight = embedding.weight
-        head.forward.source = embedding  # wherever a wrapper has replaced one name's parameter only
+        head.forward.source = embedding  # right even if a wrapper replaces one of the two names only
         model._ddp_params_and_buffers_to_ignore = [f"{names['head']}.weight"]
         sharding.are_tied = True
     describe(model, mesh)
@@ -132,19 +146,19 @@ def parallelize(
     if decoder is not model:
         model.register_forward_pre_hook(Watch(sharding, decoder))
         model.register_forward_pre_hook(WatchParameters(sharding, decoder))
-    # These can be pickled, unlike methods of no class.
+    # Partials of module-level functions can be pickled, unlike local closures.
     if hasattr(model, "generate"):
         model.generate = partial(generate, model, sharding.group)
         model._get_stopping_criteria = partial(stopping_criteria, model, sharding.group)
-    remember(model)
+    record_parameters(model)
     initialize_in_shards(model, sharding)
     model.save_pretrained = partial(save_pretrained, model)
     model.resize_token_embeddings = partial(_resize_token_embeddings, model)
-    return adapted
+    return outermost
 
 
 class _Builder:
-    """Gives each module the parameters and the forward of its role."""
+    """Assigns to each module the parameters and the forward of its role."""
 
     def __init__(
         self,
@@ -170,7 +184,7 @@ class _Builder:
         self.entered = False
 
     def apply(self, module: Any, role: Role) -> None:
-        """Makes `module` what `role` says; modules come in the model's order, parents first."""
+        """Shards `module` by `role`. Modules come in the model's order, parents first."""
         match role:
             case "decoder":
                 heads = max(kv_heads(self.config) // self.mesh.size(), 1)
@@ -184,7 +198,7 @@ class _Builder:
                 if self.sequence_parallel:
                     module.register_forward_pre_hook(self.length.for_norm.begin)
             case "embedding":
-                cut(module, self.mesh, {"weight": Shard(0)})
+                distribute_parameters(module, self.mesh, {"weight": Shard(0)})
                 module.forward = EmbeddingForward(module, self.group)
             case "layer":
                 if self.sequence_parallel:
@@ -197,31 +211,31 @@ class _Builder:
             case "mlp":
                 self._mlp(module)
             case "norm" | "head norm" | "final norm":
-                cut(module, self.mesh)
+                distribute_parameters(module, self.mesh)
                 is_partial = self.sequence_parallel or role == "head norm"
                 module.forward = ReplicatedForward(module, self.group if is_partial else None)
                 if role == "final norm" and self.sequence_parallel:
                     module.register_forward_hook(GatherOutput(self.group, self.length.for_norm))
             case "spread norm":
-                cut(module, self.mesh, {"weight": Shard(0)})
+                distribute_parameters(module, self.mesh, {"weight": Shard(0)})
                 width = module.weight.numel()
                 module.forward = SpreadNormForward(module, self.group, width)
             case "mixture" if self.sequence_parallel:
                 module.register_forward_pre_hook(GatherTokens(self.group, self.length.for_mlp))
                 module.register_forward_hook(KeepTokens(self.group))
-            case "router":  # it sees all tokens
-                cut(module, self.mesh)
+            case "router":  # every rank routes all tokens
+                distribute_parameters(module, self.mesh)
                 module.forward = RouterForward(module)
             case "experts":
-                set_apart(module)
-                cut(module, self.mesh, placements(module))
+                split_gates_and_ups(module)
+                distribute_parameters(module, self.mesh, placements(module))
                 module.forward = ExpertsForward(module, self.group)
             case "shared head":
-                cut(module, self.mesh)
+                distribute_parameters(module, self.mesh)
                 module.forward = SharedHeadForward(module, self.mesh, self.column, kv_heads(self.config))
             case "column" | "shared column":
                 parallelize_module(module, self.mesh, self.column)
-            case "packed":  # a PackedLinear, by now
+            case "packed":  # `_attention` or `_mlp` has made it a PackedLinear
                 for part in module.children():
                     parallelize_module(part, self.mesh, self.column)
             case "row":
@@ -271,19 +285,25 @@ class _Builder:
 
 
 def _pack(module: nn.Module, name: str, sizes: dict[str, int]) -> list[str]:
-    """Makes a `PackedLinear` of a linear, adapted or not; the paths of its parts."""
-    given: Any = getattr(module, name)
-    if is_lora(given):
-        given.base_layer = PackedLinear(given.base_layer, sizes)
+    """Replaces a linear, adapted or not, by a `PackedLinear`; returns the paths of its parts."""
+    linear: Any = getattr(module, name)
+    if is_lora(linear):
+        linear.base_layer = PackedLinear(linear.base_layer, sizes)
         name = f"{name}.base_layer"
     else:
-        setattr(module, name, PackedLinear(given, sizes))
+        setattr(module, name, PackedLinear(linear, sizes))
     return [f"{name}.{part}" for part in sizes]
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`resize_token_embeddings` where it changes nothing; transformers would go by one rank's rows."""
+    """Runs `resize_token_embeddings` where it changes nothing.
+
+    transformers would resize to a multiple of one rank's number of rows.
+    """
     rows = model.get_input_embeddings().num_embeddings
     if new_num_tokens not in (None, rows) or args or kwargs.get("pad_to_multiple_of"):
-        raise ValueError(f"resize the embedding ({rows} rows now) before parallelize: its rows are sharded")
+        raise ValueError(
+            f"resize_token_embeddings({new_num_tokens}): the rows of the embedding are sharded; resize it "
+            f"({rows} rows now) before parallelize"
+        )
     return type(model).resize_token_embeddings(model, new_num_tokens, **kwargs)

@@ -1,8 +1,9 @@
-"""Optimizers of parallelized models: those whose step is right on shards, and the refusal of others by name.
+"""Optimizers of parallelized models: those whose step is right on shards, and the refusal of others.
 
-A step that treats every element by itself is right on any shard. One that sees a matrix (Adafactor's means of
-rows, L-BFGS's products of all gradients) is not, unless DTensor carries each of its operations out; most end
-in the middle of the first step, in DTensor's words. torch calls `_before_step` before any optimizer's step.
+A step that treats every element by itself is right on any shard. A step that needs a full matrix is right
+only if DTensor implements each of its operations: Adafactor's means of rows, L-BFGS's products of all
+gradients. Most of these fail in the middle of the first step, with an error of DTensor's. torch calls
+`_before_step` before every step of every optimizer.
 """
 
 from collections.abc import Iterable
@@ -22,27 +23,27 @@ RIGHT = tuple(
     for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD", "Muon")
     if hasattr(torch.optim, name)
 )
-"""Classes, AdamW among them, tested in tests/multi/test_model_optimizers.py."""
+"""Optimizer classes that are right on shards (tests/multi/test_model_optimizers.py); AdamW is an Adam."""
 FUSED = (torch.optim.Adam,)
-"""Those of which DTensor carries out the fused step, too."""
+"""Classes whose fused step DTensor supports."""
 
 REASONS = {
-    "Adafactor": "it takes means over rows and columns of a full matrix, of which a rank has a part",
+    "Adafactor": "it takes means over rows and columns of a full matrix, but a rank has a part of it",
     "LBFGS": "it makes one vector of all parameters",
     "Rprop": "DTensor has no rule for an operation of its step",
 }
 
 _checked: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-"""Groups of parameters of optimizers that have been looked at."""
+"""Number of parameter groups that each optimizer had when it was last checked."""
 
 
 def check_class(kind: type, settings: Iterable[dict[str, Any]], marked: object = None) -> None:
-    """Raises a ValueError unless an optimizer is right on shards.
+    """Raises a ValueError unless an optimizer class is right on shards.
 
     Args:
-        kind: Its class.
-        settings: Of its groups of parameters, or of the class.
-        marked: The optimizer, if there is one, which `sees_shards` may have marked.
+        kind: Class of the optimizer.
+        settings: Parameter groups of the optimizer, or the default settings of the class.
+        marked: The optimizer, or None; accepted if `sees_shards` has marked it.
     """
     if getattr(marked, "sees_shards", False):
         return
@@ -51,11 +52,11 @@ def check_class(kind: type, settings: Iterable[dict[str, Any]], marked: object =
         names = ", ".join(each.__name__ for each in (*RIGHT, torch.optim.AdamW))
         _refuse(
             kind,
-            f"{why}. Right are {names}, and others that are registered, since each of their steps knows "
-            f"DTensors or treats elements alone, as overlap_gemm.parallel.sees_shards(optimizer)",
+            f"{why}. Supported: {names}. Mark another one, if its step supports DTensors or treats each "
+            f"element by itself, with overlap_gemm.parallel.sees_shards(optimizer)",
         )
     if any(group.get("fused") for group in settings) and not issubclass(kind, FUSED):
-        _refuse(kind, "DTensor has no rule for fused=True, which Adam and AdamW have; without it it is right")
+        _refuse(kind, "DTensor supports fused=True for Adam and AdamW only; set fused=False")
 
 
 def _refuse(kind: type, why: str) -> None:
@@ -64,7 +65,7 @@ def _refuse(kind: type, why: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError unless an optimizer has no parallelized model's parameters, or is right on them."""
+    """Raises a ValueError if an optimizer of a parallelized model's parameters is not right on shards."""
     meshes = {
         parameter.device_mesh
         for group in optimizer.param_groups
@@ -76,7 +77,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Pre-step hook of all optimizers."""
+    """Checks an optimizer if its parameter groups are new. Pre-step hook of all optimizers."""
     if torch.compiler.is_compiling() or _checked.get(optimizer) == len(optimizer.param_groups):
         return
     check_optimizer(optimizer)
@@ -84,16 +85,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def full_norm(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Returns the norm of a full tensor, or of several together, the same on every rank. Collective.
+    """Returns the norm of one or several full tensors, the same on every rank. Collective.
 
-    A DTensor's own `norm()` is a DTensor of which each rank has a part: its `.item()` differs by rank.
+    In contrast, `norm()` of a DTensor is a DTensor of partial results: its `.item()` differs by rank.
 
     Args:
-        tensors: A parameter, a gradient, or several: DTensors, or plain tensors that all ranks have.
-        norm_type: p of the norm, positive; infinity is one.
+        tensors: Parameter or gradient, or several: DTensors, or plain tensors that are the same on all ranks.
+        norm_type: Order p of the norm: positive, or infinity.
 
     Returns:
-        A plain tensor, 0-d.
+        Plain 0-d tensor.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:

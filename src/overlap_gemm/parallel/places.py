@@ -1,7 +1,7 @@
 """Places of the modules of a parallelized model, and the refusal of hooks and forwards without a rule.
 
-What parallelize has understood stays so only while nothing else is put in its place. Hooks and other forwards
-are looked at before each forward pass (`Watch`), other modules when they are put there (`replacements`).
+What `parallelize` has checked holds only while no module, hook or forward is replaced. `Watch` checks hooks
+and forwards before each forward pass; `replacements` checks modules when they are assigned.
 """
 
 import functools
@@ -22,31 +22,32 @@ from .assignment import Role, unknown, unsupported_setting
 
 Hook = TypeVar("Hook")
 Part: TypeAlias = Literal["none", "input", "all"]
-"""What of a module's inputs and outputs is this rank's part only."""
+"""Tensors of a module of which a rank has only a part: none, its input, or input and output."""
 
 PLACE = "_overlap_gemm_place"
 KNOWN = ("torch", "peft", "transformers", "overlap_gemm")
-"""Packages whose own hooks know what they see, or do not care."""
+"""Packages whose hooks are accepted without `sees_shards`."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 GROUPS: set[str] = set()
-"""Names of the groups over which models have been parallelized."""
+"""Names of the process groups over which models have been parallelized."""
 
 
 @dataclass
 class Sharding:
-    """Of a parallelized model.
+    """State of a parallelized model that its modules and hooks share.
 
     Attributes:
-        mesh: The ranks.
-        sequence_parallel: As for `parallelize`.
-        logits_are_sharded: Whether `parallelize` was called with `logits="sharded"`.
-        changes: How often a module has been put into the model.
-        replicated_dropout: Whether some dropout must draw the same on all ranks.
-        are_tied: Whether embedding and head have one weight.
-        assigned: Parameters assigned since the last forward pass, and digests of them, for comparison.
-        refusal: Reason not to run the forward pass in progress, raised by `SameInputs` on every rank.
+        mesh: 1-D DeviceMesh of the ranks.
+        sequence_parallel: True if activations between the layers' products are sharded by sequence.
+        logits_are_sharded: True if `parallelize` was called with `logits="sharded"`.
+        changes: Number of modules and parameters put into the model so far.
+        replicated_dropout: True if some dropout must draw the same numbers on all ranks.
+        are_tied: True if embedding and head share one weight.
+        assigned: (name, digest) of the parameters assigned since the last forward pass; the ranks compare
+            them.
+        refusal: Reason not to run the forward pass in progress; `SameInputs` raises it on every rank.
     """
 
     mesh: DeviceMesh
@@ -63,22 +64,22 @@ class Sharding:
 
     @property
     def group(self) -> str:
-        """The ranks' group, by its name."""
+        """Returns the name of the process group of the mesh."""
         return group_name(self.mesh)
 
 
 @dataclass
 class Place:
-    """Of a module in a parallelized model.
+    """Place of a module in a parallelized model.
 
     Attributes:
-        name: The module's, before it was adapted.
-        role: The module's; None: it has no parameters.
-        part: What a hook on it would see a part of.
-        sharding: The model's.
-        forward: The module's own `forward`, where it has one.
-        children: Its modules by their names, without adapters.
-        layouts: Placement and full shape of each of its parameters.
+        name: Path of the module in the model before adapters were added.
+        role: Role of the module; None: it has no parameters.
+        part: Tensors of the module of which a hook sees a part only.
+        sharding: State of the model.
+        forward: `forward` that was set on the module itself, or None.
+        children: Child modules by name, without adapters.
+        layouts: Placement and full shape of each parameter, by name.
     """
 
     name: str
@@ -91,18 +92,18 @@ class Place:
 
 
 def place_of(module: nn.Module) -> Place | None:
-    """A module's place, if it has one."""
+    """Returns a module's place, or None."""
     return vars(module).get(PLACE)
 
 
 def give_places(module: nn.Module, roles: dict[str, Role], sharding: Sharding, name: str = "") -> None:
-    """Gives `module`, and what is in it, their places in a parallelized model.
+    """Assigns their places to `module` and all modules in it.
 
     Args:
-        module: The model, or a module of it, adapted or not.
-        roles: Of its modules, by their names.
-        sharding: Of the model.
-        name: The module's.
+        module: Model, or a module of it, adapted or not.
+        roles: Roles of the model's modules, by name.
+        sharding: State of the model.
+        name: Path of `module` in the model.
     """
     role = roles.get(name)
     inside = ".layers." in f".{name}."
@@ -115,8 +116,8 @@ def give_places(module: nn.Module, roles: dict[str, Role], sharding: Sharding, n
             give_places(child, roles, sharding, f"{name}.{key}" if name else key)
 
 
-def set_layout(module: nn.Module, name: str, tensor: DTensor) -> None:
-    """Gives a module of a parallelized model a frozen parameter, and its place that parameter's layout."""
+def set_parameter(module: nn.Module, name: str, tensor: DTensor) -> None:
+    """Registers a frozen parameter in a module, and updates the layout in the module's place."""
     module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     place = place_of(module)
     if place is not None and name in place.layouts:
@@ -124,9 +125,9 @@ def set_layout(module: nn.Module, name: str, tensor: DTensor) -> None:
 
 
 def layouts_of(module: nn.Module) -> dict[str, tuple[Placement, torch.Size]]:
-    """Returns placement and full shape of each DTensor parameter of a module itself."""
-    own = module.named_parameters(recurse=False)
-    return {name: (p.placements[-1], p.shape) for name, p in own if isinstance(p, DTensor)}
+    """Returns placement and full shape of each DTensor parameter directly in a module, by name."""
+    parameters = module.named_parameters(recurse=False)
+    return {name: (p.placements[-1], p.shape) for name, p in parameters if isinstance(p, DTensor)}
 
 
 def _part(role: Role | None, sequence_parallel: bool) -> Part:
@@ -142,15 +143,16 @@ def _part(role: Role | None, sequence_parallel: bool) -> Part:
 
 
 def sees_shards(hook: Hook) -> Hook:
-    """Says that a hook of a parallelized model's module, or an optimizer, knows that it sees a rank's part.
+    """Marks a hook or an optimizer of a parallelized model as correct on one rank's part of the data.
 
-    Without it a forward, pre-forward or backward hook on a module whose input or output is sharded is refused
-    at the next forward pass: a decoder layer's hidden states are this rank's rows of the sequence, a
-    projection's output its features. An optimizer that is none of those tested is refused at its first step.
+    Unmarked forward, pre-forward and backward hooks on modules with sharded inputs or outputs are refused at
+    the next forward pass: the hidden states of a decoder layer are this rank's rows of the sequence, the
+    output of a projection is this rank's features. An unmarked optimizer that has not been tested is refused
+    at its first step.
 
     Args:
-        hook: A function, or an object of a class of your own, as `register_forward_hook` takes it; or an
-            optimizer, whose step treats each element by itself, or knows DTensors.
+        hook: Function or callable object as `register_forward_hook` takes it, or an optimizer whose step
+            treats each element by itself or supports DTensors.
 
     Returns:
         `hook`.
@@ -160,13 +162,13 @@ def sees_shards(hook: Hook) -> Hook:
 
 
 class Watch:
-    """Pre-forward hook of a model, or decoder: refuses hooks, forwards and settings changed since.
+    """Pre-forward hook of a model or decoder: refuses hooks, forwards and settings changed afterwards.
 
-    Not while torch.compile traces; the eager call that found the model in order was before that.
+    Does nothing while torch.compile traces; the eager call before the trace has checked the model.
 
     Args:
-        sharding: Of the model.
-        decoder: Module whose modules are not looked at, since it has a hook of its own; None: there is none.
+        sharding: State of the model.
+        decoder: Submodule that is skipped because it has its own hook; None: check all modules.
     """
 
     def __init__(self, sharding: Sharding, decoder: nn.Module | None = None):
@@ -178,11 +180,14 @@ class Watch:
         self.changes = self.hooks = -1
 
     def __reduce__(self) -> Any:
-        """A copy looks for itself."""
+        """Returns a new hook without recorded state: a copied model records its own."""
         return Watch, (self.sharding, self.decoder)
 
     def __call__(self, model: nn.Module, _: tuple[Any, ...]) -> None:
-        """Called by torch before the model. Where nothing has changed it takes 20 us for 32 layers."""
+        """Checks the model. Called by torch before each forward pass.
+
+        It takes 20 us for 32 unchanged layers.
+        """
         if torch.compiler.is_compiling():
             return
         if self.changes != self.sharding.changes:
@@ -193,25 +198,25 @@ class Watch:
             self.changes, self.hooks = self.sharding.changes, -1
         if [attributes.get("forward") for attributes in self.attributes] != self.forwards:
             for module, place in self.places:
-                self._look_at_forward(module, place)
+                self._check_forward(module, place)
         for module, place in self.settings:
             if why := unsupported_setting(place.role, module):
                 refuse(module, place, why)
-        if self.hooks != RemovableHandle.next_id:  # torch counts hooks, of all modules and tensors
+        if self.hooks != RemovableHandle.next_id:  # torch's count of hooks on all modules and tensors
             for module, place in self.places:
                 for name in HOOKS if place.part != "none" else ():
-                    self._look_at_hooks(module, place, name)
+                    self._check_hooks(module, place, name)
             self.hooks = RemovableHandle.next_id
 
-    def _look_at_forward(self, module: nn.Module, place: Place) -> None:
+    def _check_forward(self, module: nn.Module, place: Place) -> None:
         new = vars(module).get("forward")
         if new is place.forward:
             return
         compiled = getattr(new, "_torchdynamo_orig_callable", None)
         if compiled is None or getattr(compiled, "__self__", compiled) not in (module, place.forward):
-            refuse(module, place, "its forward has been replaced since")
+            refuse(module, place, "its forward was replaced after parallelize")
 
-    def _look_at_hooks(self, module: nn.Module, place: Place, which: str) -> None:
+    def _check_hooks(self, module: nn.Module, place: Place, which: str) -> None:
         if place.part == "input" and which == "_forward_hooks":
             return
         for hook in vars(module)[which].values():
@@ -220,14 +225,14 @@ class Watch:
             if package not in KNOWN and not getattr(origin, "sees_shards", False):
                 name = _address.sub("", repr(origin))
                 why = (
-                    f"the hook {name} would see this rank's part of its input or output only; one that "
-                    f"knows is registered as overlap_gemm.parallel.sees_shards(hook)"
+                    f"the hook {name} would see this rank's part of the input or output only; if that is "
+                    f"right, register overlap_gemm.parallel.sees_shards(hook)"
                 )
                 refuse(module, place, why)
 
 
 def placed(model: nn.Module, without: nn.Module | None) -> Iterator[tuple[nn.Module, Place]]:
-    """Returns the modules of a model that have places, but for those of the module `without`."""
+    """Yields (module, place) of the modules of a model that have places, without those inside `without`."""
     skipped = set() if without is None else set(without.modules())
     for module in model.modules():
         if module not in skipped and (place := place_of(module)) is not None:
@@ -240,12 +245,12 @@ def _has_settings(module: nn.Module, place: Place) -> bool:
 
 
 def refuse(module: nn.Module, place: Place, why: str) -> None:
-    """Notes a refusal, the first one, for every rank to raise in the forward pass in progress."""
+    """Stores the first refusal of the forward pass in progress; `SameInputs` raises it on every rank."""
     place.sharding.refusal = place.sharding.refusal or unknown(place.name, module, why)
 
 
 _address = re.compile(r" at 0x[0-9a-f]+")
-"""Of an object, in its `repr`, which ranks compare."""
+"""Address of an object in its `repr`; removed because ranks compare messages."""
 
 
 def _unwrapped(hook: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The refusal of modules that are put into a parallelized model afterwards and have no rule.
+"""Refusal of modules without a rule that are put into a parallelized model.
 
-A module that somebody replaces, or wraps in an adapter, is looked at when that happens: torch calls
-`_registered` for every child that any module gets.
+A module that is replaced, or wrapped in an adapter, is checked at that moment: torch calls `_registered` for
+every child that any module gets.
 """
 
 import functools
@@ -16,22 +16,22 @@ from .places import place_of
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Called by torch whenever any module is about to get a child."""
+    """Checks a child that `parent` is about to get. Called by torch for every registration of a module."""
     if child is None:
         return
     place, new = place_of(parent), place_of(child)
     model = getattr(child, "model", child)
     if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
         parent.save_pretrained = functools.partial(save_adapters, parent)
-    if place is not None and name == "parametrizations":  # looked at before the next forward pass
+    if place is not None and name == "parametrizations":  # checked before the next forward pass
         place.sharding.changes += 1
     if place is not None and name in place.children:
         place.sharding.changes += 1
         path = f"{place.name}.{name}" if place.name else name
         if not _may_replace(place.children[name], child, path):
-            raise unknown(path, child, "it has been put into a model that is parallelized already")
+            raise unknown(path, child, "it was put into a model after parallelize")
     if new is not None:
-        adapters.forbid_sums(parent)
+        adapters.forbid_weighted_adapters(parent)
         if not new.name:
             adapters.inject_or_restore(parent, child)
     if new is not None and name in adapters.WRAPPED and type(parent).__module__.startswith("peft."):
@@ -48,7 +48,7 @@ def _may_replace(old: nn.Module, new: nn.Module, name: str) -> bool:
     if old in adapters.bases(new) or old is new:
         return adapters.is_adapter(new) or old is new
     place = place_of(new)
-    if place is not None and place.name == name:  # a copy: modules_to_save, merged
+    if place is not None and place.name == name:  # a copy, by modules_to_save or by a merge
         return True
     origin = type(new).__module__
     is_wrapper = origin.startswith("torch.") and not origin.startswith("torch.nn.")  # recomputes, compiles

@@ -1,4 +1,4 @@
-"""What transformers' Trainer and accelerate ask a model that is sharded already."""
+"""Attributes by which transformers' Trainer and accelerate recognise a model that is already sharded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,17 +8,17 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 SHARDED_BEFORE = "_is_distributed_loading_by_transformers"
-"""Attribute of models that a Trainer is given in shards."""
+"""Attribute that marks a model as sharded before a Trainer gets it."""
 
 
 def describe(model: Any, mesh: DeviceMesh) -> None:
-    """Says in transformers' own terms that `model` is tensor-parallel over `mesh`.
+    """Marks `model` in transformers' own terms as tensor-parallel over `mesh`.
 
-    transformers' Trainer then gives all ranks of the mesh the same batches, wraps the model in nothing,
-    divides what it sums over processes, and calls `save_pretrained` on every rank; accelerate takes
-    `ParallelismConfig(tp_size=)` for true; `generate` makes static caches of the rank's heads.
+    transformers' Trainer then passes the same batches to all ranks of the mesh and does not wrap the model.
+    It divides its sums over processes, and calls `save_pretrained` on every rank. accelerate accepts
+    `ParallelismConfig(tp_size=)`. `generate` makes static caches of the rank's heads.
 
-    `_device_mesh` stays None: peft would cut adapters by transformers' plan, which is not ours.
+    `_device_mesh` stays None: otherwise peft shards adapters by transformers' plan, which differs from ours.
     """
     from transformers import PreTrainedModel
     from transformers.distributed import DistributedConfig
@@ -27,20 +27,20 @@ def describe(model: Any, mesh: DeviceMesh) -> None:
         return
     model._tp_size = mesh.size()
     setattr(model, SHARDED_BEFORE, True)
-    # One data-parallel rank: accelerate refuses a world with more, until somebody says who sums gradients.
+    # One data-parallel rank: accelerate refuses a larger world unless it is configured who sums gradients.
     if "tp_size" in {field.name for field in fields(DistributedConfig)}:  # transformers >= 5.13
         model.config.distributed_config = DistributedConfig(tp_size=mesh.size())
 
 
 @contextmanager
 def as_unsharded(model: Any) -> Iterator[bool]:
-    """Within the block a Trainer does not see that a model was sharded before it, and so keeps its optimizer.
+    """Hides within the block that a model is sharded: a Trainer then keeps its optimizer.
 
     Args:
-        model: A model, in peft's or not.
+        model: Model, possibly wrapped by peft.
 
     Yields:
-        Whether it is a parallelized one.
+        True if the model is parallelized.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     is_sharded = getattr(base, SHARDED_BEFORE, False)

@@ -1,1 +1,1 @@
-"""Weights of a parallelized model: drawn, loaded from files, converted, saved."""
+"""Weights of a parallelized model: initialization, loading from files, conversion, saving."""

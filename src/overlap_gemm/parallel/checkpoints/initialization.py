@@ -1,8 +1,8 @@
-"""New weights of a parallelized model, straight into shards: from a seed the numbers of the unsharded model.
+"""Initialization of a parallelized model's shards; a seed gives the numbers of the unsharded model.
 
-transformers initialises module after module. Each gets full parameters for that time, one module's at once,
-into which every rank draws the same numbers; of these it keeps its part. So a rank holds its shards and the
-largest parameters of a module, and draws as much as the unsharded model would.
+transformers initializes one module after the other. While a module is initialized it has full parameters,
+into which every rank draws the same numbers; then each rank keeps its shard. So a rank holds its shards and
+the full parameters of one module, and draws as many numbers as the unsharded model.
 """
 
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ...runtime.group import resolve
 from ...spec.sharding import Shards
-from ..modules.generation import take_random_state
+from ..modules.generation import copy_random_state_of_rank_zero
 from ..modules.parts import PackedLinear
 from ..places import Sharding, place_of
 
 DONE = "_is_hf_initialized"
-"""transformers' mark of modules and parameters that are not to be initialised."""
+"""Attribute by which transformers marks modules and parameters that need no initialization."""
 
 
 def initialize_in_shards(model: Any, sharding: Sharding) -> None:
     """Makes transformers' `init_weights` of a parallelized model, and of models in it, draw into shards.
 
     Args:
-        model: A parallelized model of transformers; of others nothing is changed.
-        sharding: Of the model.
+        model: Parallelized model of transformers; other models are unchanged.
+        sharding: State of the model.
     """
     for module in model.modules():
         if hasattr(type(module), "_initialize_weights"):
@@ -39,31 +39,31 @@ def initialize_in_shards(model: Any, sharding: Sharding) -> None:
 
 
 def _initialize_all(model: Any, sharding: Sharding) -> None:
-    """`initialize_weights`, begun with rank 0's random numbers on every rank. Collective."""
+    """Runs `initialize_weights` from rank 0's random state on every rank. Collective."""
     ranks = resolve(sharding.group)
-    if ranks.size > 1 and any(_is_open(parameter) for parameter in model.parameters()):
-        take_random_state(ranks, model.device)
+    if ranks.size > 1 and any(_needs_values(parameter) for parameter in model.parameters()):
+        copy_random_state_of_rank_zero(ranks, model.device)
     type(model).initialize_weights(model)
 
 
 def _initialize(model: Any, module: nn.Module, *others: Any) -> None:
-    """In the place of `_initialize_weights`, which transformers calls for each module."""
+    """Replaces `_initialize_weights`, which transformers calls for each module."""
     if getattr(module, DONE, False):
         return
     with _in_full(module):
         type(model)._initialize_weights(model, module, *others)
 
 
-def _is_open(parameter: Any) -> bool:
+def _needs_values(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) and not parameter.is_meta and not getattr(parameter, DONE, False)
 
 
 @contextmanager
 def _in_full(module: nn.Module) -> Iterator[None]:
-    """Within the block a module has full parameters where they are drawn; afterwards its shards of them.
+    """Gives a module full parameters within the block; stores the shards of their values afterwards.
 
-    A packed linear has one weight there, as in the unsharded model. The head draws, too, where it is tied,
-    though what it draws is not taken: the embedding's is.
+    A packed linear has one weight in the block, as in the unsharded model. A tied head draws, too, so that
+    the random state advances as in the unsharded model, but the embedding's values are kept.
     """
     place = place_of(module)
     is_tied = place is not None and place.role == "head" and place.sharding.are_tied
@@ -71,7 +71,7 @@ def _in_full(module: nn.Module) -> Iterator[None]:
     before, drawn = dict(module._parameters), []
     for key in owners[0]._parameters:
         parts: list[Any] = [owner._parameters[key] for owner in owners]
-        if all(map(_is_open, parts)):
+        if all(map(_needs_values, parts)):
             like, rows = parts[0].to_local(), sum(len(part) for part in parts)
             full = torch.empty(rows, *parts[0].shape[1:], dtype=like.dtype, device=like.device)
             drawn.append((parts, full))
@@ -80,12 +80,15 @@ def _in_full(module: nn.Module) -> Iterator[None]:
     module._parameters.clear()
     module._parameters.update(before)
     for parts, full in drawn if not is_tied else ():
-        for part, own in zip(parts, full.split([len(part) for part in parts]), strict=True):
-            part.to_local().copy_(_own_part(part, own))
+        for part, part_of_full in zip(parts, full.split([len(part) for part in parts]), strict=True):
+            part.to_local().copy_(_local_part(part, part_of_full))
 
 
-def _own_part(parameter: DTensor, full: Tensor) -> Tensor:
-    """This rank's part of what lies as `parameter` does; FSDP cuts what was cut before."""
+def _local_part(parameter: DTensor, full: Tensor) -> Tensor:
+    """Returns this rank's part of a full tensor by the layout of `parameter`.
+
+    With FSDP (`_StridedShard`), the tensor-parallel dimension of the mesh was sharded first.
+    """
     mesh, placements = parameter.device_mesh, parameter.placements
     order = list(range(mesh.ndim))
     if any(isinstance(placement, _StridedShard) for placement in placements):

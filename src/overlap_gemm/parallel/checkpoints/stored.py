@@ -1,13 +1,15 @@
-"""Checkpoints whose linears are stored in 8 bits: read, and either kept so or dequantised.
+"""Checkpoints whose linears are stored in 8 bits: they are kept in 8 bits or dequantised.
 
-What the files hold is the same in every form: of `a.linear.weight`, e4m3, scales whose name and shape differ.
+All formats store `a.linear.weight` as e4m3. The names and shapes of the scales differ:
 
-    quant_method            scales                       of                     activations
-    "fp8"                   weight_scale_inv             tensor, blocks         dynamic; or activation_scale
-    "compressed-tensors"    weight_scale                 tensor, rows, blocks   dynamic; or input_scale
-    "modelopt" (FP8)        weight_scale                 tensor                 input_scale
+| quant_method | weight scales | a scale per | activation scale |
+|---|---|---|---|
+| "fp8" | weight_scale_inv | tensor, block | dynamic, or activation_scale |
+| "compressed-tensors" | weight_scale | tensor, row, block | dynamic, or input_scale |
+| "modelopt" (FP8) | weight_scale | tensor | input_scale |
 
-Scales of blocks are float32 or ue8m0 (also as bytes); the size of a block is as the checkpoint says.
+Block scales are float32 or ue8m0 (possibly stored as bytes). The checkpoint's configuration gives the block
+size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +24,9 @@ from ...config.scale_blocks import PROMOTED
 from ...spec.sharding import Shards
 from ..modules.heads import SharedHeadForward
 from ..modules.kept_linears import KeptLinear
-from ..modules.layouts import lying_as
+from ..modules.layouts import with_layout_of
 from ..modules.styles import ColwiseForward, RowwiseForward
-from ..places import place_of, set_layout
+from ..places import place_of, set_parameter
 
 Quantized: TypeAlias = Literal["keep", "dequantize"]
 
@@ -33,18 +35,19 @@ INPUT_SCALES = ("input_scale", "activation_scale")
 
 
 class QuantizedCheckpointError(ValueError):
-    """A checkpoint that cannot be kept in 8 bits, or read at all; the message says what to do."""
+    """A checkpoint whose 8-bit format cannot be kept, or cannot be read; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint stores its linears.
+    """Storage format of the linears of an 8-bit checkpoint.
 
     Attributes:
-        method: Its name for it.
-        scale: The name, after the module's, of a weight's scales.
-        block: Rows and columns of the weight that share a scale; None: all of it, or a row.
-        static: Whether activations have a scale in the file.
+        method: `quant_method` of the checkpoint's configuration.
+        scale: Name of a weight's scales, after the module's name.
+        block: Rows and columns of the weight that share a scale; None: one scale for the tensor, or one a
+            row.
+        static: True if the file contains scales of activations.
     """
 
     method: str
@@ -58,34 +61,35 @@ class Form:
 
 
 def form_of(config: Any) -> Form | None:
-    """How a model's configuration says that its checkpoint is stored; None: not in 8 bits by us.
+    """Returns the 8-bit storage format of a model's checkpoint; None: it is not one of ours.
 
     Args:
         config: transformers' configuration of the model.
 
     Raises:
-        QuantizedCheckpointError: In several ways at once, or in one of these methods' others.
+        QuantizedCheckpointError: The configuration mixes formats, or uses a format of its method that is not
+            supported.
     """
-    given = getattr(config, "quantization_config", None)
-    if given is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         return None
-    said: Mapping[str, Any] = given if isinstance(given, dict) else given.to_dict()
-    match said.get("quant_method"):
+    settings: Mapping[str, Any] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    match settings.get("quant_method"):
         case "fp8":
-            block, static = said.get("weight_block_size"), said.get("activation_scheme") == "static"
+            block, static = settings.get("weight_block_size"), settings.get("activation_scheme") == "static"
             return Form("fp8", "weight_scale_inv", _pair(block), static)
         case "modelopt":
-            said = {**said, **said.get("quantization", {})}
-            if said.get("quant_algo") != "FP8":
+            settings = {**settings, **settings.get("quantization", {})}
+            if settings.get("quant_algo") != "FP8":
                 raise QuantizedCheckpointError(
-                    f"of modelopt's checkpoints quant_algo 'FP8' is read, not {said.get('quant_algo')!r}"
+                    f"modelopt: quant_algo must be 'FP8', got {settings.get('quant_algo')!r}"
                 )
             return Form("modelopt", static=True)
         case "compressed-tensors":
-            forms = {_of_group(group) for group in said.get("config_groups", {}).values()}
+            forms = {_of_group(group) for group in settings.get("config_groups", {}).values()}
             if len(forms) != 1:
                 raise QuantizedCheckpointError(
-                    f"compressed-tensors: one way to store all linears is read, this checkpoint has "
+                    f"compressed-tensors: all linears must have one format, this checkpoint has "
                     f"{len(forms)}: {', '.join(map(str, forms))}"
                 )
             return forms.pop()
@@ -98,7 +102,7 @@ def _of_group(group: Mapping[str, Any]) -> Form:
     kind = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     if kind[:2] != ("float", 8) or kind[2] not in ("tensor", "channel", "block"):
         raise QuantizedCheckpointError(
-            f"compressed-tensors: weights of 8-bit floats by tensor, channel or block are read, got (type, "
+            f"compressed-tensors: weights must be 8-bit floats by tensor, channel or block, got (type, "
             f"num_bits, strategy) = {kind}"
         )
     block = _pair(weights.get("block_structure")) if kind[2] == "block" else None
@@ -110,35 +114,35 @@ def _pair(block: Any) -> tuple[int, int] | None:
 
 
 class Checkpoint:
-    """The tensors of files, unread, by name; those of 8 bits with their scales.
+    """Unread tensors of open files by name, and the 8-bit weights among them with their scales.
 
     Args:
-        files: safetensors' open files.
-        form: How linears are stored.
+        files: Open safetensors files.
+        form: Storage format of the linears.
     """
 
     def __init__(self, files: list[Any], form: Form):
         self.form = form
-        self._where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
+        self._file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
         self.stored = [
             key.removesuffix(".weight")
-            for key in self._where
-            if key.endswith(".weight") and f"{key.removesuffix('weight')}{form.scale}" in self._where
+            for key in self._file_of
+            if key.endswith(".weight") and f"{key.removesuffix('weight')}{form.scale}" in self._file_of
         ]
         """Names of the modules whose weights are stored in 8 bits."""
 
-    def whole(self, key: str) -> Any:
-        """A tensor, unread."""
-        return self._where[key].get_slice(key)
+    def unread(self, key: str) -> Any:
+        """Returns a tensor of the files, unread."""
+        return self._file_of[key].get_slice(key)
 
     def scale(self, name: str) -> Tensor:
-        """A module's scales in float32: `[1, 1]`, `[N, 1]`, or one for each block.
+        """Returns a module's scales in float32: `[1, 1]`, `[N, 1]`, or one for each block.
 
         Raises:
-            QuantizedCheckpointError: They do not fit the weight.
+            QuantizedCheckpointError: The shape of the scales does not fit the weight.
         """
-        key, (rows, columns) = f"{name}.{self.form.scale}", self.whole(f"{name}.weight").get_shape()
-        scale = self._where[key].get_tensor(key)
+        key, (rows, columns) = f"{name}.{self.form.scale}", self.unread(f"{name}.weight").get_shape()
+        scale = self._file_of[key].get_tensor(key)
         scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
         if scale.numel() == 1:
             scale = scale.reshape(1, 1)
@@ -157,56 +161,58 @@ class Checkpoint:
         return scale
 
     def input_scale(self, name: str) -> Tensor | None:
-        """The scale of what a module is given, `[1, 1]`; None where it has none."""
+        """Returns the scale of a module's input, `[1, 1]`, or None."""
         for key in (f"{name}.{last}" for last in INPUT_SCALES):
-            if key in self._where:
-                return self._where[key].get_tensor(key).float().reshape(1, 1)
+            if key in self._file_of:
+                return self._file_of[key].get_tensor(key).float().reshape(1, 1)
         return None
 
     def files(self, name: str) -> dict[str, tuple[str, Tensor]]:
-        """Returns name and tensor, without memory, of each scale of a module, by its name when kept."""
+        """Returns stored name and meta tensor of each scale of a module, by its name in `KeptLinear`."""
         inputs = INPUT_SCALES if self.form.static else ()
         names = {"weight_scale": (self.form.scale,), "input_scale": inputs}
         return {
-            own: (last, self._where[key].get_tensor(key).to("meta"))
-            for own, theirs in names.items()
-            for last in theirs
-            if (key := f"{name}.{last}") in self._where
+            local_name: (last, self._file_of[key].get_tensor(key).to("meta"))
+            for local_name, stored_names in names.items()
+            for last in stored_names
+            if (key := f"{name}.{last}") in self._file_of
         }
 
     def plain(self) -> Iterator[str]:
-        """Names of the tensors that are no scales of stored modules, and no weights of theirs."""
-        theirs = {f"{n}.{last}" for n in self.stored for last in ("weight", self.form.scale, *INPUT_SCALES)}
-        return (key for key in self._where if key not in theirs)
+        """Returns the names of the tensors that are neither 8-bit weights nor scales."""
+        quantized = {
+            f"{n}.{last}" for n in self.stored for last in ("weight", self.form.scale, *INPUT_SCALES)
+        }
+        return (key for key in self._file_of if key not in quantized)
 
     def dequantized(self, name: str) -> "Dequantized":
-        """A module's weight in float32, unread."""
-        return Dequantized(self.whole(f"{name}.weight"), self.scale(name), self.form.block)
+        """Returns a module's weight in float32, unread."""
+        return Dequantized(self.unread(f"{name}.weight"), self.scale(name), self.form.block)
 
 
 class Dequantized:
-    """A stored weight as float32, read slice by slice as transformers' loader asks for it.
+    """8-bit weight that reads as float32, slice by slice, as transformers' loader requests it.
 
     Args:
-        values: safetensors' slice, of 8 bits.
-        scale: As `Checkpoint.scale` has it.
-        block: Rows and columns that share a scale, where there is more than one of either.
+        values: safetensors slice of the 8-bit values.
+        scale: Scales as `Checkpoint.scale` returns them.
+        block: Rows and columns that share a scale; None: one scale for the tensor, or one a row.
     """
 
     def __init__(self, values: Any, scale: Tensor, block: tuple[int, int] | None):
         self.values, self.scale, self.block = values, scale, block
 
     def get_shape(self) -> list[int]:
-        """As safetensors says it."""
+        """Returns the shape, as a safetensors slice does."""
         shape: list[int] = self.values.get_shape()
         return shape
 
     def get_dtype(self) -> str:
-        """As safetensors says it."""
+        """Returns the dtype's name in safetensors."""
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Reads: `...`, or a slice for each dimension."""
+        """Reads `...`, or one slice for each dimension."""
         index = (index,) if not isinstance(index, tuple) else index
         slices = (slice(None),) * 2 if index[0] is Ellipsis else (*index, slice(None))[:2]
         ranges = [range(size)[part] for size, part in zip(self.get_shape(), slices, strict=True)]
@@ -214,55 +220,55 @@ class Dequantized:
         if self.scale.numel() == 1:
             return values * self.scale
         block = self.block or (1, self.get_shape()[1])
-        rows, columns = (torch.tensor(given) // size for given, size in zip(ranges, block, strict=True))
+        rows, columns = (torch.tensor(indices) // size for indices, size in zip(ranges, block, strict=True))
         return values * self.scale[rows.long()][:, columns.long()]
 
 
-class Whole:
-    """A tensor that has been read, as safetensors' slices are asked."""
+class AlreadyRead:
+    """A tensor in memory with the interface of a safetensors slice."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """As safetensors says it."""
+        """Returns the shape, as a safetensors slice does."""
         return list(self.tensor.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors says it."""
+        """Returns the dtype's name in safetensors."""
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Some of it."""
+        """Returns a part of the tensor."""
         return self.tensor[index]
 
 
 def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> None:
-    """Makes a linear of a parallelized model on the meta device a `KeptLinear`.
+    """Converts a linear of a parallelized model on the meta device to a `KeptLinear`.
 
     Args:
-        model: The model.
-        name: The linear's.
-        checkpoint: Where it will be read from.
-        source: The name it has there.
+        model: Model.
+        name: Name of the linear in the model.
+        checkpoint: Checkpoint from which the linear will be read.
+        source: Name of the linear in the checkpoint.
 
     Raises:
-        QuantizedCheckpointError: There is no product of ours for it.
+        QuantizedCheckpointError: No product of this library supports the linear's format.
     """
     module: Any = model.get_submodule(name)
     form = checkpoint.form
     why = _why_not_kept(module, form)
     if why is None and form.block is not None and name != source:
-        why = "a packed projection's scales are kept of rows or of a tensor alone"
+        why = "a packed projection must have scales of rows or of the tensor, not of blocks"
     if why is not None:
         raise QuantizedCheckpointError(
-            f"{name!r} ({form}) cannot be kept in 8 bits: {why}. from_pretrained(..., "
-            f"quantized='dequantize') makes the model's dtype of it"
+            f"{name!r} ({form}) cannot be kept in 8 bits: {why}. Use from_pretrained(..., "
+            f"quantized='dequantize'), which converts it to the model's dtype"
         )
     rows = _replicated_rows(module, form)
     if rows is not None and module.weight.placements != (Replicate(),):
         full = torch.empty(module.weight.shape, dtype=module.weight.dtype, device="meta")
-        set_layout(module, "weight", distribute_tensor(full, module.weight.device_mesh, [Replicate()]))
+        set_parameter(module, "weight", distribute_tensor(full, module.weight.device_mesh, [Replicate()]))
     weight, scale = module.weight, checkpoint.scale(source)
     shape, (placement,) = (1, 1), weight.placements
     if scale.numel() > 1:
@@ -274,26 +280,29 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
     module.block = None if form.block is None else form.block[1]
     module.compute_dtype = weight.dtype
     module.files = checkpoint.files(source)
-    set_layout(module, "weight", lying_as(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
-    for own, extents, layout in (("weight_scale", shape, placement), ("input_scale", (1, 1), Replicate())):
+    set_parameter(module, "weight", with_layout_of(weight, torch.empty_like(weight.to_local(), dtype=E4M3)))
+    for scale_name, extents, layout in (
+        ("weight_scale", shape, placement),
+        ("input_scale", (1, 1), Replicate()),
+    ):
         parameter = None
-        if own in module.files:
+        if scale_name in module.files:
             empty = torch.empty(extents, device="meta")
             parameter = _frozen(distribute_tensor(empty, weight.device_mesh, [layout]))
-        module.register_parameter(own, parameter)
+        module.register_parameter(scale_name, parameter)
 
 
 SHARED = (".k_proj", ".v_proj")
-"""Linears of few rows, which every rank may keep whole."""
+"""Name endings of linears with few rows, of which every rank may keep the full weight."""
 
 
 def _why_not_kept(module: Any, form: Form) -> str | None:
     forward = vars(module).get("forward")
     if form.block is not None and (1, *form.block) not in PROMOTED:
-        known = " and ".join(f"{rows} x {columns}" for _, rows, columns in PROMOTED)
-        return f"of blocks the ops take those of {known}"
+        known = " or ".join(f"{rows} x {columns}" for _, rows, columns in PROMOTED)
+        return f"the blocks must be {known}"
     if not isinstance(forward, (ColwiseForward, RowwiseForward)):
-        return "it is no linear that is cut by rows or columns"
+        return "only a linear sharded by output or input features can be kept"
     if form.block is None or _replicated_rows(module, form) is not None:
         return None
     by_depth = isinstance(forward, RowwiseForward)
@@ -303,25 +312,25 @@ def _why_not_kept(module: Any, form: Form) -> str | None:
         return None
     most = max(p for p in range(1, ranks) if _ends_on_borders(extent, block, p))
     sizes = Shards.even(extent, ranks).sizes
-    return f"its shards, {sizes}, do not end on borders of blocks of {block}; at P={most} they do"
+    return f"its shards, {sizes}, do not end at multiples of the block, {block}; with P={most} they do"
 
 
 def keeps_blocks(sizes: tuple[int, int, int, int], block: int, ranks: int) -> bool:
-    """Returns whether a decoder's linears can be kept in square blocks on so many ranks.
+    """Returns whether a decoder's linears can be kept in square blocks on a number of ranks.
 
     Args:
-        sizes: Query heads, width of a head, key/value heads, features of the MLP.
+        sizes: Number of query heads, width of a head, number of key/value heads, features of the MLP.
         block: Rows and columns that share a scale.
-        ranks: P.
+        ranks: Number of ranks P.
     """
     heads, width, kv_heads, features = sizes
     if heads % ranks or kv_heads % ranks and ranks % kv_heads:
         return False
     if not all(_ends_on_borders(extent, block, ranks) for extent in (heads * width, features)):
         return False
-    own = width * max(kv_heads // ranks, 1)
-    starts = range(0, kv_heads * width, own)
-    return all(_has_one_start(range(start, start + own), block) for start in starts)
+    rows = width * max(kv_heads // ranks, 1)
+    starts = range(0, kv_heads * width, rows)
+    return all(_has_one_start(range(start, start + rows), block) for start in starts)
 
 
 def _ends_on_borders(extent: int, block: int, ranks: int) -> bool:
@@ -330,9 +339,10 @@ def _ends_on_borders(extent: int, block: int, ranks: int) -> bool:
 
 
 def _replicated_rows(module: Any, form: Form) -> range | None:
-    """Rows that this rank multiplies of a weight that every rank keeps whole; None: the weight is sharded.
+    """Returns the rows that this rank multiplies of a weight that every rank keeps in full.
 
-    Of k and v each shard may lie within one block, whose scale is then all its rows'.
+    None: the weight is sharded. For k and v a rank's rows may lie within one block; the rank then uses that
+    block's scale for all of them.
     """
     forward = vars(module).get("forward")
     if isinstance(forward, SharedHeadForward):
@@ -352,7 +362,7 @@ def _replicated_rows(module: Any, form: Form) -> range | None:
 
 
 def _has_one_start(rows: range, block: int) -> bool:
-    """Whether blocks begin where rows do, or all rows are within one block."""
+    """Returns whether rows begin at a block, or all lie within one block."""
     return rows.start % block == 0 or rows.start // block == (rows.stop - 1) // block
 
 

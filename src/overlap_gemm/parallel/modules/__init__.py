@@ -1,1 +1,1 @@
-"""Forwards of single modules of a parallelized model, one file a kind."""
+"""Forwards of the modules of a parallelized model, one file for each kind of module."""

@@ -1,4 +1,4 @@
-"""Dropout within a parallelized model: other numbers on each rank where each has other elements."""
+"""Dropout in a parallelized model: ranks draw different numbers where they hold different elements."""
 
 from typing import Any
 
@@ -10,18 +10,20 @@ from ..places import Sharding
 
 
 class AttentionForward:
-    """The forward of an attention, whose dropout draws other numbers on each rank, which has other heads.
+    """Forward of an attention.
+
+    Dropout draws different numbers on each rank, because ranks hold different heads.
 
     Args:
-        module: The attention; its `attention_dropout` may be set at any time.
-        group: The ranks.
+        module: Attention; its `attention_dropout` may change at any time.
+        group: Name of the process group.
     """
 
     def __init__(self, module: nn.Module, group: str):
         self.module, self.group = module, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs on this rank's heads."""
+        """Runs the module's own forward on this rank's heads."""
         module: Any = self.module
         if not (module.training and module.attention_dropout):
             return type(module).forward(module, *args, **kwargs)
@@ -30,19 +32,19 @@ class AttentionForward:
 
 
 class DropoutForward:
-    """The forward of a dropout of hidden states, whose `p` may be set at any time.
+    """Forward of a dropout of hidden states; its `p` may change at any time.
 
     Args:
-        module: The dropout.
-        sharding: Of the model.
-        per_rank: The module sees this rank's rows.
+        module: Dropout.
+        sharding: State of the model.
+        per_rank: True if the module gets this rank's rows, False if all ranks get the same x.
     """
 
     def __init__(self, module: nn.Dropout, sharding: Sharding, per_rank: bool):
         self.module, self.sharding, self.per_rank = module, sharding, per_rank
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Zeroes elements of x in training; rows of the sequence are drawn by their rank."""
+        """Zeroes elements of x in training. If rows are sharded, each rank draws different numbers."""
         module = self.module
         if not (module.training and module.p):
             return x

@@ -1,11 +1,11 @@
-"""Mixtures of experts, cut by features: every rank has a part of every expert. Right, and not fast.
+"""Mixtures of experts, sharded by features: every rank has a part of every expert. Correct, but slow.
 
-Every rank routes all tokens, alike, and multiplies them by its part of the experts' features; the partial
-results are summed. Under sequence parallelism the tokens are gathered before, and each rank keeps its rows
-after. The products are transformers' own: nothing overlaps, and small experts become smaller ones.
+Every rank routes all tokens and multiplies them by its part of the experts' features; the partial results are
+summed. Under sequence parallelism the tokens are gathered before, and each rank keeps its rows after. The
+products are transformers' own, so that nothing overlaps, and small experts become smaller.
 
-transformers has gates and ups in one tensor, 2I wide. Here they are a dimension of their own, [2, I], of
-which I is sharded: a rank's part of 2I would be two ranges, which torch's distributed checkpoints refuse.
+transformers stores gates and ups in one tensor, 2I wide. Here they have a dimension of their own, [2, I], of
+which I is sharded. A rank's part of 2I would be two ranges, which torch's distributed checkpoints refuse.
 """
 
 from typing import Any
@@ -18,24 +18,24 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ...dispatch.moves import for_each_rank, keep_shard, sum_over_ranks
 from ..assignment import PAIRED, expert_shapes, features_dim
 from .layouts import as_output
-from .parts import SEQUENCE_DIM, LengthFor, Localized, whole_sequence
+from .parts import SEQUENCE_DIM, LengthFor, Localized, gather_sequence
 
 
 def placements(experts: Any) -> dict[str, Placement]:
-    """How the parameters lie on the ranks, once gates and ups are apart."""
+    """Returns the placements of the experts' parameters after `split_gates_and_ups`."""
     dim = features_dim(experts)
     return {PAIRED: Shard(dim + 1), "down_proj": Shard(3 - dim)}
 
 
-def set_apart(experts: Any) -> None:
+def split_gates_and_ups(experts: Any) -> None:
     """Gives gates and ups a dimension of their own."""
     dim, old = features_dim(experts), experts.gate_up_proj
-    if old.ndim > len(expert_shapes(experts)[PAIRED]):  # assigned since, and set apart then
+    if old.ndim > len(expert_shapes(experts)[PAIRED]):  # already split, by an assignment
         return
     if isinstance(old, DTensor):
-        whole = torch.Size(expert_shapes(experts)[PAIRED])
-        apart = torch.Size((*whole[:dim], 2, whole[dim] // 2, *whole[dim + 1 :]))
-        _replace(experts, old.to_local().unflatten(dim, (2, -1)), Shard(dim + 1), apart)
+        full_shape = torch.Size(expert_shapes(experts)[PAIRED])
+        split_shape = torch.Size((*full_shape[:dim], 2, full_shape[dim] // 2, *full_shape[dim + 1 :]))
+        _replace(experts, old.to_local().unflatten(dim, (2, -1)), Shard(dim + 1), split_shape)
     else:
         experts.gate_up_proj = nn.Parameter(gates_and_ups(experts, old), requires_grad=old.requires_grad)
 
@@ -45,21 +45,21 @@ def gates_and_ups(experts: Any, paired: Tensor) -> Tensor:
     return paired.detach().unflatten(features_dim(experts), (2, -1))
 
 
-def put_together(experts: Any) -> None:
-    """Takes `set_apart` back, on sharded parameters: for a loader that goes by the shapes in files."""
-    dim, whole = features_dim(experts), torch.Size(expert_shapes(experts)[PAIRED])
+def merge_gates_and_ups(experts: Any) -> None:
+    """Reverts `split_gates_and_ups` on sharded parameters, for loaders that expect the shapes of files."""
+    dim, full_shape = features_dim(experts), torch.Size(expert_shapes(experts)[PAIRED])
     local = experts.gate_up_proj.to_local().flatten(dim, dim + 1)
-    _replace(experts, local, _StridedShard(dim, split_factor=2), whole)
+    _replace(experts, local, _StridedShard(dim, split_factor=2), full_shape)
 
 
-def _replace(experts: Any, local: Tensor, placement: Placement, whole: torch.Size) -> None:
+def _replace(experts: Any, local: Tensor, placement: Placement, full_shape: torch.Size) -> None:
     old = experts.gate_up_proj
-    new = as_output(local.detach(), whole, old.device_mesh, placement, use_local_output=False)
+    new = as_output(local.detach(), full_shape, old.device_mesh, placement, use_local_output=False)
     experts.gate_up_proj = nn.Parameter(new, requires_grad=old.requires_grad)
 
 
 class _LocalExperts(Localized):
-    """This rank's part of the experts, as their own forward wants it."""
+    """This rank's part of the experts, in the layout of their own forward."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -70,7 +70,10 @@ class _LocalExperts(Localized):
 
 
 class _LocalRouter(Localized):
-    """This rank's copy of a router, which is of the router's class to `super()` (Llama 4's is a linear)."""
+    """This rank's copy of a router.
+
+    Its `__class__` is the router's, so that `super()` works (Llama 4's router is a linear).
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -78,10 +81,10 @@ class _LocalRouter(Localized):
 
 
 class RouterForward:
-    """The forward of a router, which sees all tokens: its own.
+    """Forward of a router: the module's own, on all tokens.
 
     Args:
-        module: The router, its weight replicated.
+        module: Router with a replicated weight.
     """
 
     def __init__(self, module: nn.Module):
@@ -93,43 +96,46 @@ class RouterForward:
 
 
 class ExpertsForward:
-    """The forward of the experts: their own, on this rank's features, summed over the ranks.
+    """Forward of the experts: their own, on this rank's features, summed over the ranks.
 
     Args:
-        module: The experts, their parameters placed as `placements` says.
-        group: The ranks.
+        module: Experts, their parameters placed as `placements` returns.
+        group: Name of the process group.
     """
 
     def __init__(self, module: nn.Module, group: str):
         self.module, self.group = module, group
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """`[tokens, H]`, and what else a family's experts are given, the same on every rank."""
-        mine = [for_each_rank(x, self.group) if x.is_floating_point() else x for x in inputs]
-        own = type(self.module).forward(_LocalExperts(self.module, None), *mine)
-        return sum_over_ranks(own, self.group)
+        """Returns the experts' output `[tokens, H]` for inputs that are the same on every rank."""
+        local = [for_each_rank(x, self.group) if x.is_floating_point() else x for x in inputs]
+        partial = type(self.module).forward(_LocalExperts(self.module, None), *local)
+        return sum_over_ranks(partial, self.group)
 
 
 class GatherTokens:
-    """Pre-forward hook of a mixture of experts: its input, sharded by rows, becomes whole on every rank."""
+    """Pre-forward hook of a mixture of experts: gathers its input, which is sharded by rows."""
 
     def __init__(self, group: str, length: LengthFor):
         self.group, self.length = group, length
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called by torch before the mixture."""
-        own, *others = args
-        return whole_sequence("a mixture of experts", own, self.length(), self.group), *others
+        """Gathers the input. Called by torch before the mixture."""
+        rows, *others = args
+        return gather_sequence("a mixture of experts", rows, self.length(), self.group), *others
 
 
 class KeepTokens:
-    """Forward hook of a mixture of experts: of its output each rank keeps its rows."""
+    """Forward hook of a mixture of experts: each rank keeps its rows of the output."""
 
     def __init__(self, group: str):
         self.group = group
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        """Called by torch after the mixture; Llama 4's gives `[tokens, H]`, and the router's logits, too."""
+        """Slices the output.
+
+        Called by torch after the mixture; Llama 4's returns `[tokens, H]` and router logits.
+        """
         tokens, *others = out if isinstance(out, tuple) else (out,)
-        own = keep_shard(tokens.view(args[0].shape), SEQUENCE_DIM, self.group)
-        return (own, *others) if others else own
+        rows = keep_shard(tokens.view(args[0].shape), SEQUENCE_DIM, self.group)
+        return (rows, *others) if others else rows

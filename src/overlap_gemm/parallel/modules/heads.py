@@ -1,4 +1,4 @@
-"""Attentions of fewer key/value heads than ranks, and norms over all heads."""
+"""Forwards of attentions with fewer key/value heads than ranks, and of norms over all heads."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from .styles import ColwiseForward, OverlapColwiseParallel
 
 
 class SharedHeadForward(ColwiseForward):
-    """The forward of a k_proj or v_proj with fewer heads than ranks: each rank computes the one it shares.
+    """Forward of a k_proj or v_proj with fewer heads than ranks: each rank computes the head that it shares.
 
-    Its parameters are on every rank, whole, so that optimizers, norms and checkpoints know nothing of it.
-    Their gradients are summed over the ranks; a rank's own is zero but for its head.
+    Every rank has the full parameters, so that optimizers, norms and checkpoints need no special case.
+    Gradients are summed over the ranks; a rank's gradient is zero outside of its head.
 
     Args:
-        module: The linear, its parameters replicated.
-        mesh: The ranks; their number is a multiple of the heads'.
-        style: As for `ColwiseForward`.
-        heads: Key/value heads.
+        module: Linear with replicated parameters.
+        mesh: Mesh of the ranks; the number of ranks is a multiple of `heads`.
+        style: Style of the linear.
+        heads: Number of key/value heads.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel, heads: int):
@@ -32,35 +32,35 @@ class SharedHeadForward(ColwiseForward):
         self.heads, self.group = heads, group_name(mesh)
 
     def operands(self) -> tuple[Any, Tensor | None, int]:
-        """The head's rows of weight and bias, and the columns of all ranks' together."""
+        """Returns the head's rows of weight and bias, and the number of columns over all ranks."""
         module, rows = self.module, self.rows()
 
-        def own(parameter: Tensor) -> Tensor:
+        def rows_of_head(parameter: Tensor) -> Tensor:
             if isinstance(parameter, DTensor):
                 parameter = for_each_rank(parameter.to_local(), self.group)
             return parameter[rows.start : rows.stop]
 
-        bias = None if module.bias is None else own(module.bias)
+        bias = None if module.bias is None else rows_of_head(module.bias)
         kept = isinstance(self.source, KeptLinear)
-        weight = self.source.stored(Replicate()) if kept else own(self.source.weight)
+        weight = self.source.stored(Replicate()) if kept else rows_of_head(self.source.weight)
         return weight, bias, len(rows) * group_size(self.group)
 
     def rows(self) -> range:
-        """Rows of the weight that are this rank's head."""
+        """Returns the rows of the weight that are this rank's head."""
         width, ranks = self.module.out_features // self.heads, group_size(self.group)
         start = group_rank(self.group) // (ranks // self.heads) * width
         return range(start, start + width)
 
 
 class SpreadNormForward:
-    """An RMSNorm over the features of all heads, of which each rank has its own: the squares are summed.
+    """Forward of an RMSNorm over the features of all heads, which are sharded: squares are summed over ranks.
 
-    As OLMo2's: `weight * (x * rsqrt(mean(x^2) + eps))`, in float32 at least.
+    It is OLMo2's norm, `weight * (x * rsqrt(mean(x^2) + eps))`, in float32 at least.
 
     Args:
-        module: The norm, its weight sharded.
-        group: The ranks.
-        width: Features of all ranks together.
+        module: Norm with a sharded weight.
+        group: Name of the process group.
+        width: Number of features over all ranks.
     """
 
     def __init__(self, module: Any, group: str, width: int):

@@ -1,4 +1,4 @@
-"""Linears of a parallelized model whose weights are kept in 8 bits, as their checkpoint stores them."""
+"""Linears of a parallelized model whose weights stay in 8 bits, as their checkpoint stores them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,31 +11,32 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ...api.kept_weights import Stored
 from ...spec.sharding import ceil_div
-from ..places import set_layout
-from .layouts import as_output, local, lying_as
+from ..places import set_parameter
+from .layouts import as_output, local, with_layout_of
 from .parts import PackedLinear
 
 SCALES = ("weight_scale", "input_scale")
-"""Parameters of a `KeptLinear` besides weight and bias."""
+"""Parameters of a `KeptLinear` in addition to weight and bias."""
 
 KEPT_AS = "_overlap_gemm_kept_as"
-"""Attribute of linears that have been `KeptLinear`s: how they were."""
+"""Attribute of linears that were `KeptLinear`s before a merge; its value is a `KeptAs`."""
 
 _INTEGERS = {1: torch.uint8, 4: torch.int32}
-"""By bytes an element."""
+"""Integer dtype by the number of bytes of an element."""
 
 
 class KeptLinear(nn.Linear):
-    """A linear with a frozen weight of 8 bits; `stored.keep` makes it of an `nn.Linear`, and its parameters.
+    """Linear with a frozen 8-bit weight. `stored.keep` converts an `nn.Linear` to it.
 
     Attributes:
-        weight_scale: Of the weight, float32: `[N, 1]`, `[1, 1]` or of blocks.
-        input_scale: Of what it is multiplied with, `[1, 1]`; None: each row has its own, at each call.
-        block: Rows and columns that share a scale; None: scales are of rows, or of the weight.
-        rows: Rows that this rank multiplies of a weight that every rank has whole, since shards of it would
-            cut blocks, or since ranks share heads; None: all rows of this rank's part.
-        compute_dtype: The model's dtype, in which adapters are made (peft asks) and weights dequantised.
-        files: Name and tensor (without memory) of each scale in the checkpoint, by its name here.
+        weight_scale: Scales of the weight, float32: `[N, 1]`, `[1, 1]`, or one for each block.
+        input_scale: Scale of the input, `[1, 1]`; None: each row is scaled at each call.
+        block: Rows and columns that share a scale; None: scales are per row or per tensor.
+        rows: Rows that this rank multiplies of a full weight that every rank has. The weight is not sharded
+            because shards would split blocks, or because ranks share heads. None: the weight is this rank's
+            shard.
+        compute_dtype: dtype of the model, in which adapters are made (peft reads it) and weights dequantised.
+        files: Stored name and meta tensor of each scale in the checkpoint, by the scale's name here.
     """
 
     weight: nn.Parameter
@@ -47,17 +48,17 @@ class KeptLinear(nn.Linear):
     files: dict[str, tuple[str, Tensor]]
 
     def stored(self, layout: Placement) -> Stored:
-        """Returns this rank's part of the weight."""
+        """Returns this rank's part of the weight, in 8 bits with scales."""
         scales = (getattr(self, name, None) for name in SCALES)
-        scale, given = (part.to_local() if isinstance(part, DTensor) else part for part in scales)
+        scale, input_scale = (part.to_local() if isinstance(part, DTensor) else part for part in scales)
         assert scale is not None
         if self.rows is None:
-            return Stored(local(self.weight, layout), scale, given, self.block)
+            return Stored(local(self.weight, layout), scale, input_scale, self.block)
         weight: Any = self.weight
-        start, stop, each = self.rows.start, self.rows.stop, self.block or 1
+        start, stop, rows_per_scale = self.rows.start, self.rows.stop, self.block or 1
         if len(scale) > 1:
-            scale = scale[start // each : ceil_div(stop, each)]
-        return Stored(local(weight, weight.placements[-1])[start:stop], scale, given, self.block)
+            scale = scale[start // rows_per_scale : ceil_div(stop, rows_per_scale)]
+        return Stored(local(weight, weight.placements[-1])[start:stop], scale, input_scale, self.block)
 
     def dequantized(self) -> Tensor:
         """Returns this rank's part of the weight in the model's dtype."""
@@ -65,25 +66,25 @@ class KeptLinear(nn.Linear):
         with torch.no_grad():
             return self.stored(weight.placements[-1]).dequantized(self.compute_dtype)
 
-    def become_plain(self, own: Tensor) -> None:
-        """Makes the linear one whose weight is of the model's dtype.
+    def become_plain(self, part: Tensor) -> None:
+        """Converts the linear to an `nn.Linear` with a weight in the model's dtype.
 
         Args:
-            own: This rank's part of the weight.
+            part: This rank's part of the weight.
         """
         weight: Any = self.weight
         scales = {name: self._parameters.pop(name, None) for name in SCALES}
-        layout = lying_as(weight, weight.to_local().to("meta"))
+        layout = with_layout_of(weight, weight.to_local().to("meta"))
         kept_as = KeptAs(self.block, self.rows, self.files, layout, scales)
         for name in ("block", "rows", "compute_dtype", "files"):
             delattr(self, name)
         self.__class__ = nn.Linear  # type: ignore[assignment]
-        plain: Any = lying_as(weight, own) if kept_as.rows is None else _sharded_by_rows(weight, own)
-        set_layout(self, "weight", plain)
+        plain: Any = with_layout_of(weight, part) if kept_as.rows is None else _sharded_by_rows(weight, part)
+        set_parameter(self, "weight", plain)
         setattr(self, KEPT_AS, kept_as)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Called by torch for `.to`, `.float()` and others: bits are moved, and cast to no other dtype."""
+        """Moves the bits without casting them, in `.to`, `.float()` and similar methods. Called by torch."""
         kept = {name: self._parameters.pop(name) for name in ("weight", *SCALES) if name in self._parameters}
         super()._apply(fn, recurse)
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
@@ -94,14 +95,14 @@ class KeptLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class KeptAs:
-    """How a linear was kept before adapters were merged into it.
+    """Storage of a kept linear before adapters were merged into it.
 
     Attributes:
-        block: As of `KeptLinear`.
-        rows: The same.
-        files: The same.
-        weight: Layout and dtype of the weight as it was, without memory.
-        scales: Its scales.
+        block: `block` of the `KeptLinear`.
+        rows: `rows` of the `KeptLinear`.
+        files: `files` of the `KeptLinear`.
+        weight: Meta tensor with the layout and dtype of the 8-bit weight.
+        scales: Scales by their names in the `KeptLinear`.
     """
 
     block: int | None
@@ -112,25 +113,25 @@ class KeptAs:
 
 
 def requantize(model: nn.Module) -> dict[str, float]:
-    """Puts linears into which adapters have been merged back into the 8 bits of their checkpoint. Collective.
+    """Converts linears with merged adapters back to their checkpoint's 8-bit format. Collective.
 
-    `save_pretrained` then writes the checkpoint's form again. Scales are computed anew, from the largest
-    element of each tensor, row or block; scales of activations stay the checkpoint's. Bits are lost: an
-    update smaller than half a step of its element is rounded away.
+    `save_pretrained` then writes the checkpoint's format again. Scales are computed anew, from the largest
+    element of each tensor, row or block; activation scales stay unchanged. Precision is lost: an update
+    smaller than half a quantisation step of its element is rounded away.
 
     Args:
-        model: What `merge_and_unload` returned of a model kept in 8 bits.
+        model: Model kept in 8 bits, after `merge_and_unload`.
 
     Returns:
-        Relative error (Frobenius norm, over all ranks) of each linear that was requantised, by its name.
+        Relative error (Frobenius norm, over all ranks) of each requantised linear, by name.
 
     Raises:
-        ValueError: Nothing has been merged into linears kept in 8 bits.
+        ValueError: No linear kept in 8 bits has merged adapters.
     """
     linears = {name: module for name, module in model.named_modules() if KEPT_AS in vars(module)}
     if not linears:
         raise ValueError("requantize: the model has no linear that was kept in 8 bits before a merge")
-    groups: dict[str, list[str]] = {}  # parts of a packed linear of one tensor's scale share it in the file
+    groups: dict[str, list[str]] = {}  # parts of a packed linear share a per-tensor scale in the file
     for name, linear in linears.items():
         packed = name.rpartition(".")[0]
         is_one = vars(linear)[KEPT_AS].scales["weight_scale"].numel() == 1
@@ -145,65 +146,70 @@ def requantize(model: nn.Module) -> dict[str, float]:
 
 
 def _largest(linear: Any) -> Tensor:
-    """The largest element of each tensor, row or block of a linear, over the ranks that share it."""
+    """Returns the largest element of each tensor, row or block of a linear, over the ranks that share it."""
     kept_as: KeptAs = vars(linear)[KEPT_AS]
-    own, scale = _to_quantize(linear, kept_as), kept_as.scales["weight_scale"]
+    values, scale = _to_quantize(linear, kept_as), kept_as.scales["weight_scale"]
     if kept_as.block is not None:
-        rows, columns = (-size % kept_as.block for size in own.shape)
-        padded = nn.functional.pad(own, (0, columns, 0, rows))
+        rows, columns = (-size % kept_as.block for size in values.shape)
+        padded = nn.functional.pad(values, (0, columns, 0, rows))
         blocks = padded.unflatten(1, (-1, kept_as.block)).unflatten(0, (-1, kept_as.block))
         return blocks.abs().amax((1, 3))
-    largest = own.abs().amax().view(1, 1) if scale.numel() == 1 else own.abs().amax(1, keepdim=True)
+    largest = values.abs().amax().view(1, 1) if scale.numel() == 1 else values.abs().amax(1, keepdim=True)
     if scale.numel() == 1 or kept_as.weight.placements[-1] != Shard(0):
         dist.all_reduce(largest, dist.ReduceOp.MAX, kept_as.weight.device_mesh.get_group())
     return largest
 
 
 def _to_quantize(linear: Any, kept_as: KeptAs) -> Tensor:
-    """What this rank quantises of a weight, in float32: its part, or all where every rank keeps all."""
+    """Returns the float32 values that this rank quantises.
+
+    They are its part of the weight, or the full weight if every rank keeps it.
+    """
     weight: Any = linear.weight.detach()
-    own: Tensor = weight.to_local() if kept_as.rows is None else weight.full_tensor()
-    return own.float()
+    values: Tensor = weight.to_local() if kept_as.rows is None else weight.full_tensor()
+    return values.float()
 
 
-def _sharded_by_rows(full: DTensor, own: Tensor) -> Tensor:
-    return as_output(own, full.shape, full.device_mesh, Shard(0), use_local_output=False)
+def _sharded_by_rows(full: DTensor, part: Tensor) -> Tensor:
+    return as_output(part, full.shape, full.device_mesh, Shard(0), use_local_output=False)
 
 
 def _keep_again(linear: Any, largest: Tensor) -> float:
     kept_as: KeptAs = getattr(linear, KEPT_AS)
     delattr(linear, KEPT_AS)
-    own, old = _to_quantize(linear, kept_as), kept_as.scales["weight_scale"]
+    values_f32, old = _to_quantize(linear, kept_as), kept_as.scales["weight_scale"]
     limit = torch.finfo(kept_as.weight.dtype).max
     scale = torch.where(largest > 0, largest / limit, torch.ones_like(largest))
     dtype = kept_as.files["weight_scale"][1].dtype
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
         scale = torch.exp2(torch.log2(scale).ceil())
     else:
-        scale = scale.to(dtype).float()  # as the file will have it
-    every = Stored(own, scale, block=kept_as.block).spread_scale()
-    values = (own / every).clamp(-limit, limit).to(kept_as.weight.dtype)
-    squares = torch.stack([(values.float() * every - own).square().sum(), own.square().sum()])
+        scale = scale.to(dtype).float()  # rounded as in the file
+    spread_scale = Stored(values_f32, scale, block=kept_as.block).spread_scale()
+    values = (values_f32 / spread_scale).clamp(-limit, limit).to(kept_as.weight.dtype)
+    squares = torch.stack(
+        [(values.float() * spread_scale - values_f32).square().sum(), values_f32.square().sum()]
+    )
     if kept_as.rows is None:
         dist.all_reduce(squares, group=kept_as.weight.device_mesh.get_group())
     compute_dtype = linear.weight.dtype
     linear.__class__ = KeptLinear
     linear.block, linear.rows, linear.files = kept_as.block, kept_as.rows, kept_as.files
     linear.compute_dtype = compute_dtype
-    set_layout(linear, "weight", lying_as(kept_as.weight, values))
-    linear.register_parameter("weight_scale", nn.Parameter(lying_as(old, scale), requires_grad=False))
+    set_parameter(linear, "weight", with_layout_of(kept_as.weight, values))
+    linear.register_parameter("weight_scale", nn.Parameter(with_layout_of(old, scale), requires_grad=False))
     linear.register_parameter("input_scale", kept_as.scales["input_scale"])
     return float((squares[0] / squares[1]).sqrt())
 
 
 def _moved(parameter: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    moved = fn(own.view(_INTEGERS[own.element_size()])).view(own.dtype)
+    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    moved = fn(part.view(_INTEGERS[part.element_size()])).view(part.dtype)
     if isinstance(parameter, DTensor):
-        moved = lying_as(parameter, moved)
+        moved = with_layout_of(parameter, moved)
     return nn.Parameter(moved, requires_grad=False)
 
 
 def weight_of(module: Any, layout: Placement) -> Any:
-    """Returns this rank's part of a linear's weight, `Stored` where it is kept in 8 bits."""
+    """Returns this rank's part of a linear's weight; a `Stored` if it is kept in 8 bits."""
     return module.stored(layout) if isinstance(module, KeptLinear) else local(module.weight, layout)

@@ -1,4 +1,4 @@
-"""Between DTensors and what this rank has of them: the parameters, inputs and outputs of one linear."""
+"""Conversions between DTensors and this rank's parts: parameters, inputs and outputs of one linear."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -12,13 +12,14 @@ from ...api.functional import Length
 from ...runtime.order import is_capturing
 
 Rows: TypeAlias = Length | Callable[[], Length]
-"""The `rows` of `overlap_gemm.all_gather_gemm`, or a function that says them in each call."""
+"""The `rows` of `overlap_gemm.all_gather_gemm`, or a function that returns them at each call."""
 
 
-def unsaid() -> Length:
-    """For `rows` of which nobody has said how many there are: sequences of any length are cut over the ranks.
+def default_rows() -> Length:
+    """Returns the value for `rows` where the caller has set none.
 
-    They ask each other; in a graph, which cannot, shards are equal.
+    "exchange": ranks exchange their numbers of rows, so sequences of any length work. "equal" under
+    torch.compile and in graph capture, where they cannot be exchanged: shards must be equal.
     """
     if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and is_capturing(torch.device("cuda"))):
         return "equal"
@@ -28,33 +29,33 @@ def unsaid() -> Length:
 def distribute(
     module: nn.Module, mesh: DeviceMesh, layouts: dict[str, Placement], src_data_rank: int | None = 0
 ) -> None:
-    """Makes DTensors of a linear's parameters.
+    """Converts a linear's parameters to DTensors.
 
     Args:
-        module: An `nn.Linear`.
-        mesh: The ranks, of one dimension.
-        layouts: How each parameter shall lie, by its name.
-        src_data_rank: Whose values are taken; None: each rank's own, without communication.
+        module: `nn.Linear`.
+        mesh: 1-D mesh of the ranks.
+        layouts: Placement of each parameter, by name.
+        src_data_rank: Rank whose values are taken; None: each rank's own values, without communication.
     """
     if not isinstance(module, nn.Linear):
-        raise TypeError(f"this style is for nn.Linear, got {type(module).__name__}")
+        raise TypeError(f"the styles of overlap_gemm.parallel need an nn.Linear, got {type(module).__name__}")
     check_mesh(mesh)
-    cut(module, mesh, layouts, src_data_rank)
+    distribute_parameters(module, mesh, layouts, src_data_rank)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises a ValueError unless a mesh is the ranks in a row."""
+    """Raises a ValueError unless a mesh has one dimension."""
     if mesh.ndim != 1:
-        raise ValueError(f"the mesh must have one dimension, as mesh['tp'] has, got {mesh}")
+        raise ValueError(f"the mesh must have one dimension, such as mesh['tp'], got {mesh}")
 
 
-def cut(
+def distribute_parameters(
     module: nn.Module,
     mesh: DeviceMesh,
     layouts: Mapping[str, Placement] | None = None,
     src_data_rank: int | None = 0,
 ) -> None:
-    """Makes DTensors of a module's own parameters: replicated, where nothing else is said."""
+    """Converts the parameters directly in a module to DTensors; the default placement is replicated."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         layout, source = (layouts or {}).get(name, Replicate()), None if parameter.is_meta else src_data_rank
         sharded = distribute_tensor(parameter, mesh, [layout], src_data_rank=source)
@@ -62,22 +63,22 @@ def cut(
 
 
 def local(parameter: Tensor, layout: Placement) -> Tensor:
-    """This rank's part of a parameter: a DTensor's, or the parameter itself (`export.exportable`).
+    """Returns this rank's part of a parameter: of a DTensor, or the plain parameter itself (`exportable`).
 
     Args:
-        parameter: Of a module; what a parametrization makes of it may lie in any way.
-        layout: How it shall lie.
+        parameter: Parameter of a module. The result of a parametrization may have any placement.
+        layout: Placement of the result.
 
     Raises:
-        RuntimeError: FSDP has sharded it, too, and has not gathered it.
+        RuntimeError: FSDP has sharded the parameter, too, and has not gathered it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter.device_mesh.ndim > 1:
         raise RuntimeError(
-            f"a parameter of {list(parameter.shape)} is sharded by FSDP, too: its module is called outside "
-            f"of the forward pass of the model that fully_shard has wrapped (as prompt tuning calls the "
-            f"embedding). fully_shard that module by itself, or call the model"
+            f"a parameter of shape {list(parameter.shape)} is sharded by FSDP, too, and not gathered: its "
+            f"module was called outside of the forward pass of the model passed to fully_shard (prompt "
+            f"tuning calls the embedding so). Pass that module itself to fully_shard, or call the model"
         )
     if parameter.placements != (layout,):
         parameter = parameter.redistribute(placements=(layout,))
@@ -85,14 +86,14 @@ def local(parameter: Tensor, layout: Placement) -> Tensor:
 
 
 def extent(linear: Any, dim: int) -> int:
-    """An extent of the whole weight."""
+    """Returns an extent of the full weight."""
     if isinstance(linear.weight, DTensor):
         return linear.weight.shape[dim]
     return (linear.out_features, linear.in_features)[dim]
 
 
 def local_part(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tuple[Tensor, Length]:
-    """This rank's part of x, and what is known of the whole length: all, if x is a DTensor."""
+    """Returns this rank's part of x, and the total number of rows if it is known (it is, of a DTensor)."""
     if not isinstance(x, DTensor):
         return x, rows() if callable(rows) else rows
     if x.placements != (layout,):
@@ -100,18 +101,21 @@ def local_part(x: Tensor, mesh: DeviceMesh, layout: Placement, rows: Rows) -> tu
     return x.to_local(), x.shape[layout.dim] if isinstance(layout, Shard) else None
 
 
-def lying_as(old: DTensor, own: Tensor) -> DTensor:
-    """A DTensor of this rank's part that lies as another one does."""
+def with_layout_of(old: DTensor, part: Tensor) -> DTensor:
+    """Returns a DTensor of this rank's part `part`, with the layout and shape of `old`."""
     return DTensor.from_local(
-        own, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        part, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
     )
 
 
 def as_output(
-    out: Tensor, whole: torch.Size, mesh: DeviceMesh, layout: Placement, use_local_output: bool
+    out: Tensor, full_shape: torch.Size, mesh: DeviceMesh, layout: Placement, use_local_output: bool
 ) -> Tensor:
-    """`out`, or a DTensor of shape `whole`; without the shape DTensor would take equal shards for granted."""
+    """Returns `out`, or a DTensor of shape `full_shape` with it as this rank's part.
+
+    The shape must be passed because DTensor would assume equal shards.
+    """
     if use_local_output:
         return out
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(out, mesh, (layout,), run_check=False, shape=whole, stride=stride)
+    stride = torch.empty(full_shape, device="meta").stride()
+    return DTensor.from_local(out, mesh, (layout,), run_check=False, shape=full_shape, stride=stride)

@@ -1,4 +1,4 @@
-"""The forwards that the modules of a parallelized model get. Between modules all tensors are local ones."""
+"""Forwards and hooks of the modules of a parallelized model. Between modules all tensors are local ones."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from ...dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_r
 from ...runtime.group import group_rank, group_size
 from ...spec.sharding import Shards
 from ..inputs import same_inputs
-from .layouts import local, unsaid
+from .layouts import default_rows, local
 
 SEQUENCE_DIM = 1
-"""Of Hugging Face's hidden states `[b, s, h]`."""
+"""Dimension of the sequence in Hugging Face's hidden states `[b, s, h]`."""
 
 
 class LengthFor:
-    """The length of the sequence, said for one part of a module by another that runs before it there.
+    """Length of the sequence, noted by one part of a module for another part that runs later.
 
-    Said once for each time that the module runs: a part that is recomputed by itself finds nothing, since
-    what was said last may be another microbatch's.
+    A value is valid for one run of the module. A part that is recomputed alone gets none, because the last
+    value may be another microbatch's.
     """
 
     def __init__(self) -> None:
@@ -31,25 +31,25 @@ class LengthFor:
         self.total: int | None = None
 
     def begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Pre-forward hook of the module."""
+        """Clears the value when the module begins. Pre-forward hook of the module."""
         self.runs, self.total = True, None
 
     def note(self, total: int) -> None:
-        """Says the length in tokens, if the module runs."""
+        """Stores the length in tokens if the module is running."""
         if self.runs:
             self.total = total
 
     def __call__(self) -> Length:
-        """What was said, once."""
+        """Returns the stored length and clears it; without one, returns `default_rows()`."""
         total, self.runs, self.total = self.total, False, None
-        return unsaid() if total is None else total
+        return default_rows() if total is None else total
 
 
 class SequenceLength:
-    """The length of the sequence in the forward pass (or recomputation) in progress, over all ranks.
+    """Length of the sequence over all ranks, in the forward pass (or recomputation) in progress.
 
-    A module between sharded rows cannot see it. Every attention can, and says it: for itself, for the MLP of
-    its layer, and for the norm after all layers.
+    Modules on sharded rows cannot compute it. Every attention can, and stores it for itself, for the MLP of
+    its layer and for the norm after all layers.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class SequenceLength:
         self.for_mlp, self.for_norm = LengthFor(), LengthFor()
 
     def __call__(self) -> int:
-        """The length in tokens, for an attention."""
+        """Returns the length in tokens, for an attention."""
         return self.total
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Pre-forward hook of every attention."""
+        """Stores the length. Pre-forward hook of every attention."""
         embeddings = kwargs["position_embeddings"]  # cosines and sines, or both as complex numbers
         angles = embeddings[0] if isinstance(embeddings, tuple) else embeddings  # [b or 1, s, ...]
         self.total = angles.shape[1]
@@ -70,28 +70,28 @@ class SequenceLength:
 
 
 class EnterLayers:
-    """Pre-forward hook of the first decoder layer: of the hidden states it keeps its rank's rows."""
+    """Pre-forward hook of the first decoder layer: keeps this rank's rows of the hidden states."""
 
     def __init__(self, group: str):
         self.group = group
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called by torch before the layer."""
+        """Slices the hidden states. Called by torch before the layer."""
         hidden, *others = args
         return keep_shard(hidden, SEQUENCE_DIM, self.group), *others
 
 
 class GradientAsContiguous:
-    """Pre-forward hook of the projection after an attention: its input's gradient comes back contiguous.
+    """Pre-forward hook of the projection after an attention: makes the gradient of its input contiguous.
 
-    Where it is gathered along the sequence it would be a transposed view. torch (2.11, CUDA) keeps a graph of
-    cuDNN's attention for the backward of all calls alike, and does not ask whether this gradient's strides
-    are: another model of these sizes, whose gradients lie otherwise, then gets wrong ones, silently
-    (docs/design/facts.md). The copy is small compared with the attention.
+    If the gradient is gathered along the sequence it is a transposed view. torch (2.11, CUDA) caches a graph
+    of cuDNN's attention backward without the gradient's strides in the key. Another model with the same sizes
+    and other strides then gets wrong gradients without an error (docs/design/facts.md). The copy is cheap
+    compared with the attention.
     """
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Called by torch before the projection."""
+        """Wraps the input. Called by torch before the projection."""
         x, *others = args
         return _ContiguousGradient.apply(x), *others
 
@@ -107,66 +107,66 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class RefuseRecords:
-    """Pre-forward hook of a decoder: what it would record between its layers is sharded over the ranks."""
+    """Pre-forward hook of a decoder: refuses to record tensors between layers, since they are sharded."""
 
     def __init__(self, config: Any, names: list[str]):
         self.config, self.names = config, names
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by torch before the decoder."""
+        """Raises if records are requested. Called by torch before the decoder."""
         for name in self.names:
             if kwargs.get(name, getattr(self.config, name, False)):
-                instead = "; sequence_parallel=False has them" if name == "output_hidden_states" else ""
+                instead = "; use sequence_parallel=False" if name == "output_hidden_states" else ""
                 raise ValueError(f"{name}: each rank of this model has a part of them only{instead}")
 
 
 class EmbeddingForward:
-    """Lookup in an embedding sharded by vocabulary: each row comes from the rank that has it."""
+    """Lookup in an embedding sharded by vocabulary; each row comes from the rank that has it."""
 
     def __init__(self, module: nn.Embedding, group: str):
         self.module, self.group = module, group
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Looks up `[...]` indices; `[..., h]`, the same on every rank."""
+        """Returns `[..., h]` for indices `[...]`, the same on every rank."""
         module, rows = self.module, self.module.num_embeddings
         same_inputs(self.group, "embedding", {"input": input})
         start, stop = Shards.even(rows, group_size(self.group)).range(group_rank(self.group))
-        # An index that no rank has stays out of range, and is refused as nn.Embedding refuses it.
+        # An index that no rank has stays out of range, so that F.embedding raises as for nn.Embedding.
         elsewhere = ((input >= 0) & (input < start)) | ((input >= stop) & (input < rows))
         padding = module.padding_idx
-        own = F.embedding(
+        local_rows = F.embedding(
             (input - start).masked_fill(elsewhere, 0),
             local(module.weight, Shard(0)),
             padding - start if padding is not None and start <= padding < stop else None,
         ).masked_fill(elsewhere.unsqueeze(-1), 0)
-        out = sum_over_ranks(own, self.group)
+        out = sum_over_ranks(local_rows, self.group)
         scale = getattr(module, "embed_scale", None)
         return out if scale is None else out * scale.to(out.dtype)
 
 
 class ReplicatedForward:
-    """The own forward of a module whose parameters all ranks have, a norm for example, on local tensors.
+    """Forward of a module with replicated parameters (a norm, for example): its own, on local tensors.
 
     Args:
-        module: The module, its parameters replicated DTensors.
-        group: Of the ranks each of which sees its own rows or heads only, so that gradients of the parameters
-            are summed; None: all see the same.
+        module: Module whose parameters are replicated DTensors.
+        group: Process group of ranks with different rows or heads; gradients of the parameters are summed
+            over it. None: all ranks have the same input.
     """
 
     def __init__(self, module: nn.Module, group: str | None):
         self.module, self.group = module, group
 
     def __call__(self, x: Tensor) -> Any:
-        """Runs on this rank's rows or heads."""
+        """Runs the module's own forward on this rank's rows or heads."""
         return type(self.module).forward(Localized(self.module, self.group), x)
 
 
 class Localized:
-    """A module with local tensors in place of its DTensor parameters: `self` for its forward.
+    """Proxy of a module with local tensors in place of DTensor parameters; the `self` of its forward.
 
     Args:
-        module: The module.
-        group: Of the ranks over which gradients of the parameters, which are replicated, are summed.
+        module: Module.
+        group: Process group over which gradients of the replicated parameters are summed; None: no sum.
     """
 
     def __init__(self, module: nn.Module, group: str | None):
@@ -176,38 +176,38 @@ class Localized:
         value = getattr(self._module, name)
         if not isinstance(value, DTensor):
             return value
-        # Not by a redistribution of DTensor's: it takes meshes of equal ranks and names for one, whatever
-        # their groups, and threads with a model each would meet in one group, in any order.
+        # Not by DTensor's redistribute: it treats meshes of equal ranks and names as one, whatever their
+        # groups. Threads with a model each would then use one group, in any order.
         return value.to_local() if self._group is None else for_each_rank(value.to_local(), self._group)
 
 
 class GatherOutput:
-    """Forward hook of the last norm: its output, sharded by rows, becomes whole on every rank."""
+    """Forward hook of the last norm: gathers its output, which is sharded by rows."""
 
     def __init__(self, group: str, length: LengthFor):
         self.group, self.length = group, length
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        """Called by torch after the norm."""
-        return whole_sequence("the last norm", out, self.length(), self.group)
+        """Gathers the output. Called by torch after the norm."""
+        return gather_sequence("the last norm", out, self.length(), self.group)
 
 
-def whole_sequence(op: str, own: Tensor, total: Length, group: str) -> Tensor:
-    """What is sharded by rows, whole on every rank; `total`: of the sequence."""
-    total_rows = total_extent(op, "rows", total, own.shape[SEQUENCE_DIM], own, group, (("op", op),))
-    return join_shards(own, SEQUENCE_DIM, total_rows, group)
+def gather_sequence(op: str, rows: Tensor, total: Length, group: str) -> Tensor:
+    """Returns the gathered sequence of `rows` on every rank; `total` is the length of the sequence."""
+    total_rows = total_extent(op, "rows", total, rows.shape[SEQUENCE_DIM], rows, group, (("op", op),))
+    return join_shards(rows, SEQUENCE_DIM, total_rows, group)
 
 
 class PackedLinear(nn.Linear):
-    """Linears behind the name of one, for code that cuts its output apart: qkv_proj, gate_up_proj.
+    """Several linears in place of one whose output is split by its caller: qkv_proj, gate_up_proj.
 
-    A rank's shard of the packed weight would be several ranges of its rows, which no DTensor describes; as
-    linears of their own they are sharded, saved and resharded like any other. It is a linear to peft, which
-    asks, and has no parameters itself.
+    A rank's shard of the packed weight would be several ranges of its rows, which no DTensor describes.
+    Separate linears are sharded, saved and resharded like any other linear. It is an `nn.Linear` for peft's
+    type check, but has no parameters itself.
 
     Args:
-        linear: The packed linear.
-        sizes: Rows of each part, by its name.
+        linear: Packed linear.
+        sizes: Number of rows of each part, by name.
     """
 
     def __init__(self, linear: nn.Linear, sizes: dict[str, int]):
@@ -220,25 +220,25 @@ class PackedLinear(nn.Linear):
             packed = getattr(linear, key)
             if packed is not None:
                 rows = packed.detach().split(list(sizes.values()))
-                for part, own in zip(self.children(), rows, strict=True):
-                    parameter = nn.Parameter(own.clone(), requires_grad=packed.requires_grad)
+                for part, part_rows in zip(self.children(), rows, strict=True):
+                    parameter = nn.Parameter(part_rows.clone(), requires_grad=packed.requires_grad)
                     part.register_parameter(key, parameter)
         for part in self.children():
-            part._is_hf_initialized = True  # type: ignore[assignment]  # it is drawn with the others, in one
+            part._is_hf_initialized = True  # type: ignore[assignment]  # all parts are initialized as one weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiplies; the parts' outputs side by side."""
+        """Returns the parts' outputs, concatenated along the last dimension."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
 class HeadsOfRank:
-    """A model's configuration as a rank's attention sees it: with the rank's share of the query heads."""
+    """Model configuration with a rank's number of query heads, for its attentions."""
 
     def __init__(self, config: Any, ranks: int):
         self._config = config
         self.num_attention_heads = config.num_attention_heads // ranks
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_config":  # copy and pickle ask before there is a _config
+        if name.startswith("__") or name == "_config":  # copy and pickle look up names before _config is set
             raise AttributeError(name)
         return getattr(self._config, name)

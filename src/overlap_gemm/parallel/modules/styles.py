@@ -1,7 +1,7 @@
 """`ParallelStyle` classes for `torch.distributed.tensor.parallel.parallelize_module`.
 
 Parameters become DTensors as with torch's own styles, so optimizers, gradient clipping and distributed
-checkpoints work on them unchanged.
+checkpoints work unchanged.
 """
 
 from copy import copy
@@ -20,14 +20,14 @@ from ...backends.op_call import BackendName
 from ...backends.select import check_name
 from ...spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of
-from .layouts import Rows, as_output, distribute, extent, local, local_part, unsaid
+from .layouts import Rows, as_output, default_rows, distribute, extent, local, local_part
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Self
 
 
 class StyleKeywords(TypedDict):
-    """Keywords that all ops of a style have."""
+    """Keyword arguments that a style passes to all its ops."""
 
     backend: BackendName
     partials: Partials | None
@@ -35,7 +35,7 @@ class StyleKeywords(TypedDict):
 
 
 class _OverlapStyle(ParallelStyle):
-    """What the styles have in common: who carries their products out, and in which type."""
+    """Base of the styles: backend, promises and 8-bit settings of their products."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class _OverlapStyle(ParallelStyle):
         check_promises(Promises(partials, invariant))
         check_name(backend, promises=Promises(partials, invariant))
         self.products = products(float8)
-        self.told = StyleKeywords(backend=backend, partials=partials, invariant=invariant)
+        self.keywords = StyleKeywords(backend=backend, partials=partials, invariant=invariant)
 
-    def in_own_type(self) -> "Self":
-        """The same without `float8`."""
+    def without_float8(self) -> "Self":
+        """Returns a copy without `float8`."""
         style = copy(self)
         style.products = products(None)
         return style
@@ -67,14 +67,14 @@ class OverlapColwiseParallel(_OverlapStyle):
     | `Replicate()` | `Replicate()` | `gemm_all_gather` |
 
     Args:
-        input_layouts: How the input (a local tensor or a DTensor) lies; default `Replicate()`.
-        output_layouts: How the output shall lie; default `Shard(-1)`.
+        input_layouts: Placement of the input (a local tensor or a DTensor); default `Replicate()`.
+        output_layouts: Placement of the output; default `Shard(-1)`.
         use_local_output: Return a local tensor, not a DTensor.
-        rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
+        rows: Total number of input rows as in `overlap_gemm.all_gather_gemm`, or a function that returns it.
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
+        float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class OverlapColwiseParallel(_OverlapStyle):
         gathers_both = isinstance(self.input_layout, Shard) and isinstance(self.output_layout, Replicate)
         if gathers_both or not all(isinstance(layout, (Shard, Replicate)) for layout in pair):
             raise ValueError(
-                f"OverlapColwiseParallel takes (Replicate, Shard(-1)), (Shard(d), Shard(-1)) or "
-                f"(Replicate, Replicate) as (input_layouts, output_layouts), got {pair}"
+                f"OverlapColwiseParallel: (input_layouts, output_layouts) must be (Replicate, Shard(-1)), "
+                f"(Shard(d), Shard(-1)) or (Replicate, Replicate), got {pair}"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -116,13 +116,13 @@ class OverlapRowwiseParallel(_OverlapStyle):
     | `Shard(d)`, d a row dimension | `gemm_reduce_scatter(dim=d)` |
 
     Args:
-        input_layouts: How the input lies; `Shard(-1)`, the only layout it takes.
-        output_layouts: How the output shall lie; default `Replicate()`.
+        input_layouts: Placement of the input; must be `Shard(-1)`.
+        output_layouts: Placement of the output; default `Replicate()`.
         use_local_output: Return a local tensor, not a DTensor.
-        backend: As for `overlap_gemm.gemm_reduce_scatter`.
-        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
+        backend: Backend of the ops, as in `overlap_gemm.gemm_reduce_scatter`.
+        float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class OverlapRowwiseParallel(_OverlapStyle):
         self.use_local_output = use_local_output
         if self.input_layout != Shard(-1) or not isinstance(self.output_layout, (Shard, Replicate)):
             raise ValueError(
-                f"OverlapRowwiseParallel takes input_layouts Shard(-1), output_layouts Replicate or Shard, "
-                f"got {self.input_layout} and {self.output_layout}"
+                f"OverlapRowwiseParallel: input_layouts must be Shard(-1), output_layouts Replicate or "
+                f"Shard, got {self.input_layout} and {self.output_layout}"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -155,23 +155,24 @@ class OverlapRowwiseParallel(_OverlapStyle):
 class OverlapSharedGather(_OverlapStyle):
     """One gather for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
 
-    The module's input is sharded along a row dimension; the named children, each styled
-    `OverlapColwiseParallel()`, multiply it in one `all_gather_gemm`. The module's hooks see its input; its
-    forward sees a stand-in of the gathered input's shape that holds no values (reading it gives NaN), which
-    is all that code needs which only hands its input to those children, once, and asks for its shape, like
-    Hugging Face's attention and MLP. A child that is given anything else meanwhile, or called without
-    gradients where the module has them, raises RuntimeError.
+    The module's input is sharded along a row dimension. One `all_gather_gemm` multiplies it by the weights of
+    the named children, each styled `OverlapColwiseParallel()`.
+
+    Hooks of the module see its input. The module's forward sees a stand-in: a tensor with the gathered
+    input's shape and no values (reading it gives NaN). The forward may read the stand-in's shape, and must
+    pass it once to each of those children, as Hugging Face's attention and MLP do. A child raises
+    RuntimeError if it gets another tensor, or if it is called without gradients while the module has them.
 
     Args:
         *children: Names of the linears, as `get_submodule` takes them.
-        input_layouts: How the module's input lies, `Shard(d)`; default `Shard(1)`, the sequence of `[b, s,
-            h]`.
+        input_layouts: Placement of the module's input, `Shard(d)`; default `Shard(1)`, the sequence of `[b,
+            s, h]`.
         argument: Name of the input, for callers that pass it by keyword.
-        rows: As for `overlap_gemm.all_gather_gemm`, or a function that returns it.
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        float8: As for `overlap_gemm.nn.ColumnParallelLinear`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
+        rows: Total number of input rows as in `overlap_gemm.all_gather_gemm`, or a function that returns it.
+        backend: Backend of the op, as in `overlap_gemm.all_gather_gemm`.
+        float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class OverlapSharedGather(_OverlapStyle):
         super().__init__(backend, float8, partials, invariant)
         layout = input_layouts or Shard(1)
         if not isinstance(layout, Shard):
-            raise ValueError(f"OverlapSharedGather gathers an input that lies Shard(d), got {layout}")
+            raise ValueError(f"OverlapSharedGather: input_layouts must be Shard(d), got {layout}")
         self.layout, self.children, self.argument, self.rows = layout, children, argument, rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -198,17 +199,17 @@ class OverlapSharedGather(_OverlapStyle):
 
 
 class _SharedGatherForward:
-    """The forward of a module styled `OverlapSharedGather`; unlike a closure, copied with the module."""
+    """Forward of a module styled `OverlapSharedGather`; unlike a closure, it is copied with the module."""
 
     def __init__(
         self, module: nn.Module, style: OverlapSharedGather, linears: list[nn.Module], mesh: DeviceMesh
     ):
         self.module, self.style, self.linears, self.mesh = module, style, linears, mesh
         self.replaced = vars(module).get("forward")
-        """What somebody put in the place of the class's forward before."""
+        """`forward` that was set on the module before, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Multiplies, and runs the module's own forward on the stand-in."""
+        """Multiplies, then runs the module's own forward on the stand-in."""
         argument = self.style.argument
         stand_in = self._multiply(args[0] if args else kwargs[argument])
         if args:
@@ -236,8 +237,8 @@ class _SharedGatherForward:
             product = COPIES if style.products is PLAIN else style.products
         if any(bias is not None for bias in biases):  # the op takes one for each weight, or none
             rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
-            given = zip(biases, rows_of, strict=True)
-            biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in given)
+            biases_and_rows = zip(biases, rows_of, strict=True)
+            biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in biases_and_rows)
         outs = product.all_gather_gemm(
             x,
             weights,
@@ -246,7 +247,7 @@ class _SharedGatherForward:
             dim=style.layout.dim,
             rows=rows,
             columns=sum(columns),
-            **style.told,
+            **style.keywords,
         )
         stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
         for linear, out in zip(linears, outs, strict=True):
@@ -255,13 +256,13 @@ class _SharedGatherForward:
 
 
 class Gathered(NamedTuple):
-    """What a linear has of the gather that it shares, while the module around it runs.
+    """A linear's result of a shared gather, valid while the module around it runs.
 
     Attributes:
-        stand_in: What that module's forward has for the gathered input.
-        rows: The module's input, this rank's rows.
-        product: Of the gathered input and the linear's weight; None once it has been fetched.
-        total: Rows over all ranks.
+        stand_in: Tensor that the module's forward gets in place of the gathered input.
+        rows: Input of the module: this rank's rows.
+        product: Product of the gathered input and the linear's weight; None after it was fetched.
+        total: Number of rows over all ranks.
     """
 
     stand_in: Tensor
@@ -271,29 +272,29 @@ class Gathered(NamedTuple):
 
 
 class ColwiseForward:
-    """The forward of a linear styled `OverlapColwiseParallel`."""
+    """Forward of a linear styled `OverlapColwiseParallel`."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapColwiseParallel):
         self.module, self.mesh, self.style = module, mesh, style
         self.source = module
-        """Which module has the weight: another one where weights are tied."""
+        """Module that holds the weight; another one if weights are tied."""
         self.gathered: Gathered | None = None
-        """While an `OverlapSharedGather` around it runs."""
+        """Result of the shared gather while the module of an `OverlapSharedGather` runs; otherwise None."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies; layouts are the style's."""
+        """Multiplies x; placements of x and the output are the style's."""
         style, module = self.style, self.module
         if self.gathered is not None:
             out = self.gathered.product
             if (x is not self.gathered.stand_in and x is not self.gathered.rows) or out is None:
                 raise RuntimeError(
-                    f"{module} shares the gather of its input with others, so it is called once, with the "
-                    f"input of the module around it as it is: a hook that changes it belongs on that module"
+                    f"{module} shares the gather of its input with other linears: call it once, with the "
+                    f"unchanged input of the module around it (hooks that change it belong on that module)"
                 )
             if out.requires_grad and not torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"{module} is called without gradients by itself (recomputed reentrantly?), but the "
-                    f"gather it shares with others has them: recompute or freeze the module around it"
+                    f"{module} is called without gradients (by reentrant recomputation?), but the gather it "
+                    f"shares with other linears has them: recompute or freeze the module around it"
                 )
             self.gathered = self.gathered._replace(product=None)
             return self._output(out)
@@ -303,43 +304,46 @@ class ColwiseForward:
         if isinstance(style.input_layout, Shard):
             out = products.all_gather_gemm(
                 x, weight, bias=bias, group=self.mesh, dim=style.input_layout.dim, rows=rows,
-                columns=columns, **style.told,
+                columns=columns, **style.keywords,
             )  # fmt: skip
         elif isinstance(style.output_layout, Replicate):
             out = products.gemm_all_gather(
-                x, weight, bias=bias, group=self.mesh, columns=columns, **style.told
+                x, weight, bias=bias, group=self.mesh, columns=columns, **style.keywords
             )
         else:
-            out = products.column_parallel_gemm(x, weight, bias, self.mesh, **style.told)
+            out = products.column_parallel_gemm(x, weight, bias, self.mesh, **style.keywords)
         return self._output(out)
 
     def operands(self) -> tuple[Any, Tensor | None, int]:
-        """This rank's weight and bias, and the columns of all ranks' together."""
+        """Returns this rank's weight and bias, and the number of columns over all ranks."""
         module = self.module
         bias = None if module.bias is None else local(module.bias, Shard(0))
         return weight_of(self.source, Shard(0)), bias, extent(module, 0)
 
-    def own_rows(self, x: Tensor) -> Tensor:
-        """This rank's rows of the input for which x stands in; x itself where nothing is gathered."""
+    def local_rows(self, x: Tensor) -> Tensor:
+        """Returns this rank's rows if x is the stand-in of a shared gather, otherwise x."""
         return self.gathered.rows if self.gathered is not None and x is self.gathered.stand_in else x
 
     def total_rows(self) -> Length:
-        """Rows of the input over all ranks, while they are gathered."""
-        return unsaid() if self.gathered is None else self.gathered.total
+        """Returns the number of input rows over all ranks during a shared gather.
+
+        Outside of one it returns `default_rows()`.
+        """
+        return default_rows() if self.gathered is None else self.gathered.total
 
     def _output(self, out: Tensor) -> Tensor:
-        whole = torch.Size((*out.shape[:-1], extent(self.module, 0)))
-        return as_output(out, whole, self.mesh, self.style.output_layout, self.style.use_local_output)
+        full_shape = torch.Size((*out.shape[:-1], extent(self.module, 0)))
+        return as_output(out, full_shape, self.mesh, self.style.output_layout, self.style.use_local_output)
 
 
 class RowwiseForward:
-    """The forward of a linear styled `OverlapRowwiseParallel`."""
+    """Forward of a linear styled `OverlapRowwiseParallel`."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapRowwiseParallel):
         self.module, self.mesh, self.style = module, mesh, style
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies; layouts are the style's."""
+        """Multiplies x; placements of x and the output are the style's."""
         style, module = self.style, self.module
         x, _ = local_part(x, self.mesh, style.input_layout, None)
         weight, k = weight_of(module, Shard(1)), extent(module, 1)
@@ -347,15 +351,15 @@ class RowwiseForward:
         bias = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
             out = products.gemm_reduce_scatter(
-                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, **style.told
+                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, **style.keywords
             )
         else:
-            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, **style.told)
-        whole = torch.Size((*x.shape[:-1], out.shape[-1]))
-        return as_output(out, whole, self.mesh, style.output_layout, style.use_local_output)
+            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, **style.keywords)
+        full_shape = torch.Size((*x.shape[:-1], out.shape[-1]))
+        return as_output(out, full_shape, self.mesh, style.output_layout, style.use_local_output)
 
 
 def _products(style: Any, weight: Any) -> Products:
-    """Who multiplies a weight."""
+    """Returns the functions that multiply by a weight: those of kept weights, or of the style."""
     plain: Products = style.products
     return STORED if isinstance(weight, Stored) else plain
