@@ -55,7 +55,7 @@ def classifier():
 REFUSED = {
     "gpt2": (lambda: other("GPT2"), r"'transformer\.wte' \(Embedding\): it holds parameters and has"),
     "gpt-neox": (lambda: other("GPTNeoX"), r"'.*' \(\w+\): it holds parameters and has no known place"),
-    "gpt-oss": (lambda: other("GptOss"), r"self_attn' \(GptOssAttention\): .* no parameters of its own, got sinks"),
+    "gpt-oss": (lambda: other("GptOss"), r"self_attn' \(GptOssAttention\): .* no parameters .*, got sinks"),
     "olmo3": (lambda: other("Olmo3"), r"Olmo3ForCausalLM: model_type 'olmo3' is not among"),
     "experts": (lambda: tiny("mixtral", 4, intermediate_size=6), r"experts' .*the 6 features of an expert"),
     "grouped": (
