@@ -7,6 +7,7 @@ on those ranks that have an infinity: `torch.distributed.fsdp.sharded_grad_scale
 the group, on all. `overlap_gemm.parallel` has styles that make DTensors.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,17 @@ from torch import Tensor, nn
 
 from .api.float8 import Float8
 from .api.functional import Length, column_parallel_gemm
+from .api.layer_epilogues import (
+    GATINGS,
+    OWN_PRODUCTS,
+    RESIDUAL,
+    Activation,
+    Fusion,
+    gated,
+    gating_of,
+    plus_residual,
+    why_not_fused,
+)
 from .api.linears import InitMethod, ShardedLinear, clip_grad_norm_, full_state_dict
 from .api.norms import (
     LayerNorm,
@@ -27,6 +39,7 @@ from .api.random_numbers import Dropout, per_rank_random
 from .backends.op_call import BackendName
 from .dispatch import moves
 from .runtime.group import GroupLike
+from .spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from .spec.promises import Invariant, Partials
 
 __all__ = [
@@ -152,6 +165,8 @@ class RowParallelLinear(ShardedLinear):
         partials: As for `overlap_gemm.gemm_reduce_scatter`.
         invariant: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
+        fuse: Whether a residual is an epilogue of the op (`api.layer_epilogues`): None: where its kernel
+            applies one; True: always; False: never.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -175,6 +190,7 @@ class RowParallelLinear(ShardedLinear):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
         float8: Float8 | None = None,
+        fuse: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -184,23 +200,30 @@ class RowParallelLinear(ShardedLinear):
             backend=backend, reserve_sms=reserve_sms, partials=partials, invariant=invariant, float8=float8,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.fuse = input_is_parallel, fuse
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Multiplies and sums; see the class for shapes."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Multiplies and sums, and adds a residual of the output's shape; see the class for shapes."""
         if not self.input_is_parallel:
             x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
-        bias, k = None if self.skip_bias_add else self.bias, self.input_size
-        if self.sequence_parallel:
-            dim = self.sequence_dim
-            out = self.products.gemm_reduce_scatter(x, self.weight, bias=bias, dim=dim, k=k, **self.told)
-        else:
-            out = self.products.gemm_all_reduce(x, self.weight, bias=bias, k=k, **self.told)
+        how: dict[str, Any] = {"bias": None if self.skip_bias_add else self.bias, "k": self.input_size}
+        how |= {"dim": self.sequence_dim} if self.sequence_parallel else {}
+        operands = x, self.weight, residual
+        out = plus_residual(self.products, self.op, *operands, self.fuse, **how, **self.told)
         return (out, self.bias) if self.skip_bias_add else out
+
+    @property
+    def op(self) -> str:
+        """Returns the op's name."""
+        return (GEMM_REDUCE_SCATTER if self.sequence_parallel else GEMM_ALL_REDUCE).name
+
+    def fusions(self, name: str) -> Iterator[Fusion]:
+        """Yields whether a residual is an epilogue; see `overlap_gemm.explain`."""
+        yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.products, self.fuse, *self.promises))
 
 
 class ParallelMLP(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`.
+    """A gated MLP: `down(silu(gate(x)) * up(x))`, with a residual added to it.
 
     Gate and up share one gather of x, unless one of them is hooked or wrapped.
 
@@ -222,6 +245,8 @@ class ParallelMLP(nn.Module):
         partials: As for `overlap_gemm.gemm_reduce_scatter`.
         invariant: As for `overlap_gemm.gemm_reduce_scatter`.
         float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
+        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
+        fuse: Whether activation and residual are epilogues of the ops, as for `RowParallelLinear`.
         device: Of the parameters.
         dtype: Of the parameters.
     """
@@ -242,10 +267,15 @@ class ParallelMLP(nn.Module):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
         float8: Float8 | None = None,
+        activation: Activation = "silu",
+        fuse: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if activation not in GATINGS:
+            raise ValueError(f"activation must be one of {', '.join(GATINGS)}, got {activation!r}")
+        self.activation, self.fuse = activation, fuse
         common: dict[str, Any] = {
             "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend,
@@ -254,7 +284,7 @@ class ParallelMLP(nn.Module):
         }  # fmt: skip
         self.gate_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_hidden_size, rows=rows, **common)
-        self.down_proj = RowParallelLinear(ffn_hidden_size, hidden_size, **common)
+        self.down_proj = RowParallelLinear(ffn_hidden_size, hidden_size, fuse=fuse, **common)
 
     @classmethod
     def from_linears(
@@ -274,23 +304,33 @@ class ParallelMLP(nn.Module):
             own.adopt(whole)
         return mlp
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiplies; see the class for shapes."""
-        first, second = self.gate_proj, self.up_proj
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiplies, and adds a residual of the output's shape; see the class for shapes."""
+        first, second, gating = self.gate_proj, self.up_proj, GATINGS[self.activation]
         if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
             warn_of_forgotten(first, x)
-            gate, up = first.products.all_gather_gemm(
-                x,
-                [first.weight, second.weight],
-                bias=None if first.bias is None else [first.bias, second.bias],
-                dim=first.sequence_dim,
-                rows=first.rows,
-                columns=first.output_size + second.output_size,
-                **first.told,
-            )
+            biases = None if first.bias is None else [first.bias, second.bias]
+            operands, columns = (x, [first.weight, second.weight]), first.output_size + second.output_size
+            how: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, "columns": columns}
+            if why_not_fused(first.products, self.fuse, *first.promises) is None:
+                hidden = gated(*operands, biases, *gating, self.fuse, **how, **first.told)
+            else:
+                gate, up = first.products.all_gather_gemm(*operands, bias=biases, **how, **first.told)
+                hidden = gating.on_tensors(gate) * up
         else:
-            gate, up = first(x), second(x)
-        return self.down_proj(nn.functional.silu(gate) * up)
+            hidden = gating.on_tensors(first(x)) * second(x)
+        return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
+
+    def fusions(self, name: str) -> Iterator[Fusion]:
+        """Yields whether the activation is an epilogue; see `overlap_gemm.explain`."""
+        gate = self.gate_proj
+        if not (_is_bare(gate) and _is_bare(self.up_proj)):
+            why: str | None = "gate or up is hooked or wrapped"
+        elif not gate.sequence_parallel:
+            why = OWN_PRODUCTS
+        else:
+            why = why_not_fused(gate.products, self.fuse, *gate.promises)
+        yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
 
 
 def _is_bare(layer: nn.Module) -> bool:

@@ -158,7 +158,7 @@ def test_declarations_that_do_not_exist_are_refused_with_the_rule(declared, rule
 
 def test_inputs_are_passed_by_name():
     bias = torch.ones(3)
-    assert epilogues.add_bias(bias=bias) == (epilogues.add_bias, (bias,))
+    assert epilogues.add_bias(bias=bias) == (epilogues.add_bias, (bias,), None)
     with pytest.raises(TypeError, match=r"takes the inputs \(bias\), by name; got \(gamma\)"):
         epilogues.add_bias(gamma=bias)
     with pytest.raises(TypeError, match=r"takes the inputs \(bias\), by name; got \(\)"):

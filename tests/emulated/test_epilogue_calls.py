@@ -37,6 +37,15 @@ def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
 
 
 @pytest.mark.parametrize("op", LAYOUTS)
+def test_what_takes_the_place_of_an_epilogue_is_not_called_where_a_kernel_applies_it(op):
+    def otherwise(*_):
+        raise AssertionError
+
+    with world_of("sm_90a", 2) as ranks:
+        assert worst(Called(op, 2, gated, otherwise=otherwise), ranks) <= 1
+
+
+@pytest.mark.parametrize("op", LAYOUTS)
 def test_one_rank_alone(op):
     with world_of("sm_90a", 1) as ranks:
         assert worst(Called(op, 1, gated), ranks) <= 1

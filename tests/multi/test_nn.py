@@ -8,9 +8,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
+import overlap_gemm
 from overlap_gemm import all_gather_gemm
-from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, full_state_dict
+from overlap_gemm.epilogues import add_residual
+from overlap_gemm.nn import ColumnParallelLinear, Float8, ParallelMLP, RowParallelLinear, full_state_dict
 from overlap_gemm.spec.sharding import Shards
 
 DOUBLE = {"dtype": torch.float64}
@@ -119,6 +122,124 @@ def check_mlp(rank, size, sequence_parallel, bias, backend):
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 def test_mlp(ranks, sequence_parallel, bias, backend, world):
     ranks(world).run(check_mlp, sequence_parallel, bias, backend)
+
+
+def check_fused_mlp(rank, size, sequence_parallel, fuse, activation, how):
+    """Compares forward and gradients, with a residual, with an MLP of `nn.Linear`."""
+    torch.manual_seed(3)
+    gate, up, down = (nn.Linear(a, b, **DOUBLE) for a, b in ((6, 11), (6, 11), (11, 6)))
+    options = {"sequence_parallel": sequence_parallel, "fuse": fuse, "activation": activation}
+    mlp = ParallelMLP.from_linears(gate, up, down, rows=9, **options)
+    x, residual = (torch.randn(9, 2, 6, **DOUBLE).requires_grad_() for _ in range(2))
+    activate = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}.get(activation) or (
+        lambda gate: nn.functional.gelu(gate, approximate="tanh")
+    )
+    expected = residual + down(activate(gate(x)) * up(x))
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    def part_of(tensor):
+        return mine(tensor, 0, rank, size) if sequence_parallel else tensor
+
+    parts = [part_of(one.detach()).clone().requires_grad_() for one in (x, residual)]
+    call = {
+        "eager": mlp,
+        "compiled": torch.compile(mlp, fullgraph=True, backend="aot_eager"),
+        "recomputed": lambda *operands: checkpoint(mlp, *operands, use_reentrant=False),
+        "reentrant": lambda *operands: checkpoint(mlp, *operands, use_reentrant=True),
+    }[how]
+    with torch.no_grad():
+        torch.testing.assert_close(call(*parts), part_of(expected))
+    out = call(*parts)
+    torch.testing.assert_close(out, part_of(expected))
+    out.backward(part_of(grad))
+    for part, full in zip(parts, (x, residual), strict=True):
+        torch.testing.assert_close(part.grad, part_of(full.grad))
+    for layer, linear, dim in ((mlp.gate_proj, gate, 0), (mlp.up_proj, up, 0), (mlp.down_proj, down, 1)):
+        torch.testing.assert_close(layer.weight.grad, mine(linear.weight.grad, dim, rank, size))
+    state = full_state_dict(mlp)
+    for name, linear in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        assert torch.equal(state[f"{name}.weight"], linear.weight)
+
+
+FUSED = [
+    (1, True, True, "gelu_tanh", "eager"),
+    *((3, True, fuse, "silu", "eager") for fuse in (None, True, False)),
+    (2, False, True, "gelu", "eager"),
+    *((2, True, fuse, "silu", how) for fuse in (None, True) for how in ("compiled", "recomputed")),
+    (2, True, True, "gelu", "reentrant"),
+]
+
+
+@pytest.mark.parametrize(("world", "sequence_parallel", "fuse", "activation", "how"), FUSED)
+def test_mlp_with_epilogues(ranks, world, sequence_parallel, fuse, activation, how):
+    ranks(world).run(check_fused_mlp, sequence_parallel, fuse, activation, how)
+
+
+def check_types_of_residuals(rank, size):
+    """Checks that a residual of a wider type than the products under autocast stays as wide."""
+    mlp = ParallelMLP(6, 8, sequence_parallel=True, fuse=True)
+    x, residual = torch.randn(2, 6), torch.randn(2, 6) * 1e-3 + 1
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        plain, out = mlp(x), mlp(x, residual)
+    assert plain.dtype == torch.bfloat16
+    assert out.dtype == torch.float32
+    assert torch.equal(out, residual + plain)
+    low = residual.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(mlp(x, low), low + plain)
+
+
+def test_residuals_of_other_types_than_the_product(ranks):
+    ranks(2).run(check_types_of_residuals)
+
+
+def check_explanations(rank, size):
+    model = nn.Sequential(
+        ParallelMLP(6, 8, sequence_parallel=True),
+        ParallelMLP(6, 8),
+        ParallelMLP(6, 8, sequence_parallel=True, float8=Float8()),
+        ParallelMLP(6, 8, sequence_parallel=True, invariant="batch"),
+        ParallelMLP(6, 8, sequence_parallel=True, fuse=False),
+    )
+    lines = [str(one) for one in overlap_gemm.explain(model)]
+    local = "without sequence parallelism gate and up are a rank's own products"
+    gating, added = "swiglu of gate and up", "a residual"
+    assert lines == [
+        f"0: {gating} is an epilogue of all_gather_gemm",
+        f"0.down_proj: {added} is an epilogue of gemm_reduce_scatter",
+        f"1: {gating} follows all_gather_gemm: {local}",
+        f"1.down_proj: {added} is an epilogue of gemm_all_reduce",
+        *(
+            line
+            for i, why in enumerate(
+                (
+                    "products of 8-bit operands take no epilogue",
+                    "calls with invariant='batch' take no epilogue",
+                    "fuse=False",
+                ),
+                start=2,
+            )
+            for line in (
+                f"{i}: {gating} follows all_gather_gemm: {why}",
+                f"{i}.down_proj: {added} follows gemm_reduce_scatter: {why}",
+            )
+        ),
+    ]
+    for name in ("2", "3"):  # and they run
+        mlp = model.get_submodule(name)
+        x = torch.randn(3, 6)
+        with torch.no_grad():
+            torch.testing.assert_close(mlp(x, x), x + mlp(x))
+    x, weight = torch.ones(4, 6), torch.ones(8, 6)
+    choice = overlap_gemm.explain(
+        "gemm_all_reduce", x, weight, epilogue=add_residual(residual=torch.ones(4, 8))
+    )
+    assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in str(choice)
+
+
+def test_explain_says_what_is_an_epilogue_and_why_not(ranks):
+    ranks(2).run(check_explanations)
 
 
 class Whole(nn.Module):

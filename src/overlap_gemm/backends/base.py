@@ -282,7 +282,7 @@ class Backend(Protocol):
     def why_slower(self, problem: Problem) -> str | None:
         """The reason `auto` need not compare its time with others', None if it is worth it."""
 
-    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
+    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
         """The reason torch applies the epilogue of `problem` after the op; None where the op does it."""
 
     def bind(
@@ -320,7 +320,7 @@ class Portable(ABC):
     def why_slower(self, problem: Problem) -> str | None:
         """See `Backend`."""
 
-    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
+    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
         """See `Backend`: torch's products have no epilogue but a bias."""
         return "torch's products have no epilogue"
 

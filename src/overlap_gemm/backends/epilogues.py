@@ -57,15 +57,16 @@ class Applying(NamedTuple):
         ]
 
 
-def why_after(problem: Problem, applying: Applying, columns: int) -> str | None:
-    """Returns why no kernel applies an epilogue to a problem's sums; None if one does.
+def why_after(problem: Problem, columns: int) -> str | None:
+    """Returns why no kernel applies a problem's epilogue to its sums; None if one does.
 
     Args:
         problem: The problem.
-        applying: The epilogue.
         columns: Rows of this rank's weight.
     """
-    epilogue, spec = applying.epilogue, problem.spec
+    applying, spec = problem.applying, problem.spec
+    assert applying is not None, problem
+    epilogue = applying.epilogue
     if problem.num_weights > 1:
         return "kernels make pairs of the columns of one weight, gates and ups interleaved"
     if epilogue.pairs and not spec.gathers_operand:

@@ -40,6 +40,7 @@ class Choice:
         verdicts: (name, reason) of each backend considered, in order; reason None for the one chosen.
         prediction: The times of the ways to carry the problem out, where they are known.
         backward: The choice for the dual op in the backward pass, where `explain` was asked.
+        epilogue: The epilogue, and what applies it, from `explain`.
     """
 
     backend: Backend
@@ -48,6 +49,7 @@ class Choice:
     verdicts: tuple[tuple[str, str | None], ...]
     prediction: Prediction | None = None
     backward: "Choice | None" = None
+    epilogue: str | None = None
 
     @property
     def kernel(self) -> Kernel:
@@ -83,6 +85,8 @@ class Choice:
             )
             if as_rows := prediction.machine.why_as_rows(problem.blocks):
                 lines.append(f"  constants are those with scales of rows: {as_rows}")
+        if self.epilogue is not None:
+            lines.append(f"  epilogue {self.epilogue}")
         lines += cost_of_promises(problem)
         if self.backward is not None:
             lines.append(f"  backward: {self.backward.problem.op} runs as {self.backward.backend.name!r}")

@@ -39,6 +39,13 @@ def autocast(
     return cast(x), [cast(weight) for weight in weights], [cast(bias) for bias in biases]
 
 
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Returns the type of a product of x."""
+    device = x.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast and x.dtype != torch.float64 else x.dtype
+
+
 def autocast_call(x: Tensor, weight: Any, bias: Any, call: OpCall) -> tuple[Tensor, Any, Any, OpCall]:
     """Applies `autocast` to what an op is called with: a weight and a bias or None, or a list of each.
 

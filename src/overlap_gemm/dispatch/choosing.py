@@ -46,18 +46,8 @@ def chosen(
         inputs: What the epilogue reads.
     """
     ranks = resolve(call.group)
-    problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
-    plain = problem.without_epilogue()
-    shards, requested = problem.shards, call.backend
-    facts = (*problem.agreed(), *settings().agreed(op))
-    try:
-        choice = choose(plain, requested)
-    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
-        agree.same(ranks, x.device, (*facts, agree.failure(error)))
-        raise
-    agree.same(ranks, x.device, facts)
-    if measure_if_due(plain, requested, x, weight, bias, shards, ranks):
-        choice = choose(plain, requested)
+    problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
+    shards = problem.shards
     announce(choice)
     group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
     with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
@@ -69,16 +59,53 @@ def chosen(
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))
 
 
+def why_after(
+    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
+) -> str | None:
+    """Returns why torch would apply an epilogue after the op, None if a kernel does; collective as `chosen`.
+
+    Args:
+        op: The op.
+        call: The lowered call.
+        x: Operand of the backend.
+        weight: Weight, or a list.
+        bias: Bias, a list, or None.
+        inputs: Inputs of the epilogue.
+    """
+    problem, choice, _ = _agreed_choice(op, call, x, weight, bias, inputs)
+    return choice.backend.why_after(problem, _first(weight))
+
+
+def _agreed_choice(
+    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
+) -> tuple[Problem, Choice, Any]:
+    """Returns a call's problem, the backend for it, and what the ranks have compared."""
+    ranks = resolve(call.group)
+    problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
+    plain, requested = problem.without_epilogue(), call.backend
+    facts = (*problem.agreed(), *settings().agreed(op))
+    try:
+        choice = choose(plain, requested)
+    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
+        agree.same(ranks, x.device, (*facts, agree.failure(error)))
+        raise
+    agree.same(ranks, x.device, facts)
+    if measure_if_due(plain, requested, x, weight, bias, problem.shards, ranks):
+        choice = choose(plain, requested)
+    return problem, choice, facts
+
+
+def _first(weight: Any) -> Tensor:
+    one: Tensor = weight[0] if isinstance(weight, (list, tuple)) else weight
+    return one
+
+
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
     """What carries the problem out; its epilogue is applied by the backend, or by torch after it."""
-    applying = problem.applying
-    if applying is None:
-        return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
-    one = weight[0] if isinstance(weight, (list, tuple)) else weight
-    if choice.backend.why_after(problem, applying, one) is None:
+    if problem.applying is None or choice.backend.why_after(problem, _first(weight)) is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
-    return applied_after(plain, applying)
+    return applied_after(plain, problem.applying)
 
 
 calls: dict[tuple[str, str], list[int]] = {}

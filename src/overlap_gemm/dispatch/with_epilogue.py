@@ -5,7 +5,7 @@ on tensors after it, which autograd (and a compiler) sees: the sums are kept for
 the backend applies the function: in its kernel, or after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
-from .choosing import chosen
+from .choosing import chosen, why_after
 from .lowering import Lowered, lower
 from .moves import new
 from .operands import DTYPES, shape_of
@@ -224,45 +224,63 @@ def call_with_epilogue(
     Returns:
         The operand that was communicated, if the op communicates one; the result; the outputs.
     """
-    epilogue, inputs = _checked(op, x, weight, applied, scales)
-    if call.invariant is not None:
+    epilogue, inputs, otherwise = _checked(op, x, weight, applied, scales)
+    if (promised := call.promises.invariant) is not None:
         raise ValueError(
-            f"{op.name}: invariant={call.invariant!r} is for calls without an epilogue, which some backends "
+            f"{op.name}: invariant={promised!r} is for calls without an epilogue, which some backends "
             "apply to rounded sums; apply it to the result"
         )
     if op.takes_lists and not bias:
         bias = None
+    after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
     if needs_grad(x, weight, bias, inputs) and epilogue.gradient is None:
-        return _plain_and_function(op, x, weight, bias, group, call, epilogue, inputs)
-    call = call._replace(epilogue=epilogue.key)
+        return _function_after(*after)
+    fused = call._replace(epilogue=epilogue.key)
     if is_plain(x, weight, bias, inputs):
         ranks = find(group)
-        return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, inputs, call)  # type: ignore[no-any-return]
-    x, weight, bias, call = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, call)
+        called = op, ranks, x, weight, bias, inputs, fused, otherwise is not None
+        made: list[Tensor] | None = enter(ranks, op.name, x, _run, *called)
+        return _function_after(*after) if made is None else made
+    if otherwise is not None and not is_plain(x, weight, bias, inputs, as_op=False):  # compilers fuse, too
+        return _function_after(*after)
+    x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
     bias = None if isinstance(bias, list) and not bias else bias  # as above
-    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, call)
+    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused)
     through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
     lowered = shapes.lowered
-    return shapes.shaped(through(lowered.flatten(x), weight, bias, shapes.flat(inputs), *lowered.call))
+    operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
+    if otherwise is not None and why_after(op.spec, lowered.call, *operands) is not None:
+        return _function_after(*after)
+    return shapes.shaped(through(*operands, *lowered.call))
 
 
 def _run(
-    op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor], call: OpCall
-) -> list[Tensor]:
+    op: GemmOp,
+    ranks: Group,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    inputs: list[Tensor],
+    call: OpCall,
+    in_kernel: bool,
+) -> list[Tensor] | None:
+    """Returns what the op returns; None if the epilogue must be applied `in_kernel` and no kernel does."""
     of_op = WITH_EPILOGUE[op.name]
-    key = (of_op.name, "called", layouts(x, weight, bias, inputs), call, state(x))
-    prepared: _PreparedApplied | None = ranks.calls.get(key)
+    key = (of_op.name, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
+    prepared: _PreparedApplied | str | None = ranks.calls.get(key)
     if prepared is None:
         shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call)
         lowered = shapes.lowered
-        bound = of_op.bound((lowered.flatten(x), weight, bias, shapes.flat(inputs)), lowered.call)
-        prepared = _PreparedApplied(bound, shapes)
+        operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
+        prepared = why_after(op.spec, lowered.call, *operands) if in_kernel else None
+        if prepared is None:
+            prepared = _PreparedApplied(of_op.bound(operands, lowered.call), shapes)
         if op.spec.asked is None or getattr(call, ARGUMENTS[op.spec.asked]) != "exchange":
             keep(ranks, key, prepared)
-    return prepared(x, weight, bias, inputs)
+    return None if isinstance(prepared, str) else prepared(x, weight, bias, inputs)
 
 
-def _plain_and_function(
+def _function_after(
     op: GemmOp,
     x: Tensor,
     weight: Any,
@@ -271,9 +289,14 @@ def _plain_and_function(
     call: OpCall,
     epilogue: Epilogue,
     inputs: list[Tensor],
+    otherwise: Callable[..., Any] | None,
 ) -> list[Tensor]:
+    """Calls the plain op, and the function on its results."""
     found = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
     moved, products = (found[:1], found[1:]) if op.takes_lists else ([], [found])
+    if otherwise is not None:
+        made = otherwise(*products)
+        return [*moved, *(made if isinstance(made, tuple) else (made,))]
     first = products[0]
     _check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
     applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), first.dtype)
@@ -300,8 +323,8 @@ def _shapes_of(
 
 def _checked(
     op: GemmOp, x: Tensor, weight: Any, applied: Any, scales: Sequence[Any]
-) -> tuple[Epilogue, list[Tensor]]:
-    """The epilogue and its inputs, as tensors."""
+) -> tuple[Epilogue, list[Tensor], Callable[..., Any] | None]:
+    """Returns the epilogue, its inputs as tensors, and `Applied.otherwise`."""
     if not isinstance(applied, Applied):
         got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
         raise TypeError(
@@ -310,7 +333,7 @@ def _checked(
         )
     if any(scale is not None for scale in scales):
         raise TypeError(f"{op.name}: operands with scales take no epilogue; pass x and weight without scales")
-    epilogue, values = applied
+    epilogue, values, otherwise = applied
     if op.takes_lists and len(weight) != 1:
         shapes = [shape_of(one) for one in weight]
         if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
@@ -330,7 +353,7 @@ def _checked(
                 f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
             )
         inputs.append(value)
-    return epilogue, inputs
+    return epilogue, inputs, otherwise
 
 
 _OR_TWO = ", or of two of one shape"

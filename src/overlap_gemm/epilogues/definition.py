@@ -125,10 +125,13 @@ class Applied(NamedTuple):
     Attributes:
         epilogue: The epilogue.
         inputs: A tensor (or number) for each declared input, in that order.
+        otherwise: A function of the op's results that replaces the epilogue's where no kernel applies it, and
+            in compiled graphs; None: the epilogue's.
     """
 
     epilogue: Epilogue
     inputs: tuple[Any, ...]
+    otherwise: Callable[..., Any] | None = None
 
 
 def epilogue(

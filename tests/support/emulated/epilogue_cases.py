@@ -33,6 +33,7 @@ class Called:
     sizes: tuple = ()
     seed: int = 0
     device: object = "cpu"
+    otherwise: object = None
     given: list = field(default_factory=list)
     exact: list = field(default_factory=list)
     bounds: list = field(default_factory=list)
@@ -80,7 +81,8 @@ class Called:
         named = {name: one for (name, _), one in zip(self.one.inputs, inputs, strict=True)}
         lengths = OPS[self.op].arguments(m, n, k * self.world if OPS[self.op].sums else k)
         call = getattr(overlap_gemm, self.op)
-        return call(x, w, group=group, epilogue=self.one(**named), backend="fused", **lengths)
+        applied = self.one(**named)._replace(otherwise=self.otherwise)
+        return call(x, w, group=group, epilogue=applied, backend="fused", **lengths)
 
     def worst(self, outs):
         """Largest error, in units of its bound."""

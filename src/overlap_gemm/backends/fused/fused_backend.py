@@ -26,7 +26,6 @@ from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
 from ..epilogues import (
-    Applying,
     own_columns,
     read_by_kernel,
     why_after,
@@ -167,9 +166,9 @@ class Fused:
         machine = constants(problem.reach.arch)
         return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
 
-    def why_after(self, problem: Problem, applying: Applying, weight: Tensor) -> str | None:
+    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
         """See `Backend`."""
-        return why_after(problem, applying, len(weight))
+        return why_after(problem, len(weight))
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group

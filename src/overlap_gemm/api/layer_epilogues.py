@@ -1,0 +1,145 @@
+"""Epilogues of layers: a residual added to a sum over the ranks, an activation applied to gate and up.
+
+`fuse` of a layer is None: kernels apply the epilogue where they do, else torch's operations follow, as they
+would without; True: the epilogue is an argument of the op in every call; False: of none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backends.op_call import promises_of
+from ..dispatch.autocast import result_dtype
+from ..epilogues import Applied, Epilogue, add_residual, geglu, geglu_tanh, swiglu
+from ..spec.promises import Invariant, Partials
+from .float8 import PLAIN, Products
+from .functional import all_gather_gemm
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+"""Of a gated MLP."""
+
+
+class Gating(NamedTuple):
+    """An activation of gates that are multiplied by ups.
+
+    Attributes:
+        epilogue: Of both sums.
+        on_tensors: torch's function of the gates.
+    """
+
+    epilogue: Epilogue
+    on_tensors: Callable[[Tensor], Tensor]
+
+
+GATINGS: dict[Activation, Gating] = {
+    "silu": Gating(swiglu, F.silu),
+    "gelu": Gating(geglu, F.gelu),
+    "gelu_tanh": Gating(geglu_tanh, lambda gate: F.gelu(gate, approximate="tanh")),
+}
+
+
+RESIDUAL = "a residual"
+OWN_PRODUCTS = "without sequence parallelism gate and up are a rank's own products"
+
+
+def gating_of(activation: Activation) -> str:
+    """Returns the name of a `Fusion` of gate and up."""
+    return f"{GATINGS[activation].epilogue.name} of gate and up"
+
+
+class Fusion(NamedTuple):
+    """An operation of a module that may be an epilogue of an op.
+
+    Attributes:
+        module: Name of the module.
+        epilogue: What is applied, in words.
+        op: The op that applies it.
+        why_not: Why it is not; None: it is, where the op's kernel applies epilogues.
+    """
+
+    module: str
+    epilogue: str
+    op: str
+    why_not: str | None = None
+
+    def __str__(self) -> str:
+        """Says it in words."""
+        if self.why_not is not None:
+            return f"{self.module}: {self.epilogue} follows {self.op}: {self.why_not}"
+        return f"{self.module}: {self.epilogue} is an epilogue of {self.op}"
+
+
+def why_not_fused(
+    products: Products,
+    fuse: bool | None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
+) -> str | None:
+    """Returns why a layer's ops never take an epilogue; None: they may."""
+    if fuse is False:
+        return "fuse=False"
+    if products is not PLAIN:
+        return "products of 8-bit operands take no epilogue"
+    if promised := promises_of(partials, invariant).invariant:
+        return f"calls with invariant={promised!r} take no epilogue"
+    return None
+
+
+def plus_residual(
+    products: Products,
+    op: str,
+    x: Tensor,
+    weight: Any,
+    residual: Tensor | None,
+    fuse: bool | None,
+    **how: Any,
+) -> Tensor:
+    """Returns the residual plus the result of an op that sums over the ranks.
+
+    Args:
+        products: The layer's.
+        op: Name of the op.
+        x: Operand of the op.
+        weight: Weight of the op.
+        residual: Tensor of the result's shape, or None.
+        fuse: Whether it is an epilogue: True, False, or None.
+        **how: The op's options.
+    """
+    call = getattr(products, op)
+    if residual is None:
+        return call(x, weight, **how)  # type: ignore[no-any-return]
+    why = why_not_fused(products, fuse, how.get("partials"), how.get("invariant"))
+    if why is None and residual.dtype == result_dtype(x):
+        applied = add_residual(residual=residual)
+        if not fuse:
+            applied = applied._replace(otherwise=lambda out: residual + out)
+        return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
+    return residual + call(x, weight, **how)  # type: ignore[no-any-return]
+
+
+def gated(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    epilogue: Epilogue,
+    activate: Callable[[Tensor], Tensor],
+    fuse: bool | None,
+    **how: Any,
+) -> Tensor:
+    """Returns activated gates times ups, of one gather of x.
+
+    Args:
+        x: Operand `[M_local, ..., K]`.
+        weights: Gate and up.
+        biases: Theirs, or None.
+        epilogue: Of `GATINGS`.
+        activate: The same on tensors, of the gates.
+        fuse: Whether it is an epilogue: True, False, or None.
+        **how: Options of `all_gather_gemm`.
+    """
+    applied: Applied = epilogue()
+    if not fuse:
+        applied = applied._replace(otherwise=lambda gate, up: activate(gate) * up)
+    return all_gather_gemm(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]
