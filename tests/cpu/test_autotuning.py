@@ -68,6 +68,20 @@ def test_a_proposal_is_what_configured_makes_a_call_get(op, shape, machine):
         assert time.total == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("machine", ["h100", "h200"])
+def test_gathers_measure_divided_k_for_few_rows_and_wide_tiles_for_many(machine, dtype):
+    """Checks that the model's choice for few rows of a gather is no swapped kernel."""
+    constants, few = load(machine), Facts("all_gather_gemm", 128, 10240, 8192, dtype, 2)
+    many = replace(few, m=8192)
+    proposed = [dict(kernel.fields) for kernel, _ in space.proposals(few, constants, "sm_90a", 132)]
+    assert any(kernel.get("k_split", 1) > 1 for kernel in proposed)
+    assert space.expected(few, constants, "sm_90a", 132)[0].mma != "swap_ab"
+    tiles = [space.expected(many, constants, "sm_90a", 132)[0].tile]
+    tiles += [dict(k.fields).get("tile") for k, _ in space.proposals(many, constants, "sm_90a", 132)]
+    assert (128, 256) in tiles
+
+
 def test_kernels_beyond_the_models_error_are_not_proposed():
     facts, constants = Facts("gemm_reduce_scatter", 8192, 8192, 28672, "bf16", 2), load("h100")
     with mock.patch.object(space, "MODEL_ERROR", 0.0):

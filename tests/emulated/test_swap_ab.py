@@ -19,6 +19,7 @@ SENDERS = {
 QUICK = [
     ("one_shot", 2, 1, (16, 64), 4),
     ("output_gather", 3, 17, (32, 64), 1),
+    ("all_gather", 4, 40, (16, 64), 2),
 ]
 SWEEP = [
     ("one_shot", 3, 40, (32, 64), 1),

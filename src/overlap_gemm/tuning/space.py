@@ -235,11 +235,19 @@ def _choose(
 
 
 def _eligible(
-    facts: Facts, machine: Machine, arch: str, num_sms: int, fields: tuple[tuple[str, Any], ...]
+    facts: Facts,
+    machine: Machine,
+    arch: str,
+    num_sms: int,
+    fields: tuple[tuple[str, Any], ...],
+    is_measured: bool = False,
 ) -> list[GemmConfig]:
-    """Returns the configurations that a call of `facts` may get with these fields."""
+    """Returns the configurations that a call of `facts` may get with these fields.
+
+    No table has swapped kernels of all-gather GEMMs: only a measurement chooses them.
+    """
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
-    if facts.m > machine.few_rows or facts.spec.gathers_operand:
+    if facts.m > machine.few_rows or (facts.spec.gathers_operand and not is_measured):
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
     return fitting
 
@@ -262,7 +270,7 @@ def proposals(facts: Facts, machine: Machine, arch: str, num_sms: int) -> list[t
     patterns = patterns_of(facts.op)
     others: dict[Kernel, float] = {}
     for pattern in patterns:
-        for other in _eligible(facts, machine, arch, num_sms, ()):
+        for other in _eligible(facts, machine, arch, num_sms, (), is_measured=True):
             if own.op == facts.op and pattern == default and same_kernel(other, config):
                 continue
             fields = tuple((name, getattr(other, name)) for name in SHAPE)
